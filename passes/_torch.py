@@ -1,0 +1,252 @@
+"""Every semi-private call into torch goes through this file (torch 2.11 and newer)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._meta_registrations
+from torch import fx, nn
+
+from .errors import PlannerError
+
+try:
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.nn.utils.stateless import _reparametrize_module
+    from torch.utils.flop_counter import flop_registry
+except ImportError as error:  # pragma: no cover - depends on the installed torch
+    raise ImportError(
+        f"checkpoint-planner needs torch >= 2.11; torch {torch.__version__} lacks {error.name}: {error}"
+    ) from error
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "JointGraph",
+    "allocator_events",
+    "below_autograd",
+    "compiling_flags",
+    "detect_fake_mode",
+    "eager_kernels",
+    "export_joint",
+    "flop_registry",
+    "quiet_fake_errors",
+    "swapped_state",
+]
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """What torch's tracer returns, reduced to what we rely on.
+
+    Attributes:
+        graph_module: placeholders are the flat inputs then the tangents; outputs are the new values of mutated
+            inputs, then the outputs, then bases of aliased outputs, then one gradient or None per input.
+        mutated_inputs: indices of inputs whose data the forward changes, in output order.
+        num_outputs: how many outputs the traced function returned.
+        num_forward_outputs: how many of the graph's outputs belong to the forward.
+        output_bases: for each output, None or the index of the extra output it is a view of.
+    """
+
+    graph_module: fx.GraphModule
+    mutated_inputs: tuple[int, ...]
+    metadata_mutated_inputs: tuple[int, ...]
+    num_outputs: int
+    num_forward_outputs: int
+    output_kinds: tuple[str, ...]
+    output_bases: tuple[int | None, ...]
+    traced_tangents: tuple[Any, ...]
+
+
+class _FlatFunction(nn.Module):
+    def __init__(self, function: Callable[..., Sequence[torch.Tensor]]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(self.function(*args))
+
+
+def export_joint(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> JointGraph:
+    """Trace `function(*inputs)` and its backward into one ATen graph (`aot_export_joint_with_descriptors`)."""
+    with contextlib.ExitStack() as stack:
+        joint = aot_export_joint_with_descriptors(stack, _FlatFunction(function), tuple(inputs), {})
+        metadata = joint._aot_state.fw_metadata
+        graph_module = joint._aot_graph_capture.graph_module
+    infos = metadata.output_info
+    return JointGraph(
+        graph_module=graph_module,
+        mutated_inputs=tuple(i for i, info in enumerate(metadata.input_info) if info.mutates_data),
+        metadata_mutated_inputs=tuple(i for i, info in enumerate(metadata.input_info) if info.mutates_metadata),
+        num_outputs=len(infos),
+        num_forward_outputs=metadata.num_forward_returns,
+        output_kinds=tuple(info.output_type.name for info in infos),
+        output_bases=tuple(info.base_idx for info in infos),
+        traced_tangents=tuple(metadata.traced_tangents),
+    )
+
+
+def swapped_state(module: nn.Module, state: dict[str, torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Run `module` with other tensors as parameters and buffers (`torch.func.functional_call`'s own helper)."""
+    return _reparametrize_module(module, state, tie_weights=True, strict=False, stack_weights=True)
+
+
+@contextlib.contextmanager
+def compiling_flags() -> Iterator[None]:
+    """Make `torch.compiler.is_compiling()` and `is_exporting()` answer True, as `torch.export` does."""
+    compiler: Any = torch.compiler
+    before = compiler._is_compiling_flag, compiler._is_exporting_flag
+    compiler._is_compiling_flag = compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag, compiler._is_exporting_flag = before
+
+
+@contextlib.contextmanager
+def quiet_fake_errors() -> Iterator[None]:
+    """Keep the fake-tensor logger's stack dumps off the terminal: a failure reaches the user as a CaptureError."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def allocator_events(run: Callable[[], Any]) -> list[int]:
+    """Signed sizes of the CPU allocator's events while `run()` executes, in order.
+
+    The legacy profiler reports the same events as `torch.profiler.profile(profile_memory=True)`, starts in
+    microseconds and prints nothing; where a release has dropped it, the latter is used.
+    """
+    enable = getattr(torch.autograd, "_enable_profiler_legacy", None)
+    if enable is None:  # pragma: no cover - depends on the installed torch
+        return _kineto_events(run)
+    autograd: Any = torch.autograd
+    flags = (False, True, False, False, False)  # shapes, memory, stack, flops, modules
+    config = autograd.ProfilerConfig(autograd.ProfilerState.CPU, *flags, torch._C._profiler._ExperimentalConfig())
+    enable(config)
+    try:
+        run()
+    finally:
+        threads = autograd._disable_profiler_legacy()
+    return [e.cpu_memory_usage() for events in threads for e in events if e.kind() == "memory_alloc"]
+
+
+def _kineto_events(run: Callable[[], Any]) -> list[int]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as prof:
+        run()
+    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Run ops straight on their kernels: no autograd graph, no view bookkeeping, no autocast.
+
+    Gradient mode stays on, as in the plain forward: some kernels ask for it (oneDNN's LSTM keeps what its backward
+    needs only then).
+    """
+    no_autocast = getattr(torch._C, "_DisableAutocast", contextlib.nullcontext)
+    guard = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
+    if guard is None:  # pragma: no cover - depends on the installed torch
+        with torch.no_grad(), no_autocast():
+            yield
+        return
+    with torch.enable_grad(), no_autocast(), guard():
+        yield
+
+
+# Python decompositions that tracing needs: without them the update of running statistics would be lost.
+_KEPT_DECOMPOSITIONS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "broadcast_tensors"})
+
+
+@contextlib.contextmanager
+def eager_kernels() -> Iterator[None]:
+    """Trace what eager executes.
+
+    While tracing, torch replaces some composite ops (lstm, matmul, upsample, dropout, ...) by Python decompositions
+    whose results differ from the C++ ones in the last bits. They are set aside for the block, so that the graph
+    holds the kernels that the plain step runs. Dropout is the exception: where both are equal bit for bit, the
+    fused `native_dropout` stands for it, whose mask takes a byte per element instead of four.
+    """
+    keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
+    dropout = torch.ops.aten.dropout.default
+    saved: list[tuple[Any, Any, Any]] = []
+    for op in _loaded_overloads():
+        if op.overloadpacket.__name__ not in _KEPT_DECOMPOSITIONS:
+            saved += [(op, key, op.py_kernels.pop(key)) for key in keys if key in op.py_kernels]
+            op._dispatch_cache.clear()
+    if any(op is dropout for op, _, _ in saved):
+        for key in keys:
+            dropout.py_kernels[key] = _dropout
+    meta: Any = torch._meta_registrations
+    grouped = getattr(meta, "_meta_grouped_mm_common", None)
+    if grouped is not None:
+        meta._meta_grouped_mm_common = _grouped_mm_of_any_type(grouped, meta)
+    try:
+        yield
+    finally:
+        if grouped is not None:
+            meta._meta_grouped_mm_common = grouped
+        for key in keys:
+            dropout.py_kernels.pop(key, None)
+        for op, key, kernel in saved:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+        dropout._dispatch_cache.clear()
+
+
+def _grouped_mm_of_any_type(original: Callable[..., Any], meta: Any) -> Callable[..., Any]:
+    """torch's shape rule for `_grouped_mm` admits bfloat16 alone; its kernels also run float32 and float16."""
+
+    def rule(mat_a: torch.Tensor, mat_b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        scaled = kwargs.get("scale_a", args[0] if args else None) is not None
+        if scaled or mat_a.dtype is torch.bfloat16 or not hasattr(meta, "_create_grouped_mm_output_tensor"):
+            return original(mat_a, mat_b, *args, **kwargs)
+        offs = kwargs.get("offs", args[2] if len(args) > 2 else None)
+        return meta._create_grouped_mm_output_tensor(mat_a, mat_b, offs, kwargs.get("out_dtype") or mat_a.dtype)
+
+    return rule
+
+
+def _loaded_overloads() -> Iterator[Any]:
+    aten = torch.ops.aten
+    for name in sorted(aten):
+        packet = getattr(aten, name)
+        for overload in packet:
+            yield getattr(packet, overload)
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """`aten::dropout` as eager computes it (ATen/native/Dropout.cpp), fused where that changes no bit."""
+    if not train or p == 0 or x.numel() == 0:
+        return x
+    if p == 1:
+        return x * torch.zeros((), dtype=x.dtype, device=x.device)
+    if x.device.type == "cuda" or (x.device.type == "cpu" and _same_scale(x.dtype, p)):
+        return torch.ops.aten.native_dropout.default(x, p, train)[0]  # type: ignore[no-any-return]
+    noise = torch.empty_like(x).bernoulli_(1 - p)
+    return x * noise.div_(1 - p)
+
+
+def _same_scale(dtype: torch.dtype, p: float) -> bool:
+    """Whether eager's scaled mask and the fused kernel's factor are the same number of `dtype`."""
+    if dtype not in (torch.float32, torch.float64):
+        return False
+    if dtype is torch.float64:
+        return True
+    return _to_float32(1.0 / _to_float32(1 - p)) == _to_float32(1.0 / (1.0 - p))
+
+
+def _to_float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])

@@ -1,0 +1,149 @@
+"""alias: which storage every node's value lives in.
+
+A view costs nothing and keeps its base alive, so liveness is kept per storage. Whether an op returns a view is
+read off its schema (`Tensor(a)`), never guessed from names; the few ops whose schema hides it are in a table.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+
+from .errors import Unsupported
+
+aten = torch.ops.aten
+
+# Ops that return a view of their first argument although their schema does not say so.
+HIDDEN_VIEWS = frozenset({aten._unsafe_view.default, aten._reshape_alias.default, aten.lift_fresh.default})
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One storage: written by `node` (output `index` of it), or resident throughout when `static`."""
+
+    node: fx.Node
+    index: int
+    bytes: int
+    static: bool
+
+
+@dataclass(frozen=True)
+class Aliases:
+    """`of[node]`: the storage of the node's value; for a node that returns several tensors, one each (or None)."""
+
+    of: dict[fx.Node, Storage | tuple[Storage | None, ...] | None]
+
+    def storages(self, node: fx.Node) -> tuple[Storage, ...]:
+        """Every storage that the node's value touches."""
+        found = self.of.get(node)
+        if found is None:
+            return ()
+        if isinstance(found, Storage):
+            return (found,)
+        return tuple(dict.fromkeys(s for s in found if s is not None))
+
+
+def alias(graph: fx.Graph) -> Aliases:
+    """Group the values of a joint graph by storage.
+
+    Raises:
+        Unsupported: a node writes to its arguments, or calls something whose aliasing is unknown.
+    """
+    result = Aliases({})
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            result.of[node] = Storage(node, 0, _storage_bytes(node.meta.get("val")), static=True)
+        elif node.op == "call_function":
+            result.of[node] = _of_call(node, result)
+    return result
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node only returns views of its arguments (`getitem` on a view's list included)."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
+    return _aliased_argument(node) is not None
+
+
+def is_compute(node: fx.Node) -> bool:
+    """Whether the node runs a kernel that writes memory of its own."""
+    return node.op == "call_function" and node.target is not operator.getitem and not is_view(node)
+
+
+def tensor_args(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments, each once, in order."""
+    return node.all_input_nodes
+
+
+def _of_call(node: fx.Node, known: Aliases) -> Storage | tuple[Storage | None, ...] | None:
+    value = node.meta.get("val")
+    if node.target is operator.getitem:
+        parent, index = node.args
+        assert isinstance(parent, fx.Node) and isinstance(index, int)
+        found = known.of.get(parent)
+        return found[index] if isinstance(found, tuple) else found
+    source = _aliased_argument(node)
+    if source is not None:
+        found = known.of[source]
+        if isinstance(value, (list, tuple)):
+            base = found if isinstance(found, Storage) else None
+            return tuple(base for _ in value)
+        return found
+    if isinstance(value, torch.Tensor):
+        return Storage(node, 0, _storage_bytes(value), static=False)
+    if isinstance(value, (list, tuple)):
+        return tuple(
+            Storage(node, i, _storage_bytes(v), static=False) if isinstance(v, torch.Tensor) else None
+            for i, v in enumerate(value)
+        )
+    return None
+
+
+def _aliased_argument(node: fx.Node) -> fx.Node | None:
+    """The argument that the node's result is a view of, or None."""
+    target = node.target
+    if isinstance(target, HigherOrderOperator) or not isinstance(target, OpOverload):
+        if target is operator.getitem or not isinstance(target, HigherOrderOperator):
+            return None
+        raise Unsupported(
+            f"higher-order op {target}", node.name, "its memory and randomness cannot be seen from outside",
+            "Write it as ordinary ops (flex_attention -> scaled_dot_product_attention), or keep it out of the model.",
+        )  # fmt: skip
+    if target in HIDDEN_VIEWS:
+        return _first_node(node.args)
+    schema = target._schema
+    if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+        raise Unsupported(
+            f"in-place op {target}", node.name, "it survived functionalization, so its order is part of its meaning",
+            "Use the out-of-place form.",
+        )  # fmt: skip
+    # `Tensor(a)` in, `Tensor(a)` out; a list of views shows only on the argument: `Tensor(a -> *)`.
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None:
+            value: Any = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            return _first_node((value,))
+    return None
+
+
+def _first_node(args: Any) -> fx.Node | None:
+    return next(_nodes(args), None)
+
+
+def _nodes(value: Any) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _nodes(item)
+
+
+def _storage_bytes(value: Any) -> int:
+    return int(value.untyped_storage().nbytes()) if isinstance(value, torch.Tensor) else 0

@@ -1,0 +1,431 @@
+"""capture: model + arguments -> `Traced`, the joint forward+backward ATen graph.
+
+The model's own Python runs once under fake tensors (no data, no memory), its parameters, buffers and inputs
+being the graph's placeholders. Autograd runs too, so custom `autograd.Function`s, autocast and `no_grad`
+regions are in the graph as executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import linecache
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ._torch import FakeTensorMode, JointGraph, compiling_flags, eager_kernels, export_joint, quiet_fake_errors, swapped_state
+from .constants import KnownConstants
+from .errors import CaptureError, Unsupported
+from .structure import Slot, Template, Tree, flatten, slots, unflatten
+
+Sample = Any
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """A parameter or buffer the graph reads, under its first name; `aliases` are its other names."""
+
+    name: str
+    aliases: tuple[str, ...]
+    is_parameter: bool
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class OutputLeaf:
+    """One tensor the model returns.
+
+    Attributes:
+        input: index of the placeholder it is, when the model returns an input, parameter or buffer itself.
+        index: its position among the graph's outputs otherwise (-1 when `input` is set).
+        requires_grad: whether the plain model's output requires a gradient.
+        differentiated: whether the traced backward starts from it (its tangent is an input of the backward).
+        view: `(size, stride, offset)` when it is a view of graph output `index`, to be taken outside the graph.
+    """
+
+    path: str
+    input: int | None
+    index: int
+    requires_grad: bool
+    differentiated: bool
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A captured training step.
+
+    The joint graph's placeholders are, in this order: `state` (parameters, then buffers), `inputs`, tangents of
+    the differentiated outputs. Its outputs are the new values of `mutated` placeholders, `num_outputs` further
+    forward outputs, then one gradient (or None) per placeholder before the tangents.
+    """
+
+    graph_module: fx.GraphModule
+    state: tuple[StateEntry, ...]
+    input_template: Template
+    input_names: tuple[str, ...]
+    num_inputs: int
+    output_template: Template
+    outputs: tuple[OutputLeaf, ...]
+    mutated: tuple[int, ...]
+    num_outputs: int
+
+    @property
+    def num_primals(self) -> int:
+        return len(self.state) + self.num_inputs
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [n for n in self.graph_module.graph.nodes if n.op == "placeholder"]
+
+    @property
+    def num_forward_outputs(self) -> int:
+        return len(self.mutated) + self.num_outputs
+
+
+def bind_sample(model: nn.Module, sample: Sample, loss_fn: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """Bind a sample (tensor, tuple of args, dict of kwargs) to the names of `forward`'s parameters."""
+    args, kwargs = split_sample(sample)
+    return bind_call(call_signature(model, loss_fn), args, kwargs)
+
+
+def split_sample(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A sample as `(args, kwargs)`."""
+    if isinstance(sample, Mapping):
+        return (), {str(k): v for k, v in sample.items()}
+    if isinstance(sample, tuple) and not hasattr(sample, "_fields"):
+        return sample, {}
+    return (sample,), {}
+
+
+def call_signature(model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> inspect.Signature:
+    """The signature of `model.forward`, with `loss_fn`'s further required arguments after it."""
+    signature = inspect.signature(model.forward)
+    extra = loss_arguments(loss_fn)
+    if not extra:
+        return signature
+    parameters = list(signature.parameters.values())
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    rest = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p
+            for p in parameters if p not in positional]  # fmt: skip
+    taken = {p.name for p in parameters}
+    added = [
+        inspect.Parameter(n if n not in taken else f"loss_{n}", inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in extra
+    ]
+    rest.sort(key=lambda p: p.kind)
+    return inspect.Signature([*positional, *added, *rest])
+
+
+def loss_arguments(loss_fn: Callable[..., Any] | None) -> list[str]:
+    """Names of the arguments `loss_fn` requires after the model's output: they are taken from the call."""
+    if loss_fn is None:
+        return []
+    target = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        parameters = list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):  # a builtin without a signature
+        return []
+    required = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+                and p.default is p.empty]  # fmt: skip
+    return [p.name for p in required[1:]]
+
+
+def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name; raises TypeError exactly as a call would."""
+    return dict(signature.bind(*args, **kwargs).arguments)
+
+
+def call_bound(function: Callable[..., Any], signature: inspect.Signature, bound: Mapping[str, Any]) -> Any:
+    """Call with arguments bound by `bind_call`."""
+    arguments = inspect.BoundArguments(signature, dict(bound))  # type: ignore[arg-type]
+    return function(*arguments.args, **arguments.kwargs)
+
+
+def run_model(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, signature: inspect.Signature, bound: Mapping[str, Any]
+) -> Any:
+    """The plain step's forward: the model, then the loss where one was given."""
+    if loss_fn is None:
+        return call_bound(model, signature, bound)
+    names = loss_arguments(loss_fn)
+    own = set(inspect.signature(model.forward).parameters)
+    extra = [bound[n if n in bound and n not in own else f"loss_{n}"] for n in names]
+    inner = {k: v for k, v in bound.items() if k in own}
+    return loss_fn(call_bound(model, inspect.signature(model.forward), inner), *extra)
+
+
+def state_entries(model: nn.Module) -> list[StateEntry]:
+    """Parameters then buffers, each object once, with the names tied to it."""
+    entries: list[StateEntry] = []
+    for named, is_parameter in ((model.named_parameters, True), (model.named_buffers, False)):
+        names: dict[int, list[str]] = {}
+        tensors: dict[int, torch.Tensor] = {}
+        for name, tensor in named(remove_duplicate=False):  # type: ignore[operator]
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+        entries += [StateEntry(n[0], tuple(n[1:]), is_parameter, tensors[i].requires_grad) for i, n in names.items()]
+    return entries
+
+
+def state_tensors(model: nn.Module, entries: tuple[StateEntry, ...] | list[StateEntry]) -> list[torch.Tensor]:
+    """The live tensors of `entries`."""
+    return [_attribute(model, e.name) for e in entries]
+
+
+def capture(
+    model: nn.Module,
+    bound: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None = None,
+    *,
+    differentiated: tuple[str, ...] | None = None,
+    device: torch.device | None = None,
+) -> Traced:
+    """Trace the training step of `model`.
+
+    Args:
+        bound: the arguments by name (`bind_sample`).
+        loss_fn: called with the model's output (and the call's further arguments); the step then returns its value.
+        differentiated: paths of the outputs that `backward` starts from; None chooses (`loss`, else scalars, else all).
+        device: where meta tensors are to live.
+
+    Raises:
+        CaptureError: the forward cannot be traced; carries the user's file and line.
+        Unsupported: the forward does something the rewrite would not keep.
+    """
+    signature = call_signature(model, loss_fn)
+    input_tensors, input_template = flatten(dict(bound))
+    entries = state_entries(model)
+    tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated)
+    tensors = [*state_tensors(model, entries), *input_tensors]
+    with _isolated(model):
+        fake = _fake_inputs(tensors, device)
+        try:
+            joint = _export(tracer, fake)
+        except CaptureError as error:
+            # Libraries branch on `torch.compiler.is_compiling()` to offer code without data-dependent Python. The
+            # model's ordinary path is tried first because it is the one the plain step executes.
+            try:
+                with compiling_flags():
+                    joint = _export(tracer, _fake_inputs(tensors, device))
+            except CaptureError:
+                raise error from error.__cause__
+    _check(joint, entries)
+    return _traced(joint, tracer, entries, input_template, len(input_tensors))
+
+
+def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
+    try:
+        with quiet_fake_errors(), eager_kernels():
+            return export_joint(tracer, fake)
+    except (Unsupported, CaptureError):
+        raise
+    except Exception as error:
+        raise _capture_error(error) from error
+
+
+class _StepTracer:
+    """The function handed to the tracer: flat tensors in, flat tensors out, structure kept on the side."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        signature: inspect.Signature,
+        entries: list[StateEntry],
+        input_template: Template,
+        differentiated: tuple[str, ...] | None,
+    ) -> None:
+        self.model, self.loss_fn, self.signature = model, loss_fn, signature
+        self.entries, self.input_template, self.differentiated = entries, input_template, differentiated
+        self.output_template: Template = Tree(None, ())
+        self.leaves: list[OutputLeaf] = []
+
+    def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
+        state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
+        bound = unflatten(self.input_template, flat[len(self.entries) :])
+        with swapped_state(self.model, state), KnownConstants():
+            value = run_model(self.model, self.loss_fn, self.signature, bound)
+            _write_back_reassigned(self.model, self.entries, state)
+        tensors, self.output_template = flatten(value)
+        paths = {}
+        for path, i in slots(self.output_template):
+            paths.setdefault(i, path)
+        wanted = _choose_differentiated(self.output_template, tensors, paths, self.differentiated)
+        self.leaves, returned = [], []
+        for i, tensor in enumerate(tensors):
+            same = next((k for k, t in enumerate(flat) if t is tensor), None)
+            chosen = i in wanted and same is None
+            index = -1 if same is not None else len(returned)
+            self.leaves.append(OutputLeaf(paths[i], same, index, tensor.requires_grad, chosen))
+            if same is None:
+                returned.append(tensor if chosen else tensor.detach())
+        return returned
+
+
+def _choose_differentiated(
+    template: Template, tensors: list[torch.Tensor], paths: dict[int, str], asked: tuple[str, ...] | None
+) -> set[int]:
+    candidates = [i for i, t in enumerate(tensors) if t.requires_grad and t.is_floating_point()]
+    if asked is not None:
+        return {i for i in candidates if paths[i] in asked}
+    losses = [i for i in candidates if paths[i] in (".loss", "['loss']") and tensors[i].dim() == 0]
+    scalars = [i for i in candidates if tensors[i].dim() == 0]
+    if losses or scalars:
+        return set(losses or scalars)
+    if isinstance(template, Tree) and hasattr(template.spec.type, "to_tuple"):  # HF ModelOutput without a loss
+        return set(candidates[:1])
+    return set(candidates)
+
+
+def _write_back_reassigned(model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor]) -> None:
+    """`self.buffer = new` becomes an update of the buffer in place, as `state_dict` shows it."""
+    for entry in entries:
+        current = _attribute(model, entry.name)
+        given = state[entry.name]
+        if current is given:
+            continue
+        if not isinstance(current, torch.Tensor) or current.shape != given.shape or current.dtype != given.dtype:
+            raise Unsupported(
+                "buffer replaced in forward", entry.name, "its shape or type changes between steps",
+                "Keep the buffer's shape and dtype, or update it outside forward.",
+            )  # fmt: skip
+        with torch.no_grad():
+            given.copy_(current)
+
+
+def _check(joint: JointGraph, entries: list[StateEntry]) -> None:
+    names = [e.name for e in entries]
+    for i in joint.metadata_mutated_inputs:
+        place = names[i] if i < len(names) else f"input {i - len(names)}"
+        raise Unsupported(
+            "in-place change of an input's shape", place, "the caller would see another shape after the step",
+            "Use the out-of-place op (t() instead of t_()).",
+        )  # fmt: skip
+    for i in joint.mutated_inputs:
+        if i >= len(names):
+            raise Unsupported(
+                "in-place change of an input", f"input {i - len(names)}", "the step would overwrite the caller's data",
+                "Clone the input inside forward before changing it.",
+            )  # fmt: skip
+    gradients = list(joint.graph_module.graph.output_node().args[0])[joint.num_forward_outputs :]  # type: ignore[arg-type]
+    if not any(g is not None for g in gradients):
+        raise CaptureError(
+            "the step has no backward: no output depends on a parameter that requires a gradient, so there is "
+            "nothing to recompute. Check requires_grad of the parameters, and that forward does not run under no_grad."
+        )
+
+
+def _traced(
+    joint: JointGraph, tracer: _StepTracer, entries: list[StateEntry], input_template: Template, num_inputs: int
+) -> Traced:
+    num_outputs = joint.num_forward_outputs - len(joint.mutated_inputs)
+    leaves = []
+    for leaf in tracer.leaves:
+        base = joint.output_bases[leaf.index] if leaf.input is None else None
+        kind = joint.output_kinds[leaf.index] if leaf.input is None else ""
+        if base is not None and kind.startswith("alias_of_i") or kind == "is_input":
+            raise Unsupported(
+                f"output {leaf.path or '(the output)'} is a view", kind, "it shares memory with another tensor",
+                "Return a clone() of it.",
+            )  # fmt: skip
+        leaves.append(leaf)
+    bound_names = [path for path, _ in slots(input_template)]
+    return Traced(
+        graph_module=joint.graph_module,
+        state=tuple(entries),
+        input_template=input_template,
+        input_names=tuple(bound_names),
+        num_inputs=num_inputs,
+        output_template=tracer.output_template,
+        outputs=tuple(leaves),
+        mutated=joint.mutated_inputs,
+        num_outputs=num_outputs,
+    )
+
+
+def _fake_inputs(tensors: list[torch.Tensor], device: torch.device | None) -> list[torch.Tensor]:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = []
+    for tensor in tensors:
+        if tensor.device.type == "meta":
+            with mode:
+                fake = torch.empty_strided(
+                    tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device or torch.device("cpu")
+                )
+        else:
+            fake = mode.from_tensor(tensor.detach(), static_shapes=True)
+        fakes.append(fake.requires_grad_(tensor.requires_grad))
+    return fakes
+
+
+@contextlib.contextmanager
+def _isolated(model: nn.Module) -> Iterator[None]:
+    """Trace in training mode with gradients on, and leave flags, RNG and attributes as they were."""
+    modules = list(model.modules())
+    flags = [m.training for m in modules]
+    attributes = [dict(m.__dict__) for m in modules]
+    buffers = [dict(m._buffers) for m in modules]
+    if not model.training:
+        model.train()
+    devices = sorted({t.device.index or 0 for t in model.parameters() if t.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            yield
+    finally:
+        for module, before, tensors, flag in zip(modules, attributes, buffers, flags, strict=True):
+            for name in [n for n in module.__dict__ if n not in before]:
+                del module.__dict__[name]
+            module.__dict__.update(before)
+            module._buffers.clear()
+            module._buffers.update(tensors)
+            module.training = flag
+
+
+def _attribute(model: nn.Module, name: str) -> Any:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path) if path else model
+    return getattr(module, leaf)
+
+
+_OWN = tuple(os.path.dirname(os.path.abspath(m)) + os.sep for m in (torch.__file__, __file__, contextlib.__file__))
+
+
+def _capture_error(error: BaseException) -> CaptureError:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_ours(f.filename)]
+    location = construct = None
+    if frames:
+        last = frames[-1]
+        location = f"{last.filename}:{last.lineno}"
+        construct = linecache.getline(last.filename, last.lineno or 0).strip()
+    kind = type(error).__name__
+    reason, remedy = _explain(kind, str(error))
+    where = f" at {location}: `{construct}`" if location else ""
+    return CaptureError(f"cannot trace the model{where}. {reason} {remedy}", location=location, construct=construct)
+
+
+def _is_ours(filename: str) -> bool:
+    path = os.path.abspath(filename)
+    return path.startswith(_OWN[:2]) or (path.startswith(_OWN[2]) and "site-packages" not in path)
+
+
+def _explain(kind: str, text: str) -> tuple[str, str]:
+    if kind in ("DataDependentOutputException", "GuardOnDataDependentSymNode"):
+        return (
+            "The value of a tensor is needed in Python here (.item(), bool(), an `if` on data).",
+            "A plan holds for every batch, so the branch must not depend on data: use torch.where, or move it out of "
+            "forward.",
+        )
+    if kind == "DynamicOutputShapeException":
+        return (
+            "The shape of this result depends on data (nonzero, boolean indexing, unique).",
+            "Use a mask with torch.where, or a fixed capacity.",
+        )
+    if "numpy" in text.lower():
+        return "The tensor is turned into a numpy array here.", "Use torch functions instead."
+    return f"{kind}: {text.strip().splitlines()[0] if text.strip() else kind}.", "Check that the model runs on the sample."

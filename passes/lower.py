@@ -1,0 +1,281 @@
+"""lower: annotated joint graph -> `solvers.Problem`, and the way back from a Problem's indices to nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from solvers.problem import Op, Problem, Tensor
+
+from .alias import Aliases, Storage, is_compute
+from .capture import Traced
+from .memory import granule, round_up
+from .errors import Unsupported
+from .ops import RUNNING_STATISTICS, is_random, must_run_once, result_ignores
+from .profile import OpProfile
+
+RNG_STATE_BYTES = 5056  # the CPU generator's state; a CUDA generator's is 16 bytes, kept on the CPU
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A Problem, with what each op and tensor of it is in the graph.
+
+    Attributes:
+        nodes: for each op its node; None for the ops that are no node (saving RNG state, tangents, gradient copies).
+        storages: for each tensor its storage; None likewise.
+        rng_state: for each random op (index) the tensor that holds the generator's state before it ran.
+        tangents: the tensors that the backward starts from, in order.
+        tangent_op: index of the op that stands for the backward's start.
+    """
+
+    problem: Problem
+    nodes: tuple[fx.Node | None, ...]
+    storages: tuple[Storage | None, ...]
+    rng_state: dict[int, int]
+    tangents: tuple[int, ...]
+    tangent_op: int
+    node_op: dict[fx.Node, int]
+    storage_tensor: dict[Storage, int]
+
+
+def split_nodes(traced: Traced) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Kernels of the forward and of the backward, in execution order.
+
+    The forward ends at the last node that a forward output needs or that the tracer did not mark as backward.
+    """
+    graph = traced.graph_module.graph
+    outputs: Any = graph.output_node().args[0]
+    forward_outputs = {n for n in outputs[: traced.num_forward_outputs] if isinstance(n, fx.Node)}
+    needed = _ancestors(forward_outputs)
+    forward, backward = [], []
+    for node in graph.nodes:
+        if not is_compute(node):
+            continue
+        late = node.meta.get("partitioner_tag") == "is_backward" and node not in needed
+        (backward if late else forward).append(node)
+    return forward, backward
+
+
+def _ancestors(nodes: set[fx.Node]) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    stack = sorted(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def lower(
+    traced: Traced,
+    aliases: Aliases,
+    profiles: dict[fx.Node, OpProfile],
+    cost: Callable[[OpProfile], float],
+    *,
+    device: torch.device,
+    reserve_bytes: int = 0,
+) -> Lowered:
+    """Make the Problem of a traced step."""
+    return _Lowering(traced, aliases, profiles, cost, device).build(reserve_bytes)
+
+
+class _Lowering:
+    def __init__(
+        self,
+        traced: Traced,
+        aliases: Aliases,
+        profiles: dict[fx.Node, OpProfile],
+        cost: Callable[[OpProfile], float],
+        device: torch.device,
+    ) -> None:
+        self.traced, self.aliases, self.profiles, self.cost, self.device = traced, aliases, profiles, cost, device
+        self.granule = granule(device)
+        self.ops: list[Op] = []
+        self.tensors: list[Tensor] = []
+        self.nodes: list[fx.Node | None] = []
+        self.storages: list[Storage | None] = []
+        self.storage_tensor: dict[Storage, int] = {}
+        self.rng_state: dict[int, int] = {}
+
+    def build(self, reserve_bytes: int) -> Lowered:
+        forward, backward = split_nodes(self.traced)
+        placeholders = self.traced.placeholders
+        primals, tangents = placeholders[: self.traced.num_primals], placeholders[self.traced.num_primals :]
+        mutated = {self.aliases.of[primals[i]] for i in self.traced.mutated}
+        generators = self._add_generators(forward)
+        for node in forward:
+            self._add_node(node, True, mutated)
+        self._add_overwrites()
+        num_forward = len(self.ops)
+        tangent_tensors = self._add_tangents(tangents)
+        for node in backward:
+            self._add_node(node, False, mutated)
+        outputs = self._outputs()
+        copies = self._add_gradient_copies(primals)
+        static = sum(self._bytes(self.aliases.of[p]) for p in self._distinct(primals))
+        problem = Problem(
+            ops=tuple(self.ops),
+            tensors=tuple(self.tensors),
+            num_forward=num_forward,
+            outputs=tuple(dict.fromkeys([*generators, *outputs, *tangent_tensors, *copies])),
+            static_bytes=static + reserve_bytes,
+        )
+        return Lowered(
+            problem, tuple(self.nodes), tuple(self.storages), self.rng_state, tangent_tensors, num_forward,
+            {n: i for i, n in enumerate(self.nodes) if n is not None}, self.storage_tensor,
+        )  # fmt: skip
+
+    def _add_node(self, node: fx.Node, forward: bool, mutated: set[Any]) -> None:
+        read = [s for a in node.all_input_nodes for s in self.aliases.storages(a)]
+        inputs = tuple(dict.fromkeys(self.storage_tensor[s] for s in read if s in self.storage_tensor))
+        replay: tuple[int, ...] = ()
+        recomputable = forward and must_run_once(node, self.device.type) is None
+        if _reads_overwritten(node, mutated, self.aliases):
+            recomputable = False
+            if not forward:
+                raise Unsupported(
+                    "a buffer changed in forward", node.name, "the backward needs its value from before the change",
+                    "Use a clone() of the buffer in the computation.",
+                )  # fmt: skip
+        if recomputable and is_random(node):
+            replay = (self._add_rng_state(node),)
+        outputs = [self._add_tensor(node.name, s, forward) for s in self.aliases.storages(node)]
+        profiled = self.profiles[node]
+        # Replaying keeps the generator's own state and the lent one beside each other for a moment.
+        workspace = profiled.workspace_bytes + (3 * self._rng_bytes() if replay else 0)
+        self._add_op(
+            Op(node.name, inputs, tuple(outputs), round(self.cost(profiled)), workspace,
+               recomputable, replay),
+            node,
+        )  # fmt: skip
+        if replay:
+            self.rng_state[len(self.ops) - 1] = replay[0]
+
+    def _add_rng_state(self, node: fx.Node) -> int:
+        tensor = self._new_tensor(Tensor(f"{node.name}_rng", self._rng_bytes(), "rng"), None)
+        self._add_op(Op(f"{node.name}_rng", (), (tensor,), 0, 0, False, optional=True), None)
+        return tensor
+
+    def _rng_bytes(self) -> int:
+        return 0 if self.device.type == "cuda" else round_up(RNG_STATE_BYTES, self.granule)
+
+    def _add_generators(self, forward: list[fx.Node]) -> list[int]:
+        """The runtime keeps the generators' states, should the backward start elsewhere than planned."""
+        if self.device.type == "cuda" or not any(is_random(n) for n in forward):
+            return []
+        tensor = self._new_tensor(Tensor("generators", self._rng_bytes(), "rng"), None)
+        self._add_op(Op("generators", (), (tensor,), 0, 0, False), None)
+        return [tensor]
+
+    def _add_overwrites(self) -> None:
+        """New values of overwritten primals live until the forward ends, where they are copied over."""
+        outputs: Any = self.traced.graph_module.graph.output_node().args[0]
+        storages = [s for n in outputs[: len(self.traced.mutated)] for s in self.aliases.storages(n)]
+        read = tuple(dict.fromkeys(self.storage_tensor[s] for s in storages if s in self.storage_tensor))
+        if read:
+            self._add_op(Op("overwrite_buffers", read, (), 0, 0, False), None)
+
+    def _add_tangents(self, tangents: list[fx.Node]) -> tuple[int, ...]:
+        indices = []
+        for node in tangents:
+            storage = self.aliases.of[node]
+            assert isinstance(storage, Storage)
+            index = self._new_tensor(Tensor(node.name, self._bytes(storage), "tangent"), storage)
+            self.storage_tensor[storage] = index
+            indices.append(index)
+        self._add_op(Op("tangents", (), tuple(indices), 0, 0, False), None)
+        return tuple(indices)
+
+    def _add_gradient_copies(self, primals: list[fx.Node]) -> list[int]:
+        """`AccumulateGrad` copies a gradient that is no dense tensor of its own (shared, expanded, other strides)."""
+        outputs: Any = self.traced.graph_module.graph.output_node().args[0]
+        gradients = outputs[self.traced.num_forward_outputs :]
+        seen: set[Storage] = set()
+        copies = []
+        for primal, gradient in zip(primals, gradients, strict=False):
+            if not isinstance(gradient, fx.Node):
+                continue
+            storage = self.aliases.of[gradient]
+            assert isinstance(storage, Storage)
+            shared = storage in seen or storage.static
+            seen.add(storage)
+            if shared or not _stolen(gradient.meta["val"], primal.meta["val"]):
+                value = gradient.meta["val"]
+                size = round_up(value.numel() * value.element_size(), self.granule)
+                tensor = self._new_tensor(Tensor(f"{primal.name}_grad", size, "gradient"), None)
+                read = (self.storage_tensor[storage],) if storage in self.storage_tensor else ()
+                self._add_op(Op(f"{primal.name}_grad", read, (tensor,), 0, 0, False), None)
+                copies.append(tensor)
+        return copies
+
+    def _add_tensor(self, name: str, storage: Storage, forward: bool) -> int:
+        suffix = f"[{storage.index}]" if isinstance(self.aliases.of[storage.node], tuple) else ""
+        index = self._new_tensor(
+            Tensor(name + suffix, self._bytes(storage), "activation" if forward else "temporary"), storage
+        )
+        self.storage_tensor[storage] = index
+        return index
+
+    def _new_tensor(self, tensor: Tensor, storage: Storage | None) -> int:
+        self.tensors.append(tensor)
+        self.storages.append(storage)
+        return len(self.tensors) - 1
+
+    def _add_op(self, op: Op, node: fx.Node | None) -> None:
+        self.ops.append(op)
+        self.nodes.append(node)
+
+    def _outputs(self) -> list[int]:
+        outputs: Any = self.traced.graph_module.graph.output_node().args[0]
+        result = []
+        for position, node in enumerate(outputs):
+            if not isinstance(node, fx.Node) or position < len(self.traced.mutated):
+                continue
+            storage = self.aliases.of[node]
+            if isinstance(storage, Storage) and storage in self.storage_tensor:
+                index = self.storage_tensor[storage]
+                category = "output" if position < self.traced.num_forward_outputs else "gradient"
+                if self.tensors[index].category != "tangent":
+                    self.tensors[index] = Tensor(self.tensors[index].name, self.tensors[index].bytes, category)
+                result.append(index)
+        return result
+
+    def _bytes(self, storage: Any) -> int:
+        """Measured size where the shape rule does not know it (an opaque workspace), else the traced one."""
+        profiled = self.profiles.get(storage.node)
+        measured = profiled.result_bytes if profiled is not None else None
+        size = storage.bytes
+        if measured is not None and storage.index < len(measured):
+            size = max(size, measured[storage.index])
+        return round_up(size, self.granule)
+
+    @staticmethod
+    def _distinct(primals: list[fx.Node]) -> list[fx.Node]:
+        return list(dict.fromkeys(primals))
+
+
+def _reads_overwritten(node: fx.Node, mutated: set[Any], aliases: Aliases) -> bool:
+    """Whether running the node after the forward would see a primal's new value where it matters."""
+    rule = RUNNING_STATISTICS.get(node.target)
+    ignored = result_ignores(node.target, node.args, min(rule[2]) if rule and rule[2] else None)
+    kept = fx.node.map_arg  # arguments may be nested in lists
+    read: list[fx.Node] = []
+    kept(tuple(a for i, a in enumerate(node.args) if i not in ignored), read.append)
+    kept(dict(node.kwargs), read.append)
+    return any(s in mutated for a in read for s in aliases.storages(a))
+
+
+def _stolen(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether autograd keeps the gradient itself instead of copying it (`torch/csrc/autograd/functions/accumulate_grad.h`)."""
+    dense = torch._prims_common.is_non_overlapping_and_dense_or_false(gradient)
+    if gradient.storage_offset() or gradient.untyped_storage().nbytes() != gradient.numel() * gradient.element_size():
+        dense = dense and True
+    if torch._prims_common.is_non_overlapping_and_dense_or_false(parameter):
+        return dense and gradient.stride() == parameter.stride()
+    return dense and gradient.is_contiguous()

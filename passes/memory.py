@@ -1,0 +1,48 @@
+"""Measuring memory: exactly, by allocator events on the CPU and by the caching allocator's counters on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from ._torch import allocator_events
+
+
+def granule(device: torch.device) -> int:
+    """What the allocator rounds sizes up to: 512 bytes on CUDA, 64 on the CPU."""
+    return 512 if device.type == "cuda" else 64
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `size`."""
+    return -(-size // multiple) * multiple
+
+
+def measure_peak(run: Callable[[], Any], device: torch.device | None = None) -> int:
+    """Bytes of the highest point of memory *above its level at the start* while `run()` executes.
+
+    On the CPU every allocator event of the block is replayed, so the figure is exact; on CUDA it is `max_memory_allocated` less what was allocated before.
+    """
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    level = peak = 0
+    for change in allocator_events(run):
+        level += change
+        peak = max(peak, level)
+    return peak
+
+
+def high_water(run: Callable[[], Any], device: torch.device) -> tuple[int, tuple[int, ...]]:
+    """`(workspace, sizes)` of one op: its highest point above its start less what it returns, and what it returns."""
+    kept: list[Any] = []
+    peak = measure_peak(lambda: kept.append(run()), device)
+    result = kept[0] if isinstance(kept[0], (tuple, list)) else kept
+    sizes = tuple(t.untyped_storage().nbytes() if isinstance(t, torch.Tensor) else 0 for t in result)
+    distinct = {t.untyped_storage().data_ptr(): s for t, s in zip(result, sizes, strict=True) if s}
+    return max(0, peak - sum(round_up(s, granule(device)) for s in distinct.values())), sizes

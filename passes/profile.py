@@ -1,0 +1,221 @@
+"""profile: bytes, FLOPs, cost, time and workspace of every op of the joint graph.
+
+FLOPs come from torch's own registry (`torch.utils.flop_counter`); bytes moved are those of the arguments read
+and the results written; a view costs nothing. Workspace and time are *measured*, one distinct (op, shapes) at a
+time on the device, so a model that does not fit in memory can still be profiled.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from ._torch import FakeTensor, below_autograd, flop_registry
+from .alias import is_compute
+from .memory import high_water
+from .ops import OPAQUE_RESULTS
+
+Cost = str | Callable[["OpProfile"], float]
+RIDGE = 10.0
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class OpProfile:
+    """What one op needs.
+
+    Attributes:
+        name, target: the node's name and its op, e.g. `aten.addmm.default`.
+        flops: floating-point operations by torch's registry; 0 for ops that it does not list.
+        elements: elements written.
+        bytes_read, bytes_written: logical bytes of the tensors read and written.
+        seconds: measured median time, or None when it was not measured.
+        workspace_bytes: memory above inputs and outputs while it runs, measured; 0 when it was not.
+        result_bytes: measured size of each result's storage; None when it was not measured.
+    """
+
+    name: str
+    target: str
+    flops: int
+    elements: int
+    bytes_read: int
+    bytes_written: int
+    seconds: float | None = None
+    workspace_bytes: int = 0
+    result_bytes: tuple[int, ...] | None = None
+
+
+def roofline(op: OpProfile, ridge: float = RIDGE) -> float:
+    """Bytes an op keeps the memory busy for: `max(FLOPs / ridge, bytes read + bytes written)`.
+
+    Source: the roofline model (Williams, Waterman, Patterson 2009); `ridge` is the device's FLOP per byte.
+    """
+    return max(op.flops / ridge, op.bytes_read + op.bytes_written)
+
+
+def flop_cost(op: OpProfile) -> float:
+    """FLOPs, an op outside the registry counting one per element written."""
+    return op.flops or op.elements
+
+
+def measured_cost(op: OpProfile) -> float:
+    """Nanoseconds, as measured."""
+    return (op.seconds or 0.0) * 1e9
+
+
+COSTS: dict[str, Callable[[OpProfile], float]] = {
+    "flops": flop_cost,
+    "roofline": roofline,
+    "measured": measured_cost,
+}
+
+
+def profile(
+    graph: fx.Graph,
+    *,
+    measure: bool = True,
+    timed: bool = False,
+    progress: Callable[[Sequence[Any], str], Any] | None = None,
+) -> dict[fx.Node, OpProfile]:
+    """Annotate every op that runs a kernel.
+
+    Args:
+        measure: run each distinct (op, shapes) once for its workspace.
+        timed: run it several times more for its time.
+        progress: wraps the sequence of distinct ops, as tqdm does.
+    """
+    nodes = [n for n in graph.nodes if is_compute(n)]
+    static = {n: _count(n) for n in nodes}
+    if not measure:
+        return static
+    distinct: dict[Any, list[fx.Node]] = {}
+    for node in nodes:
+        distinct.setdefault(signature(node), []).append(node)
+    groups = list(distinct.values())
+    measured: dict[fx.Node, OpProfile] = {}
+    with torch.random.fork_rng(devices=_cuda_devices(nodes)), below_autograd():
+        for group in progress(groups, "profile") if progress else groups:
+            workspace, results, seconds = _measure(group[0], timed)
+            for node in group:
+                measured[node] = replace(
+                    static[node], seconds=seconds, workspace_bytes=workspace, result_bytes=results
+                )
+    return measured
+
+
+def signature(node: fx.Node) -> Any:
+    """What decides an op's time and workspace: the op, its constants, shapes, strides and dtypes of its tensors."""
+    leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
+    return str(node.target), str(spec), tuple(_describe(leaf) for leaf in leaves)
+
+
+def _describe(leaf: Any) -> Any:
+    if isinstance(leaf, fx.Node):
+        value = leaf.meta["val"]
+        if isinstance(value, torch.Tensor):
+            return tuple(value.shape), tuple(value.stride()), str(value.dtype), str(value.device)
+        return str(value)
+    return repr(leaf)
+
+
+def _count(node: fx.Node) -> OpProfile:
+    result = node.meta.get("val")
+    written = [v for v in pytree.tree_leaves(result) if isinstance(v, torch.Tensor)]
+    read = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    return OpProfile(
+        name=node.name,
+        target=str(node.target),
+        flops=_flops(node, result),
+        elements=sum(t.numel() for t in written),
+        bytes_read=sum(t.numel() * t.element_size() for t in read),
+        bytes_written=sum(t.numel() * t.element_size() for t in written),
+    )
+
+
+def _flops(node: fx.Node, result: Any) -> int:
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 0
+    args, kwargs = pytree.tree_map(
+        lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, dict(node.kwargs))
+    )
+    return int(count(*args, **kwargs, out_val=result))
+
+
+def _measure(node: fx.Node, timed: bool) -> tuple[int, tuple[int, ...] | None, float | None]:
+    """Run the op on made-up data; an op that cannot run on it (an index out of range) counts nothing."""
+    target: Any = node.target
+    made: dict[fx.Node, Any] = {}
+    try:
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made))
+        workspace, results = high_water(lambda: target(*args, **kwargs), _device(node))
+        seconds = _time(lambda: target(*args, **kwargs), _device(node)) if timed else None
+    except (RuntimeError, IndexError, ValueError):
+        return 0, None, 0.0 if timed else None
+    return workspace, results, seconds
+
+
+def _materialize(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
+    """Data in the shape and layout of a node's value; the results of an opaque op are really computed."""
+    if node not in made:
+        if _is_opaque(node):
+            target: Any = node.target
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made))
+            made[node] = target(*args, **kwargs)
+        elif node.target is operator.getitem and _is_opaque(node.args[0]):
+            made[node] = _materialize(node.args[0], made)[node.args[1]]  # type: ignore[arg-type]
+        else:
+            made[node] = pytree.tree_map(_made_up, node.meta["val"])
+    return made[node]
+
+
+def _is_opaque(node: Any) -> bool:
+    packet = getattr(getattr(node, "target", None), "overloadpacket", None)
+    return packet is not None and packet.__name__ in OPAQUE_RESULTS
+
+
+def _made_up(value: Any) -> Any:
+    if not isinstance(value, (torch.Tensor, FakeTensor)):
+        return value
+    if value.numel() == 0:
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    flat = torch.zeros(span, dtype=value.dtype, device=value.device)
+    if value.is_floating_point():
+        flat.uniform_(0.25, 0.75)
+    return flat.as_strided(value.shape, value.stride())
+
+
+def _time(run: Callable[[], Any], device: torch.device) -> float:
+    run()
+    samples = []
+    for _ in range(REPEATS):
+        _synchronize(device)
+        start = time.perf_counter()
+        run()
+        _synchronize(device)
+        samples.append(time.perf_counter() - start)
+    return sorted(samples)[REPEATS // 2]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _device(node: fx.Node) -> torch.device:
+    for value in pytree.tree_leaves(node.meta.get("val")):
+        if isinstance(value, torch.Tensor):
+            return value.device
+    return torch.device("cpu")
+
+
+def _cuda_devices(nodes: Sequence[fx.Node]) -> list[int]:
+    return sorted({d.index or 0 for d in map(_device, nodes) if d.type == "cuda"})

@@ -1,0 +1,246 @@
+"""rewrite: joint graph + Schedule -> a forward and a backward GraphModule that execute exactly that schedule.
+
+Each compute of the schedule becomes one node; a view is taken from its base right before its first use; fx's
+generated code drops every value after its last use. What is executed is what was simulated.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from solvers.schedule import Schedule
+
+from .alias import Aliases, Storage, is_view
+from .capture import Traced
+from .codegen import boxed
+from .errors import VerificationError
+from .lower import Lowered
+from .ops import is_random
+from .random import get_rng_state, run_with_rng_state
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """The two halves of a planned step.
+
+    Attributes:
+        forward: takes the primals; returns new values of mutated primals, the outputs, then the saved tensors.
+        backward: takes `[saved tensors, saved primals, tangents]`; returns one gradient or None per primal.
+        num_forward_outputs: how many values of `forward` come before the saved tensors.
+        saved_names: what is saved, by the graph's names.
+        saved_primals: which primals the backward reads.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_forward_outputs: int
+    saved_names: tuple[str, ...]
+    saved_primals: tuple[int, ...]
+
+
+def rewrite(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedule) -> Rewritten:
+    """Emit `schedule` as two GraphModules."""
+    computes = [(position, s.index) for position, s in enumerate(schedule) if s.kind == "compute"]
+    boundary = next(p for p, i in computes if i == lowered.tangent_op)
+    saved = _crossing(lowered, schedule, boundary)
+    forward = _Emitter(traced, aliases, lowered, {})
+    for node in traced.placeholders[: traced.num_primals]:
+        forward.placeholder(node)
+    forward.emit(schedule[:boundary])
+    outputs: Any = traced.graph_module.graph.output_node().args[0]
+    returned = [forward.resolve(n) for n in outputs[: traced.num_forward_outputs]]
+    forward.output([*returned, *(forward.current[t] for t in saved)])
+    backward = _Emitter(traced, aliases, lowered, forward.executed)
+    for t in saved:
+        backward.saved(t, forward.current[t])
+    read_primals = _read_primals(traced, aliases, lowered, schedule[boundary:])
+    for i in read_primals:
+        backward.placeholder(traced.placeholders[i])
+    for node in traced.placeholders[traced.num_primals :]:
+        backward.tangent(node)
+    backward.emit(schedule[boundary + 1 :])
+    backward.output([backward.resolve(n) for n in outputs[traced.num_forward_outputs :]])
+    root = traced.graph_module
+    return Rewritten(
+        forward=boxed(forward.graph, root, "Forward"),
+        backward=boxed(backward.graph, root, "Backward"),
+        num_forward_outputs=traced.num_forward_outputs,
+        saved_names=tuple(lowered.problem.tensors[t].name for t in saved),
+        saved_primals=tuple(read_primals),
+    )
+
+
+def _crossing(lowered: Lowered, schedule: Schedule, boundary: int) -> list[int]:
+    """Tensors written before the boundary whose copy a later step reads, in order of writing."""
+    problem = lowered.problem
+    live: dict[int, None] = {}
+    done: set[int] = set()
+    for kind, i in schedule[:boundary]:
+        if kind == "compute":
+            live.update(dict.fromkeys(problem.ops[i].outputs))
+            done.add(i)
+        else:
+            live.pop(i, None)
+    needed: set[int] = set()
+    fresh: set[int] = set()
+    for kind, i in schedule[boundary:]:
+        if kind == "free":
+            fresh.discard(i)
+            live.pop(i, None) if i not in needed else None
+            continue
+        op = problem.ops[i]
+        reads = op.inputs + op.replay_inputs if i in done else op.inputs
+        needed.update(t for t in reads if t not in fresh)
+        fresh.update(t for t in op.outputs if t not in live)
+        done.add(i)
+    gradients = _returned_by_backward(lowered)
+    return [t for t in live if t in needed or t in gradients]
+
+
+def _returned_by_backward(lowered: Lowered) -> frozenset[int]:
+    """Forward tensors that are gradients themselves (the gradient of `w` in `(w * x).sum()` with x saved)."""
+    return frozenset(
+        t for t, tensor in enumerate(lowered.problem.tensors)
+        if tensor.category == "gradient" and lowered.problem.producer[t] < lowered.problem.num_forward
+    )  # fmt: skip
+
+
+def _read_primals(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedule) -> list[int]:
+    position = {aliases.of[p]: i for i, p in enumerate(traced.placeholders[: traced.num_primals])}
+    read: set[int] = set()
+    for kind, i in schedule:
+        node = lowered.nodes[i] if kind == "compute" else None
+        if node is not None:
+            read.update(_primals_of(node, aliases, position))
+    outputs: Any = traced.graph_module.graph.output_node().args[0]
+    for gradient in outputs[traced.num_forward_outputs :]:
+        if isinstance(gradient, fx.Node):
+            read.update(position[s] for s in aliases.storages(gradient) if s in position)
+    return sorted(read)
+
+
+def _primals_of(node: fx.Node, aliases: Aliases, position: dict[Any, int]) -> list[int]:
+    return [position[s] for a in node.all_input_nodes for s in aliases.storages(a) if s in position]
+
+
+class _Emitter:
+    """Builds one of the two graphs, step by step."""
+
+    def __init__(self, traced: Traced, aliases: Aliases, lowered: Lowered, executed: dict[int, int]) -> None:
+        self.aliases, self.lowered = aliases, lowered
+        self.graph = fx.Graph()
+        self.current: dict[int, fx.Node] = {}
+        self.static: dict[fx.Node, fx.Node] = {}
+        self.views: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
+        self.executed = dict(executed)
+        self.live: set[int] = set()
+
+    def placeholder(self, node: fx.Node) -> None:
+        self.static[node] = self._copy_meta(self.graph.placeholder(node.name), node)
+
+    def tangent(self, node: fx.Node) -> None:
+        new = self._copy_meta(self.graph.placeholder(node.name), node)
+        storage = self.aliases.of[node]
+        self.current[self.lowered.storage_tensor[storage]] = new  # type: ignore[index]
+
+    def saved(self, tensor: int, source: fx.Node) -> None:
+        self.current[tensor] = self._copy_meta(self.graph.placeholder(source.name), source)
+        self.live.add(tensor)
+
+    def output(self, values: list[Any]) -> None:
+        self.graph.output(tuple(values))
+
+    def emit(self, schedule: Schedule) -> None:
+        for kind, i in schedule:
+            if kind == "compute":
+                self._compute(i)
+            else:
+                self.live.discard(i)
+
+    def resolve(self, node: Any) -> Any:
+        """The new graph's value for a node of the joint graph, taking views of its base where needed."""
+        if not isinstance(node, fx.Node):
+            return node
+        if node.op == "placeholder" and node in self.static:
+            return self.static[node]
+        if node.op == "get_attr":
+            if node not in self.static:
+                self.static[node] = self._copy_meta(self.graph.get_attr(str(node.target)), node)
+            return self.static[node]
+        if is_view(node):
+            return self._view(node)
+        storage = self.aliases.of[node]
+        assert isinstance(storage, Storage)
+        try:
+            return self.current[self.lowered.storage_tensor[storage]]
+        except KeyError:
+            raise VerificationError(f"{node.name!r} is read where it is not live", node=node.name) from None
+
+    def _view(self, node: fx.Node) -> fx.Node:
+        sources = tuple(self.resolve(a) for a in node.all_input_nodes)
+        key = (node, sources)
+        if key not in self.views:
+            mapping = dict(zip(node.all_input_nodes, sources, strict=True))
+            self.views[key] = self._copy_meta(self.graph.node_copy(node, lambda a: mapping[a]), node)
+        return self.views[key]
+
+    def _compute(self, i: int) -> None:
+        op, node = self.lowered.problem.ops[i], self.lowered.nodes[i]
+        if node is None:
+            self._special(i)
+            return
+        again = self.executed.get(i, 0) > 0
+        self.executed[i] = self.executed.get(i, 0) + 1
+        new = self._replay(i, node) if again and is_random(node) else self.graph.node_copy(node, self.resolve)
+        self._copy_meta(new, node)
+        new.meta["recompute_of"] = node.name if again else None
+        for t in op.outputs:
+            if t in self.live and t in self.lowered.problem.pinned:
+                continue  # an output keeps its first copy
+            storage = self.lowered.storages[t]
+            assert storage is not None
+            self.current[t] = self._output(new, storage)
+            self.live.add(t)
+
+    def _output(self, new: fx.Node, storage: Storage) -> fx.Node:
+        if not isinstance(self.aliases.of[storage.node], tuple):
+            return new
+        item = self.graph.call_function(operator.getitem, (new, storage.index))
+        item.meta["val"] = storage.node.meta["val"][storage.index]
+        return item
+
+    def _special(self, i: int) -> None:
+        """Taking a generator's state; gradient copies are autograd's own and leave no node."""
+        tensors = self.lowered.problem.ops[i].outputs
+        if not self.lowered.problem.ops[i].optional:
+            return
+        owner = self.lowered.nodes[i + 1]
+        assert owner is not None
+        state = self.graph.call_function(get_rng_state, (_device(owner),))
+        state.meta["val"] = torch.empty(self.lowered.problem.tensors[tensors[0]].bytes, dtype=torch.uint8, device="meta")
+        self.current[tensors[0]] = state
+        self.live.add(tensors[0])
+
+    def _replay(self, i: int, node: fx.Node) -> fx.Node:
+        state = self.current[self.lowered.rng_state[i]]
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.resolve)
+        return self.graph.call_function(
+            run_with_rng_state, (state, _device(node), node.target, *args), kwargs
+        )
+
+    @staticmethod
+    def _copy_meta(new: fx.Node, old: fx.Node) -> fx.Node:
+        new.meta = {k: old.meta[k] for k in ("val", "nn_module_stack", "partitioner_tag") if k in old.meta}
+        new.meta["source"] = old.meta.get("source", old.name)
+        return new
+
+
+def _device(node: fx.Node) -> str:
+    from .profile import _device as device_of
+
+    return str(device_of(node))

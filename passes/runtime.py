@@ -1,0 +1,135 @@
+"""Running a rewritten step: one `autograd.Function` over the forward and backward GraphModules.
+
+The saved tensors are held in a list that the backward empties into its own inputs, so each dies at its last use.
+Parameters and inputs go through `save_for_backward`, so that a change between forward and backward raises as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.function import once_differentiable
+
+from ._torch import below_autograd
+from .errors import PlannerError
+from .random import get_rng_state
+
+
+class BackwardTwice(PlannerError, RuntimeError):
+    """A second backward through one planned forward: its saved tensors were freed by the first."""
+
+
+# (primals, generator states before the forward, {output index: its gradient}) -> a gradient or None per primal
+Fallback = Callable[[Sequence[torch.Tensor], dict[str, torch.Tensor], dict[int, torch.Tensor]], list[Any]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A planned step, ready to run on any tensors of the planned shapes. Holds no tensor of the model.
+
+    Attributes:
+        forward, backward: the two halves (see `passes.rewrite.Rewritten`).
+        mutated: primals that the forward overwrites with its first results.
+        num_outputs: results after those.
+        saved_primals: primals handed to the backward.
+        differentiable: per output, whether the plain model's output requires a gradient.
+        expected: outputs whose gradients the backward takes, in order.
+        tangent_strides: the layout each of those gradients must have.
+        keep_primals: primals whose value from before the step a fallback would need and the step overwrites.
+        rng_devices: devices whose generators the forward draws from.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    mutated: tuple[int, ...]
+    num_outputs: int
+    saved_primals: tuple[int, ...]
+    differentiable: tuple[bool, ...]
+    expected: tuple[int, ...]
+    tangent_strides: tuple[tuple[int, ...], ...]
+    keep_primals: tuple[int, ...] = ()
+    rng_devices: tuple[str, ...] = ()
+    constants: tuple[Any, ...] = field(default=())
+
+    def __call__(self, primals: Sequence[torch.Tensor], fallback: Fallback) -> tuple[Any, ...]:
+        """Run the forward; gradients flow when `backward` is called on an output."""
+        return _PlannedStep.apply(self, fallback, *primals)  # type: ignore[no-any-return]
+
+
+class _PlannedStep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: Step, fallback: Fallback, *primals: torch.Tensor) -> tuple[Any, ...]:
+        ctx.step, ctx.fallback = step, fallback
+        ctx.generators = {device: get_rng_state(device) for device in step.rng_devices}
+        ctx.overwritten = {i: primals[i].clone() for i in step.keep_primals}
+        ctx.primals = primals
+        ctx.versions = [p._version for p in primals]
+        with below_autograd():
+            results = step.forward.forward([p.detach() for p in primals])
+        count = len(step.mutated)
+        with torch.no_grad():
+            for i, value in zip(step.mutated, results[:count], strict=True):
+                primals[i].copy_(value)
+                ctx.versions[i] = primals[i]._version
+        outputs = _distinct(results[count : count + step.num_outputs])
+        returned = {id(t) for t in outputs}
+        ctx.saved = [s.detach() if id(s) in returned else s for s in results[count + step.num_outputs :]]
+        overwritten = set(step.mutated)
+        ctx.save_for_backward(*(primals[i] for i in step.saved_primals if i not in overwritten))
+        ctx.mark_non_differentiable(*(o for o, d in zip(outputs, step.differentiable, strict=True) if not d))
+        ctx.set_materialize_grads(False)
+        return outputs  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        step: Step = ctx.step
+        if ctx.saved is None:
+            raise BackwardTwice(
+                "backward was called a second time through one forward of a planned module; its saved tensors are "
+                "freed as the first backward reads them. Call the module again, or add the losses before backward."
+            )
+        present = tuple(i for i, g in enumerate(gradients) if g is not None)
+        if present != step.expected:
+            return (None, None, *_run_fallback(ctx, {i: gradients[i] for i in present}))
+        tangents = [_laid_out(gradients[i], s) for i, s in zip(present, step.tangent_strides, strict=True)]
+        del gradients
+        kept = iter(ctx.saved_tensors)
+        overwritten = set(step.mutated)
+        primals = [ctx.primals[i] if i in overwritten else next(kept) for i in step.saved_primals]
+        values = [*ctx.saved, *(p.detach() for p in primals), *tangents]
+        ctx.saved = ctx.primals = None
+        del kept, primals, tangents
+        with below_autograd():
+            return (None, None, *step.backward.forward(values))
+
+
+def _distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Autograd wants every output to be an object of its own."""
+    seen: set[int] = set()
+    result = []
+    for output in outputs:
+        result.append(output.detach() if id(output) in seen else output)
+        seen.add(id(output))
+    return tuple(result)
+
+
+def _run_fallback(ctx: Any, gradients: dict[int, Any]) -> list[Any]:
+    for i, (primal, version) in enumerate(zip(ctx.primals, ctx.versions, strict=True)):
+        if primal._version != version:
+            raise RuntimeError(f"input {i} of the planned step was changed in place between forward and backward")
+    primals = [ctx.overwritten.get(i, p) for i, p in enumerate(ctx.primals)]
+    generators, fallback = ctx.generators, ctx.fallback
+    ctx.saved = None
+    return fallback(primals, generators, gradients)
+
+
+def _laid_out(gradient: Any, stride: tuple[int, ...]) -> torch.Tensor:
+    """The gradient in the layout that was traced (an expanded `ones` becomes dense)."""
+    if gradient.stride() == stride:
+        return gradient.detach()  # type: ignore[no-any-return]
+    return torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)

@@ -1,0 +1,126 @@
+"""Taking nested inputs and outputs apart into tensors, and putting them together again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+MAX_DEPTH = 8
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for tensor number `index`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A value that is the same at every call."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A registered pytree container (tuple, dict, `ModelOutput`, ...)."""
+
+    spec: Any
+    children: tuple[Template, ...]
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """Any other object that holds tensors in attributes (a dataclass, HF's `DynamicCache`, ...).
+
+    `prototype` is a shallow copy without those attributes; rebuilding copies it again and sets them.
+    """
+
+    prototype: Any
+    attributes: tuple[tuple[str, Template], ...]
+
+
+Template = Slot | Constant | Tree | Opaque
+
+
+def flatten(value: Any) -> tuple[list[torch.Tensor], Template]:
+    """Split `value` into its tensors, each object once, and a template that `unflatten` fills again."""
+    tensors: list[torch.Tensor] = []
+    positions: dict[int, int] = {}
+
+    def visit(node: Any, depth: int) -> Template:
+        if isinstance(node, torch.Tensor):
+            if id(node) not in positions:
+                positions[id(node)] = len(tensors)
+                tensors.append(node)
+            return Slot(positions[id(node)])
+        leaves, spec = pytree.tree_flatten(node)
+        if not (len(leaves) == 1 and leaves[0] is node):
+            return Tree(spec, tuple(visit(leaf, depth + 1) for leaf in leaves))
+        attributes = _tensor_attributes(node, depth)
+        if not attributes:
+            return Constant(node)
+        prototype = copy.copy(node)
+        for name in attributes:
+            object.__setattr__(prototype, name, None)
+        return Opaque(prototype, tuple((name, visit(child, depth + 1)) for name, child in attributes.items()))
+
+    return tensors, visit(value, 0)
+
+
+def unflatten(template: Template, tensors: Sequence[Any]) -> Any:
+    """Fill `template` with `tensors`."""
+    match template:
+        case Slot(index):
+            return tensors[index]
+        case Constant(value):
+            return value
+        case Tree(spec, children):
+            return pytree.tree_unflatten([unflatten(child, tensors) for child in children], spec)
+        case Opaque(prototype, attributes):
+            result = copy.copy(prototype)
+            for name, child in attributes:
+                object.__setattr__(result, name, unflatten(child, tensors))
+            return result
+
+
+def slots(template: Template) -> list[tuple[str, int]]:
+    """`(path, tensor index)` of every slot, in order; a path reads like `.loss` or `[0]`."""
+    match template:
+        case Slot(index):
+            return [("", index)]
+        case Constant(_):
+            return []
+        case Tree(spec, children):
+            # tree_unflatten hands the children back under their keys, whatever the container is.
+            keyed, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(len(children))), spec))
+            names = {leaf: pytree.keystr(path) for path, leaf in keyed}
+            return [(names.get(i, f"[{i}]") + path, index) for i, c in enumerate(children) for path, index in slots(c)]
+        case Opaque(_, attributes):
+            return [(f".{name}{path}", index) for name, child in attributes for path, index in slots(child)]
+
+
+def _tensor_attributes(node: Any, depth: int) -> dict[str, Any]:
+    if depth > MAX_DEPTH or isinstance(node, (type, torch.nn.Module)) or callable(node):
+        return {}
+    if dataclasses.is_dataclass(node):
+        values = {f.name: getattr(node, f.name, None) for f in dataclasses.fields(node)}
+    else:
+        values = dict(getattr(node, "__dict__", {}))
+    return {name: value for name, value in values.items() if _holds_tensor(value, depth + 1)}
+
+
+def _holds_tensor(value: Any, depth: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    leaves, _ = pytree.tree_flatten(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return bool(_tensor_attributes(value, depth))
+    return depth <= MAX_DEPTH and any(_holds_tensor(leaf, depth + 1) for leaf in leaves)

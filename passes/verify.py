@@ -1,0 +1,172 @@
+"""verify: the proof that a rewrite computes the traced step's values.
+
+A rewrite only duplicates and reorders, so value numbering decides it. The number of a node is (op, numbers of its
+arguments); two nodes with one number hold the same value. Every random op draws a ticket: the k-th execution on a
+generator depends on that generator's k-th state, so dropped, repeated or reordered draws change numbers, and a
+replay has its original's number exactly if it runs under the state taken right before it. A primal that the
+forward overwrites has another number in the backward. What must agree: every forward output and every gradient.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from .capture import Traced
+from .errors import VerificationError
+from .ops import is_random, result_ignores
+from .random import get_rng_state, run_with_rng_state
+from .rewrite import Rewritten
+
+Number = int
+
+
+class _Numbering:
+    """Hash-consing: equal keys get equal numbers, across all graphs numbered with this object."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, Number] = {}
+
+    def number(self, key: Any) -> Number:
+        return self.numbers.setdefault(key, len(self.numbers))
+
+
+def verify(traced: Traced, rewritten: Rewritten) -> None:
+    """Prove `rewritten` equal to `traced`.
+
+    Raises:
+        VerificationError: an output has another number, or a node breaks a rule; names the node.
+    """
+    numbering = _Numbering()
+    joint = _Walk(numbering, traced.graph_module)
+    primals = {n: numbering.number(("primal", i)) for i, n in enumerate(traced.placeholders[: traced.num_primals])}
+    tangents = {n: numbering.number(("tangent", n.name)) for n in traced.placeholders[traced.num_primals :]}
+    expected = joint.run(traced.graph_module.graph, {**primals, **tangents})
+
+    step = _Walk(numbering, traced.graph_module)
+    step.root = rewritten.forward
+    forward_inputs = _placeholders(rewritten.forward)
+    numbers = list(primals.values())
+    if len(forward_inputs) != len(numbers):
+        raise VerificationError("the forward does not take the traced primals")
+    produced = step.run(rewritten.forward.graph, dict(zip(forward_inputs, numbers, strict=True)))
+    count = rewritten.num_forward_outputs
+    _compare(expected[:count], produced[:count], "forward output", rewritten.forward)
+
+    mutated = set(traced.mutated)
+    handed = [
+        *produced[count:],
+        *(numbering.number(("overwritten", i)) if i in mutated else numbers[i] for i in rewritten.saved_primals),
+        *tangents.values(),
+    ]
+    backward_inputs = _placeholders(rewritten.backward)
+    if len(backward_inputs) != len(handed):
+        raise VerificationError("the backward does not take what the forward saves")
+    step.root = rewritten.backward
+    gradients = step.run(rewritten.backward.graph, dict(zip(backward_inputs, handed, strict=True)))
+    _compare(expected[count:], gradients, "gradient", rewritten.backward)
+    if step.draws != joint.draws:
+        raise VerificationError("the rewritten step leaves a random number generator in another state")
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def _compare(expected: list[Any], got: list[Any], what: str, module: fx.GraphModule) -> None:
+    nodes: Any = module.graph.output_node().args[0]
+    if len(expected) != len(got):
+        raise VerificationError(f"{len(got)} values where {len(expected)} are due ({what})")
+    for i, (e, g) in enumerate(zip(expected, got, strict=True)):
+        if e != g:
+            name = getattr(nodes[i], "name", str(nodes[i]))
+            raise VerificationError(f"{what} {i} ({name}) is not the traced value", node=name)
+
+
+class _Walk:
+    """Numbers the values of one execution, which may span several graphs (forward, then backward)."""
+
+    def __init__(self, numbering: _Numbering, root: fx.GraphModule) -> None:
+        self.numbering, self.root = numbering, root
+        self.draws: dict[str, int] = {}
+
+    def run(self, graph: fx.Graph, inputs: dict[fx.Node, Number]) -> list[Any]:
+        numbers: dict[fx.Node, Number] = dict(inputs)
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                numbers[node] = self.numbering.number(("constant", id(_fetch(self.root, str(node.target)))))
+            elif node.op == "call_function":
+                numbers[node] = self._call(node, numbers)
+            elif node.op == "output":
+                values: Any = node.args[0]
+                return [numbers[v] if isinstance(v, fx.Node) else ("constant", v) for v in values]
+            elif node.op != "placeholder":
+                raise VerificationError(f"{node.op} node {node.name!r} has no place in a rewrite", node=node.name)
+            elif node not in numbers:
+                raise VerificationError(f"input {node.name!r} is not handed over", node=node.name)
+        raise VerificationError("the graph has no output")
+
+    def _call(self, node: fx.Node, numbers: dict[fx.Node, Number]) -> Number:
+        if node.target is get_rng_state:
+            return self._state(str(node.args[0]))
+        if node.target is run_with_rng_state:
+            state, device, target, *rest = node.args
+            assert isinstance(state, fx.Node)
+            return self._key(target, tuple(rest), dict(node.kwargs), numbers, ("drawn", numbers[state]))
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            return self._getitem(node, node.args[0], numbers)
+        extra: tuple[Any, ...] = ()
+        if is_random(node):
+            from .rewrite import _device
+
+            device_name = _device(node)
+            extra = ("drawn", self._state(device_name))
+            self.draws[device_name] = self.draws.get(device_name, 0) + 1
+        ignored = result_ignores(node.target, node.args, None)
+        return self._key(node.target, node.args, dict(node.kwargs), numbers, extra, ignored)
+
+    def _getitem(self, node: fx.Node, parent: fx.Node, numbers: dict[fx.Node, Number]) -> Number:
+        ignored = result_ignores(parent.target, parent.args, node.args[1])
+        if not ignored:
+            return self.numbering.number(("getitem", numbers[parent], node.args[1]))
+        key = self._key(parent.target, parent.args, dict(parent.kwargs), numbers, ("item", node.args[1]), ignored)
+        return self.numbering.number(("getitem", key))
+
+    def _state(self, device: str) -> Number:
+        return self.numbering.number(("rng", device, self.draws.get(device, 0)))
+
+    def _key(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        numbers: dict[fx.Node, Number],
+        extra: tuple[Any, ...] = (),
+        ignored: frozenset[int] = frozenset(),
+    ) -> Number:
+        kept = tuple(None if i in ignored else a for i, a in enumerate(args))
+        leaves, spec = pytree.tree_flatten((kept, sorted(kwargs.items())))
+        numbered = []
+        for leaf in leaves:
+            if isinstance(leaf, fx.Node):
+                if leaf not in numbers:
+                    raise VerificationError(f"{leaf.name!r} is read before it is computed", node=leaf.name)
+                numbered.append(("value", numbers[leaf]))
+            else:
+                numbered.append((type(leaf).__name__, repr(leaf)))
+        return self.numbering.number((str(target), id(target), spec_key(spec), tuple(numbered), extra))
+
+
+def spec_key(spec: Any) -> str:
+    """A pytree's structure as text."""
+    return str(spec)
+
+
+def _fetch(root: fx.GraphModule, target: str) -> Any:
+    value: Any = root
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value

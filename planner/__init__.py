@@ -1,0 +1,25 @@
+"""Train under a memory budget: `auto_checkpoint(model, sample, budget_mb=...)`."""
+
+from passes.errors import CaptureError, InputMismatch, Unsupported, VerificationError
+from passes.runtime import BackwardTwice
+from solvers.errors import BudgetError, PlannerError, SolverUnavailable
+
+from .api import auto_checkpoint, minimum_budget
+from .errors import PlanFileError
+from .plan import Plan
+
+__all__ = [
+    "BackwardTwice",
+    "BudgetError",
+    "CaptureError",
+    "InputMismatch",
+    "Plan",
+    "PlanFileError",
+    "PlannerError",
+    "SolverUnavailable",
+    "Unsupported",
+    "VerificationError",
+    "auto_checkpoint",
+    "minimum_budget",
+]
+__version__ = "0.1.0"

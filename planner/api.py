@@ -1,0 +1,118 @@
+"""`auto_checkpoint` and its relatives: the functions a user calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from passes.capture import bind_sample
+from passes.profile import OpProfile
+from passes.refuse import refuse
+from solvers import get_solver
+from solvers.errors import MIB, PlannerError
+
+from .budget import budget_to_bytes, optimizer_state_bytes, reserve_to_bytes
+from .module import PlannedModule
+from .options import OnNewShape, Options, check_options
+from .pipeline import Planned, model_device, plan_step, prepare
+from .plan import Plan
+from .progress import Progress
+
+
+def auto_checkpoint(
+    model: nn.Module,
+    sample: Any,
+    budget_mb: float | None = None,
+    *,
+    solver: str = "auto",
+    cost: str | Callable[[OpProfile], float] = "roofline",
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    reserve_mb: float = 0,
+    time_limit: float = 30.0,
+    gap: float = 0.01,
+    progress: bool | None = None,
+    on_new_shape: OnNewShape = "replan",
+) -> Plan:
+    """Plan a training step of `model` that stays under `budget_mb`, at the lowest recompute cost found.
+
+    Args:
+        model: any `nn.Module`; it is not changed.
+        sample: a tensor, a tuple (args) or a dict (kwargs), as the model will be called in training.
+        budget_mb: MiB of peak memory of the whole step, as `torch.cuda.max_memory_allocated` counts it:
+            parameters, buffers, inputs, gradients, activations, outputs. None: the device's free memory on CUDA,
+            no limit on the CPU.
+        solver: a name of `solvers.SOLVERS`.
+        cost: what recompute is measured in: "flops", "roofline" (bytes), "measured" (nanoseconds on this device),
+            or a function of an `OpProfile`.
+        loss_fn: `loss_fn(output)` or `loss_fn(output, target, ...)`; planned as part of the step, and what
+            `plan.module` returns. Its further required arguments become arguments of the module.
+        optimizer: an instance or class whose state (after its first step) is to fit into the budget too.
+        reserve_mb: MiB to leave free for anything else.
+        time_limit: seconds the solver may take.
+        gap: stop when recompute is proved to be within this share of the step's cost of the optimum.
+        progress: show progress; None shows it on a terminal and in notebooks.
+        on_new_shape: what a call with other shapes does: "replan" (and cache), "eager", or "error".
+
+    Raises:
+        BudgetError: the budget is no budget, or nothing found fits; carries the smallest that works.
+        CaptureError, Unsupported: the model cannot be planned; says where and what to do.
+        SolverUnavailable: `solver` is unknown or not installed.
+    """
+    get_solver(solver)
+    options = Options(
+        budget_bytes=None, reserve_bytes=0, solver=solver, cost=cost, loss_fn=loss_fn, time_limit=time_limit, gap=gap,
+        progress=progress, on_new_shape=on_new_shape,
+    )  # fmt: skip
+    check_options(options)
+    budget_bytes = budget_to_bytes(budget_mb, model_device(model))
+    reserve_bytes = reserve_to_bytes(reserve_mb) + optimizer_state_bytes(optimizer, model)
+    options = replace(options, budget_bytes=budget_bytes, reserve_bytes=reserve_bytes)
+    bound = _bind(model, sample, loss_fn)
+    refuse(model)
+    planned = plan_step(model, bound, options)
+    return make_plan(model, bound, planned, options)
+
+
+def make_plan(model: nn.Module, bound: dict[str, Any], planned: Planned, options: Options) -> Plan:
+    """Wrap a planned step as a `Plan` with its drop-in module."""
+
+    def replan(call: Any, differentiated: tuple[str, ...] | None) -> Planned:
+        return plan_step(module._plan_model, call, replace(options, differentiated=differentiated, progress=False))
+
+    module = PlannedModule(model, planned, bound, replan, options.loss_fn, options.on_new_shape)
+    return Plan(module, options.budget_bytes, planned, options.cost_name)
+
+
+def minimum_budget(
+    model: nn.Module,
+    sample: Any,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    time_limit: float = 30.0,
+    progress: bool | None = None,
+) -> tuple[float, float]:
+    """`(minimum_mb, floor_mb)`: the smallest budget known to work, and the proved floor below which none does."""
+    from solvers import minimum_budget as solve_minimum
+
+    options = Options(None, 0, "auto", "roofline", loss_fn, time_limit, 0.01, progress)
+    refuse(model)
+    prepared = prepare(model, _bind(model, sample, loss_fn), options, Progress(progress))
+    minimum = solve_minimum(prepared.lowered.problem, time_limit=time_limit)
+    return minimum.minimum_bytes / MIB, minimum.floor_bytes / MIB
+
+
+def _bind(model: nn.Module, sample: Any, loss_fn: Callable[..., Any] | None) -> dict[str, Any]:
+    if not isinstance(model, nn.Module):
+        raise PlannerError(f"model is a {type(model).__name__}: pass a torch.nn.Module.")
+    try:
+        return bind_sample(model, sample, loss_fn)
+    except TypeError as error:
+        raise PlannerError(
+            f"the sample does not fit {type(model).__name__}.forward: {error}. Pass a tensor, a tuple of positional "
+            "arguments, or a dict of keyword arguments."
+        ) from error
+

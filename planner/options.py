@@ -1,0 +1,48 @@
+"""What the user asked for, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from passes.profile import COSTS, OpProfile
+from solvers.errors import PlannerError
+
+OnNewShape = Literal["replan", "eager", "error"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `auto_checkpoint` that decide a plan, apart from the model and the sample."""
+
+    budget_bytes: int | None
+    reserve_bytes: int
+    solver: str
+    cost: str | Callable[[OpProfile], float]
+    loss_fn: Callable[..., Any] | None
+    time_limit: float
+    gap: float
+    progress: bool | None
+    on_new_shape: OnNewShape = "replan"
+    differentiated: tuple[str, ...] | None = None
+
+    @property
+    def cost_function(self) -> Callable[[OpProfile], float]:
+        return self.cost if callable(self.cost) else COSTS[self.cost]
+
+    @property
+    def cost_name(self) -> str:
+        return getattr(self.cost, "__name__", "callable") if callable(self.cost) else self.cost
+
+
+def check_options(options: Options) -> None:
+    """Raise PlannerError for a value that no plan can be made with."""
+    if not callable(options.cost) and options.cost not in COSTS:
+        raise PlannerError(f"cost={options.cost!r} is unknown: it takes one of {', '.join(COSTS)}, or a callable.")
+    if options.on_new_shape not in ("replan", "eager", "error"):
+        raise PlannerError(f"on_new_shape={options.on_new_shape!r} is unknown: it takes 'replan', 'eager' or 'error'.")
+    if not options.time_limit > 0:
+        raise PlannerError(f"time_limit={options.time_limit!r} must be a positive number of seconds.")
+    if not 0 <= options.gap:
+        raise PlannerError(f"gap={options.gap!r} must not be negative: it is a share of the plain step's cost.")

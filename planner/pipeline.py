@@ -1,0 +1,145 @@
+"""The pipeline: model, sample -> Traced -> Profiled -> Problem -> Solution -> rewritten, verified Step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes.alias import Aliases, alias
+from passes.capture import Traced, capture
+from passes.lower import Lowered, lower
+from passes.ops import RUNNING_STATISTICS, is_random
+from passes.profile import OpProfile, profile
+from passes.rewrite import Rewritten, _device, rewrite
+from passes.runtime import Step
+from passes.verify import verify
+from solvers import solve
+from solvers.schedule import Schedule, plain_order, with_frees
+from solvers.simulate import simulate
+from solvers.solution import Solution, plain_solution
+
+from .options import Options
+from .progress import Progress
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step that is captured, profiled and lowered, before any decision."""
+
+    traced: Traced
+    aliases: Aliases
+    profiles: dict[fx.Node, OpProfile]
+    lowered: Lowered
+    device: torch.device
+    baseline_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A decided step: what was chosen, and the code that runs it."""
+
+    prepared: Prepared
+    solution: Solution
+    rewritten: Rewritten
+    step: Step
+    seconds: dict[str, float]
+
+
+def plan_step(model: nn.Module, bound: Mapping[str, Any], options: Options) -> Planned:
+    """Capture, profile, solve, rewrite and prove one training step."""
+    progress = Progress(options.progress)
+    prepared = prepare(model, bound, options, progress)
+    with progress.stage("solve"):
+        solution = _solve(prepared, options, progress.report)
+    return emit(prepared, solution, progress)
+
+
+def prepare(model: nn.Module, bound: Mapping[str, Any], options: Options, progress: Progress) -> Prepared:
+    """Everything before the decision."""
+    device = model_device(model)
+    with progress.stage("capture"):
+        traced = capture(model, bound, options.loss_fn, differentiated=options.differentiated)
+        aliases = alias(traced.graph_module.graph)
+    with progress.stage("profile"):
+        real = not any(p.device.type == "meta" for p in model.parameters())
+        profiles = profile(
+            traced.graph_module.graph, measure=real, timed=real and options.cost == "measured", progress=progress.each
+        )
+        lowered = lower(
+            traced, aliases, profiles, options.cost_function, device=device, reserve_bytes=options.reserve_bytes
+        )
+        plain = simulate(lowered.problem, with_frees(lowered.problem, plain_order(lowered.problem)))
+    return Prepared(traced, aliases, profiles, lowered, device, plain.peak_bytes)
+
+
+def emit(prepared: Prepared, solution: Solution, progress: Progress) -> Planned:
+    """Rewrite a solution into code, and prove it."""
+    with progress.stage("rewrite"):
+        rewritten = rewrite(prepared.traced, prepared.aliases, prepared.lowered, solution.schedule)
+    with progress.stage("verify"):
+        verify(prepared.traced, rewritten)
+    return Planned(prepared, solution, rewritten, make_step(prepared, rewritten), dict(progress.seconds))
+
+
+def emit_schedule(prepared: Prepared, schedule: Schedule, solver: str = "given") -> Planned:
+    """`emit` for a schedule from elsewhere (a plan file, a test)."""
+    from solvers.solution import solution
+
+    return emit(prepared, solution(prepared.lowered.problem, schedule, solver), Progress(False))
+
+
+def make_step(prepared: Prepared, rewritten: Rewritten) -> Step:
+    """Bind the halves to what the runtime has to know."""
+    traced = prepared.traced
+    returned = [leaf for leaf in traced.outputs if leaf.input is None]
+    tangents = traced.placeholders[traced.num_primals :]
+    return Step(
+        forward=rewritten.forward,
+        backward=rewritten.backward,
+        mutated=traced.mutated,
+        num_outputs=traced.num_outputs,
+        saved_primals=rewritten.saved_primals,
+        differentiable=tuple(leaf.requires_grad for leaf in returned),
+        expected=tuple(leaf.index for leaf in returned if leaf.differentiated),
+        tangent_strides=tuple(tuple(t.meta["val"].stride()) for t in tangents),
+        keep_primals=_stateful(traced),
+        rng_devices=_rng_devices(traced),
+    )
+
+
+def _solve(prepared: Prepared, options: Options, report: Callable[[str], None]) -> Solution:
+    problem = prepared.lowered.problem
+    if options.budget_bytes is None:
+        return plain_solution(problem, "none")
+    return solve(
+        problem, options.budget_bytes, solver=options.solver, time_limit=options.time_limit, gap=options.gap,
+        report=report,
+    )  # fmt: skip
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Where the model lives; the CPU for a model without parameters or on the meta device."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type != "meta":
+            return tensor.device
+    return torch.device("cpu")
+
+
+def _stateful(traced: Traced) -> tuple[int, ...]:
+    """Overwritten primals whose old value decides a result (all but running statistics of batch norms)."""
+    primals = traced.placeholders
+    found = []
+    for i in traced.mutated:
+        readers = [u for u in primals[i].users if u.op != "output"]
+        if not all(u.target in RUNNING_STATISTICS for u in readers):
+            found.append(i)
+    return tuple(found)
+
+
+def _rng_devices(traced: Traced) -> tuple[str, ...]:
+    drawing = [n for n in traced.graph_module.graph.nodes if is_random(n)]
+    return tuple(dict.fromkeys(_device(n) for n in drawing))

@@ -1,0 +1,42 @@
+"""The one abstract class of the package."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+from .problem import Problem
+from .schedule import Schedule
+from .solution import Solution
+
+Report = Callable[[str], None]
+
+
+class Solver(ABC):
+    """A way to choose what to recompute. Implementations are stateless; options are dataclass fields."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def solve(
+        self,
+        problem: Problem,
+        budget_bytes: int,
+        *,
+        time_limit: float = 30.0,
+        gap: float = 0.01,
+        warm_starts: tuple[Schedule, ...] = (),
+        report: Report | None = None,
+    ) -> Solution:
+        """Find a schedule whose simulated peak is at most `budget_bytes`.
+
+        Args:
+            time_limit: seconds of wall clock, model building included.
+            gap: stop once added cost - bound <= gap * problem.step_cost.
+            warm_starts: schedules to start from; any that fits is a floor for the answer's quality.
+            report: called with a short line whenever there is progress to tell.
+
+        Raises:
+            BudgetError: nothing found fits; carries the smallest peak found and the proved floor.
+        """

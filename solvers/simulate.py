@@ -1,0 +1,102 @@
+"""The only referee: what a schedule costs and how much memory it holds, step by step, in exact ints.
+
+Rules (they are the rewritten code's own):
+
+1. `compute` allocates every output of the op anew while its inputs are still held; while it runs, the op's
+   workspace comes on top. An output that was already live keeps its old copy, and the new one is dropped as
+   soon as the op returns.
+2. `free` drops a tensor that is live.
+3. Required ops run for the first time in problem order; recomputes stand anywhere between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .errors import ScheduleError
+from .problem import Problem
+from .schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What `simulate` found.
+
+    Attributes:
+        peak_bytes: the largest number of bytes resident at any moment, static bytes included.
+        peak_step: index of the schedule step at which it is first reached.
+        added_cost: cost of all executions beyond the first of each op.
+        resident_bytes: after each step, static bytes included.
+        moment_bytes: during each step: for a compute, inputs + outputs + workspace + all else that is live.
+    """
+
+    peak_bytes: int
+    peak_step: int
+    added_cost: int
+    resident_bytes: tuple[int, ...]
+    moment_bytes: tuple[int, ...]
+
+
+def simulate(problem: Problem, schedule: Schedule) -> Simulation:
+    """Replay `schedule` and account for every byte and every unit of cost.
+
+    Raises:
+        ScheduleError: the schedule breaks a rule; the message names the step, the op and the tensor.
+    """
+    resident, moment = [], []
+    peak, peak_step, added = problem.static_bytes, 0, 0
+    for step, live_bytes, moment_bytes, cost in _replay(problem, schedule):
+        resident.append(live_bytes)
+        moment.append(moment_bytes)
+        added += cost
+        if moment_bytes > peak:
+            peak, peak_step = moment_bytes, step
+    return Simulation(peak, peak_step, added, tuple(resident), tuple(moment))
+
+
+def peak_and_cost(problem: Problem, schedule: Schedule) -> tuple[int, int]:
+    """`(peak_bytes, added_cost)` of a valid schedule."""
+    simulation = simulate(problem, schedule)
+    return simulation.peak_bytes, simulation.added_cost
+
+
+def _replay(problem: Problem, schedule: Schedule) -> Iterator[tuple[int, int, int, int]]:
+    live: set[int] = set()
+    done: set[int] = set()
+    live_bytes = problem.static_bytes
+    expected = [i for i, op in enumerate(problem.ops) if not op.optional]
+    position = 0
+    for index, (kind, i) in enumerate(schedule):
+        if kind == "free":
+            if i not in live:
+                raise ScheduleError(f"step {index} frees {problem.tensors[i].name!r}, which is not live", step=index)
+            live.discard(i)
+            live_bytes -= problem.tensors[i].bytes
+            yield index, live_bytes, live_bytes, 0
+            continue
+        op = problem.ops[i]
+        again = i in done
+        if again and not op.recomputable:
+            raise ScheduleError(f"step {index} recomputes {op.name!r}, which must run once", step=index)
+        for t in op.inputs + op.replay_inputs if again else op.inputs:
+            if t not in live:
+                name = problem.tensors[t].name
+                raise ScheduleError(f"step {index}: {op.name!r} reads {name!r}, which is not live", step=index)
+        if not again and not op.optional:
+            if expected[position] != i:
+                wanted = problem.ops[expected[position]].name
+                raise ScheduleError(f"step {index} runs {op.name!r} where {wanted!r} is due", step=index)
+            position += 1
+        done.add(i)
+        moment = live_bytes + op.workspace + sum(problem.tensors[t].bytes for t in op.outputs)
+        for t in op.outputs:
+            if t not in live:
+                live.add(t)
+                live_bytes += problem.tensors[t].bytes
+        yield index, live_bytes, moment, op.cost if again else 0
+    if position < len(expected):
+        raise ScheduleError(f"{problem.ops[expected[position]].name!r} never runs")
+    for t in problem.outputs:
+        if t not in live:
+            raise ScheduleError(f"output {problem.tensors[t].name!r} is not live at the end")

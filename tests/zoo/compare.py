@@ -1,0 +1,94 @@
+"""Running a plain and a planned step side by side: numbers, generator state, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.capture import split_sample
+from passes.memory import measure_peak
+from passes.structure import flatten
+
+
+@dataclass
+class StepResult:
+    """Everything observable after one training step."""
+
+    outputs: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+    rng: torch.Tensor
+
+
+def scalar_loss(output: Any) -> torch.Tensor:
+    """The loss of an output: `.loss`, the scalar itself, or the sum of squares of its first tensor."""
+    if hasattr(output, "loss") and output.loss is not None:
+        return output.loss
+    tensors, _ = flatten(output)
+    first = tensors[0]
+    return first if first.dim() == 0 else first.float().pow(2).mean()
+
+
+def forward_backward(module: nn.Module, sample: Any) -> Any:
+    """One forward and backward; returns the output, held until the backward is done."""
+    args, kwargs = split_sample(sample)
+    output = module(*args, **kwargs)
+    scalar_loss(output).backward()
+    return output
+
+
+def run_step(module: nn.Module, state_of: nn.Module, sample: Any, seed: int = 1) -> StepResult:
+    """One seeded step, from cleared gradients."""
+    for parameter in state_of.parameters():
+        parameter.grad = None
+    torch.manual_seed(seed)
+    output = forward_backward(module, sample)
+    tensors, _ = flatten(output)
+    return StepResult(
+        [t.detach().clone() for t in tensors],
+        {n: None if p.grad is None else p.grad.clone() for n, p in state_of.named_parameters()},
+        {n: b.clone() for n, b in state_of.named_buffers()},
+        torch.get_rng_state(),
+    )
+
+
+def differences(plain: StepResult, planned: StepResult) -> list[str]:
+    """What is not bitwise equal, by name."""
+    found = []
+    for i, (a, b) in enumerate(zip(plain.outputs, planned.outputs, strict=True)):
+        if not _same(a, b):
+            found.append(f"output {i}")
+    for name, a in plain.gradients.items():
+        b = planned.gradients[name]
+        if (a is None) != (b is None) or (a is not None and b is not None and not _same(a, b)):
+            found.append(f"gradient {name}")
+    found += [f"buffer {n}" for n, a in plain.buffers.items() if not _same(a, planned.buffers[n])]
+    if not torch.equal(plain.rng, planned.rng):
+        found.append("RNG state")
+    return found
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b) and a.requires_grad == b.requires_grad
+
+
+def measured_peak_bytes(module: nn.Module, state_of: nn.Module, sample: Any, static_bytes: int) -> int:
+    """Static bytes plus the highest point of memory during one step from cleared gradients, after a warm-up."""
+    forward_backward(module, sample)
+
+    def clear() -> None:
+        for parameter in state_of.parameters():
+            parameter.grad = None
+
+    clear()
+    kept: list[Any] = []
+    peak = measure_peak(lambda: kept.append(forward_backward(module, sample)))
+    clear()
+    return static_bytes + peak
+
+
+Runner = Callable[[], Any]

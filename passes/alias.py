@@ -16,6 +16,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from .errors import Unsupported
+from .ops import FUNCTIONAL
 
 aten = torch.ops.aten
 
@@ -66,11 +67,11 @@ def alias(graph: fx.Graph) -> Aliases:
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node only returns views of its arguments (`getitem` on a view's list included)."""
-    if node.op != "call_function":
+    if node.op != "call_function" or node.target in FUNCTIONAL:
         return False
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
-    return _aliased_argument(node) is not None
+    return aliased_argument(node) is not None
 
 
 def is_compute(node: fx.Node) -> bool:
@@ -90,7 +91,7 @@ def _of_call(node: fx.Node, known: Aliases) -> Storage | tuple[Storage | None, .
         assert isinstance(parent, fx.Node) and isinstance(index, int)
         found = known.of.get(parent)
         return found[index] if isinstance(found, tuple) else found
-    source = _aliased_argument(node)
+    source = aliased_argument(node)
     if source is not None:
         found = known.of[source]
         if isinstance(value, (list, tuple)):
@@ -107,7 +108,7 @@ def _of_call(node: fx.Node, known: Aliases) -> Storage | tuple[Storage | None, .
     return None
 
 
-def _aliased_argument(node: fx.Node) -> fx.Node | None:
+def aliased_argument(node: fx.Node) -> fx.Node | None:
     """The argument that the node's result is a view of, or None."""
     target = node.target
     if isinstance(target, HigherOrderOperator) or not isinstance(target, OpOverload):

@@ -22,6 +22,7 @@ from torch import fx, nn
 from ._torch import FakeTensorMode, JointGraph, compiling_flags, eager_kernels, export_joint, quiet_fake_errors, swapped_state
 from .constants import KnownConstants
 from .errors import CaptureError, Unsupported
+from .modules import fill_forward_paths, module_paths
 from .structure import Slot, Template, Tree, flatten, slots, unflatten
 
 Sample = Any
@@ -221,12 +222,14 @@ def capture(
 
 def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
     try:
-        with quiet_fake_errors(), eager_kernels():
-            return export_joint(tracer, fake)
+        with quiet_fake_errors(), eager_kernels(), module_paths(tracer.model):
+            joint = export_joint(tracer, fake)
     except (Unsupported, CaptureError):
         raise
     except Exception as error:
         raise _capture_error(error) from error
+    fill_forward_paths(joint.graph_module.graph.nodes)
+    return joint
 
 
 class _StepTracer:
@@ -397,7 +400,11 @@ _OWN = tuple(os.path.dirname(os.path.abspath(m)) + os.sep for m in (torch.__file
 
 
 def _capture_error(error: BaseException) -> CaptureError:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_ours(f.filename)]
+    stack = traceback.extract_tb(error.__traceback__)
+    modules = os.path.join(_OWN[0], "nn", "modules")
+    frames = [f for f in stack if not _is_ours(f.filename)] or [
+        f for f in stack if f.filename.startswith(modules) and not f.filename.endswith(os.sep + "module.py")
+    ]
     location = construct = None
     if frames:
         last = frames[-1]

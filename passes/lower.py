@@ -15,7 +15,7 @@ from .alias import Aliases, Storage, is_compute
 from .capture import Traced
 from .memory import granule, round_up
 from .errors import Unsupported
-from .ops import RUNNING_STATISTICS, is_random, must_run_once, result_ignores
+from .ops import INPLACE, RUNNING_STATISTICS, is_random, must_run_once, result_ignores
 from .profile import OpProfile
 
 RNG_STATE_BYTES = 5056  # the CPU generator's state; a CUDA generator's is 16 bytes, kept on the CPU
@@ -108,7 +108,7 @@ class _Lowering:
         placeholders = self.traced.placeholders
         primals, tangents = placeholders[: self.traced.num_primals], placeholders[self.traced.num_primals :]
         mutated = {self.aliases.of[primals[i]] for i in self.traced.mutated}
-        generators = self._add_generators(forward)
+        kept = self._add_kept(forward)
         for node in forward:
             self._add_node(node, True, mutated)
         self._add_overwrites()
@@ -123,7 +123,7 @@ class _Lowering:
             ops=tuple(self.ops),
             tensors=tuple(self.tensors),
             num_forward=num_forward,
-            outputs=tuple(dict.fromkeys([*generators, *outputs, *tangent_tensors, *copies])),
+            outputs=tuple(dict.fromkeys([*kept, *outputs, *tangent_tensors, *copies])),
             static_bytes=static + reserve_bytes,
         )
         return Lowered(
@@ -151,7 +151,7 @@ class _Lowering:
         workspace = profiled.workspace_bytes + (3 * self._rng_bytes() if replay else 0)
         self._add_op(
             Op(node.name, inputs, tuple(outputs), round(self.cost(profiled)), workspace,
-               recomputable, replay),
+               recomputable, replay, reuse=self._reuse(node, outputs)),
             node,
         )  # fmt: skip
         if replay:
@@ -162,15 +162,33 @@ class _Lowering:
         self._add_op(Op(f"{node.name}_rng", (), (tensor,), 0, 0, False, optional=True), None)
         return tensor
 
+    def _reuse(self, node: fx.Node, outputs: list[int]) -> int | None:
+        """The tensor of the first argument, where the op's in-place twin could write its result there."""
+        source = node.args[0] if node.target in INPLACE and node.args else None
+        if not isinstance(source, fx.Node):
+            return None
+        storage = self.aliases.of[source]
+        taken = self.storage_tensor.get(storage) if isinstance(storage, Storage) else None
+        others = [a for a in node.all_input_nodes if a is not source]
+        if taken is None or any(storage in self.aliases.storages(a) for a in others):
+            return None
+        same = _same_layout(source.meta["val"], node.meta["val"])
+        return taken if same and self.tensors[taken].bytes == self.tensors[outputs[0]].bytes else None
+
     def _rng_bytes(self) -> int:
         return 0 if self.device.type == "cuda" else round_up(RNG_STATE_BYTES, self.granule)
 
-    def _add_generators(self, forward: list[fx.Node]) -> list[int]:
-        """The runtime keeps the generators' states, should the backward start elsewhere than planned."""
-        if self.device.type == "cuda" or not any(is_random(n) for n in forward):
+    def _add_kept(self, forward: list[fx.Node]) -> list[int]:
+        """What the runtime keeps, should the backward start elsewhere than planned: generator states, old buffers."""
+        size = 0
+        if self.device.type != "cuda" and any(is_random(n) for n in forward):
+            size += self._rng_bytes()
+        for i in stateful_primals(self.traced):
+            size += self._bytes(self.aliases.of[self.traced.placeholders[i]])
+        if not size:
             return []
-        tensor = self._new_tensor(Tensor("generators", self._rng_bytes(), "rng"), None)
-        self._add_op(Op("generators", (), (tensor,), 0, 0, False), None)
+        tensor = self._new_tensor(Tensor("kept_for_replay", size, "rng"), None)
+        self._add_op(Op("kept_for_replay", (), (tensor,), 0, 0, False), None)
         return [tensor]
 
     def _add_overwrites(self) -> None:
@@ -258,6 +276,26 @@ class _Lowering:
     @staticmethod
     def _distinct(primals: list[fx.Node]) -> list[fx.Node]:
         return list(dict.fromkeys(primals))
+
+
+def _same_layout(source: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether `result` fits exactly over `source`, and `source` is all of its storage."""
+    return (
+        source.shape == result.shape and source.stride() == result.stride() and source.dtype == result.dtype
+        and source.storage_offset() == 0 and torch._prims_common.is_non_overlapping_and_dense_or_false(source)
+        and source.untyped_storage().nbytes() == result.untyped_storage().nbytes()
+    )  # fmt: skip
+
+
+def stateful_primals(traced: Traced) -> tuple[int, ...]:
+    """Overwritten primals whose old value decides a result (all but running statistics of batch norms)."""
+    primals = traced.placeholders
+    found = []
+    for i in traced.mutated:
+        readers = [u for u in primals[i].users if u.op != "output"]
+        if not all(u.target in RUNNING_STATISTICS for u in readers):
+            found.append(i)
+    return tuple(found)
 
 
 def _reads_overwritten(node: fx.Node, mutated: set[Any], aliases: Aliases) -> bool:

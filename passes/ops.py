@@ -28,6 +28,20 @@ OPAQUE_RESULTS = frozenset(
     {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_thnn_fused_lstm_cell", "_cudnn_ctc_loss", "_embedding_bag"}
 )
 
+# Element-wise ops with an in-place twin that runs the same kernel: where the first argument dies, the twin writes the
+# same bits into its memory.
+INPLACE: dict[Any, Any] = {
+    getattr(getattr(aten, name), overload): getattr(getattr(aten, name + "_"), overload)
+    for name, overload in (
+        ("add", "Tensor"), ("add", "Scalar"), ("sub", "Tensor"), ("sub", "Scalar"), ("mul", "Tensor"),
+        ("mul", "Scalar"), ("div", "Tensor"), ("div", "Scalar"), ("neg", "default"), ("relu", "default"),
+        ("sigmoid", "default"), ("tanh", "default"), ("exp", "default"), ("silu", "default"), ("gelu", "default"),
+        ("clamp", "default"), ("clamp_min", "default"), ("clamp_max", "default"), ("leaky_relu", "default"),
+        ("hardtanh", "default"), ("masked_fill", "Scalar"), ("rsqrt", "default"), ("sqrt", "default"),
+    )
+}  # fmt: skip
+FUNCTIONAL = {inplace: functional for functional, inplace in INPLACE.items()}
+
 # Choices between equal values may fall differently when run again on a GPU: never recomputed.
 TIES = frozenset(
     getattr(aten, name)

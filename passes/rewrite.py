@@ -1,7 +1,8 @@
 """rewrite: joint graph + Schedule -> a forward and a backward GraphModule that execute exactly that schedule.
 
-Each compute of the schedule becomes one node; a view is taken from its base right before its first use; fx's
-generated code drops every value after its last use. What is executed is what was simulated.
+Each compute of the schedule becomes one node (its in-place twin where the schedule lets it take over an input); a view
+is taken from its base right before its first use; fx's generated code drops every value after its last use. What is
+executed is what was simulated.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import torch
 from torch import fx
 
 from solvers.schedule import Schedule
+from solvers.simulate import takes_over
 
 from .alias import Aliases, Storage, is_view
 from .capture import Traced
 from .codegen import boxed
 from .errors import VerificationError
 from .lower import Lowered
-from .ops import is_random
+from .ops import INPLACE, is_random
 from .random import get_rng_state, run_with_rng_state
 
 
@@ -51,7 +53,7 @@ def rewrite(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedu
     forward = _Emitter(traced, aliases, lowered, {})
     for node in traced.placeholders[: traced.num_primals]:
         forward.placeholder(node)
-    forward.emit(schedule[:boundary])
+    forward.emit(schedule, range(boundary))
     outputs: Any = traced.graph_module.graph.output_node().args[0]
     returned = [forward.resolve(n) for n in outputs[: traced.num_forward_outputs]]
     forward.output([*returned, *(forward.current[t] for t in saved)])
@@ -63,7 +65,7 @@ def rewrite(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedu
         backward.placeholder(traced.placeholders[i])
     for node in traced.placeholders[traced.num_primals :]:
         backward.tangent(node)
-    backward.emit(schedule[boundary + 1 :])
+    backward.emit(schedule, range(boundary + 1, len(schedule)))
     backward.output([backward.resolve(n) for n in outputs[traced.num_forward_outputs :]])
     root = traced.graph_module
     return Rewritten(
@@ -155,10 +157,11 @@ class _Emitter:
     def output(self, values: list[Any]) -> None:
         self.graph.output(tuple(values))
 
-    def emit(self, schedule: Schedule) -> None:
-        for kind, i in schedule:
+    def emit(self, schedule: Schedule, positions: range) -> None:
+        for position in positions:
+            kind, i = schedule[position]
             if kind == "compute":
-                self._compute(i)
+                self._compute(i, takes_over(self.lowered.problem, schedule, position))
             else:
                 self.live.discard(i)
 
@@ -189,7 +192,7 @@ class _Emitter:
             self.views[key] = self._copy_meta(self.graph.node_copy(node, lambda a: mapping[a]), node)
         return self.views[key]
 
-    def _compute(self, i: int) -> None:
+    def _compute(self, i: int, in_place: bool) -> None:
         op, node = self.lowered.problem.ops[i], self.lowered.nodes[i]
         if node is None:
             self._special(i)
@@ -197,6 +200,8 @@ class _Emitter:
         again = self.executed.get(i, 0) > 0
         self.executed[i] = self.executed.get(i, 0) + 1
         new = self._replay(i, node) if again and is_random(node) else self.graph.node_copy(node, self.resolve)
+        if in_place:
+            new.target = INPLACE[node.target]
         self._copy_meta(new, node)
         new.meta["recompute_of"] = node.name if again else None
         for t in op.outputs:
@@ -235,7 +240,7 @@ class _Emitter:
 
     @staticmethod
     def _copy_meta(new: fx.Node, old: fx.Node) -> fx.Node:
-        new.meta = {k: old.meta[k] for k in ("val", "nn_module_stack", "partitioner_tag") if k in old.meta}
+        new.meta = {k: old.meta[k] for k in ("val", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag") if k in old.meta}
         new.meta["source"] = old.meta.get("source", old.name)
         return new
 

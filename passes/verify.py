@@ -4,7 +4,9 @@ A rewrite only duplicates and reorders, so value numbering decides it. The numbe
 arguments); two nodes with one number hold the same value. Every random op draws a ticket: the k-th execution on a
 generator depends on that generator's k-th state, so dropped, repeated or reordered draws change numbers, and a
 replay has its original's number exactly if it runs under the state taken right before it. A primal that the
-forward overwrites has another number in the backward. What must agree: every forward output and every gradient.
+forward overwrites has another number in the backward. An in-place op has its functional twin's number; every other
+value in the memory it writes is gone, and a later read of one breaks the proof, as does writing where a caller can
+see it. What must agree: every forward output and every gradient.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from .alias import aliased_argument, is_view
 from .capture import Traced
 from .errors import VerificationError
-from .ops import is_random, result_ignores
+from .ops import FUNCTIONAL, is_random, result_ignores
 from .random import get_rng_state, run_with_rng_state
 from .rewrite import Rewritten
 
@@ -57,6 +60,8 @@ def verify(traced: Traced, rewritten: Rewritten) -> None:
     _compare(expected[:count], produced[:count], "forward output", rewritten.forward)
 
     mutated = set(traced.mutated)
+    visible = {step.root_of[n] for n in _returned(rewritten.forward)[:count] if isinstance(n, fx.Node)}
+    saved = _returned(rewritten.forward)[count:]
     handed = [
         *produced[count:],
         *(numbering.number(("overwritten", i)) if i in mutated else numbers[i] for i in rewritten.saved_primals),
@@ -66,10 +71,16 @@ def verify(traced: Traced, rewritten: Rewritten) -> None:
     if len(backward_inputs) != len(handed):
         raise VerificationError("the backward does not take what the forward saves")
     step.root = rewritten.backward
+    step.writable = {b for b, s in zip(backward_inputs, saved, strict=False) if step.root_of.get(s) not in visible}
     gradients = step.run(rewritten.backward.graph, dict(zip(backward_inputs, handed, strict=True)))
     _compare(expected[count:], gradients, "gradient", rewritten.backward)
     if step.draws != joint.draws:
         raise VerificationError("the rewritten step leaves a random number generator in another state")
+
+
+def _returned(module: fx.GraphModule) -> list[Any]:
+    values: Any = module.graph.output_node().args[0]
+    return list(values)
 
 
 def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
@@ -92,21 +103,30 @@ class _Walk:
     def __init__(self, numbering: _Numbering, root: fx.GraphModule) -> None:
         self.numbering, self.root = numbering, root
         self.draws: dict[str, int] = {}
+        self.root_of: dict[Any, Any] = {}  # node -> the memory it lives in, named by the node that made it
+        self.writable: set[fx.Node] = set()  # inputs that the graph may overwrite
+        self.lost: set[fx.Node] = set()
 
     def run(self, graph: fx.Graph, inputs: dict[fx.Node, Number]) -> list[Any]:
         numbers: dict[fx.Node, Number] = dict(inputs)
         for node in graph.nodes:
             if node.op == "get_attr":
                 numbers[node] = self.numbering.number(("constant", id(_fetch(self.root, str(node.target)))))
+                self.root_of[node] = node
             elif node.op == "call_function":
+                self._check_read(node)
                 numbers[node] = self._call(node, numbers)
+                self._place(node)
             elif node.op == "output":
+                self._check_read(node)
                 values: Any = node.args[0]
                 return [numbers[v] if isinstance(v, fx.Node) else ("constant", v) for v in values]
             elif node.op != "placeholder":
                 raise VerificationError(f"{node.op} node {node.name!r} has no place in a rewrite", node=node.name)
             elif node not in numbers:
                 raise VerificationError(f"input {node.name!r} is not handed over", node=node.name)
+            else:
+                self.root_of[node] = node
         raise VerificationError("the graph has no output")
 
     def _call(self, node: fx.Node, numbers: dict[fx.Node, Number]) -> Number:
@@ -125,8 +145,32 @@ class _Walk:
             device_name = _device(node)
             extra = ("drawn", self._state(device_name))
             self.draws[device_name] = self.draws.get(device_name, 0) + 1
-        ignored = result_ignores(node.target, node.args, None)
-        return self._key(node.target, node.args, dict(node.kwargs), numbers, extra, ignored)
+        target = FUNCTIONAL.get(node.target, node.target)
+        ignored = result_ignores(target, node.args, None)
+        return self._key(target, node.args, dict(node.kwargs), numbers, extra, ignored)
+
+    def _check_read(self, node: fx.Node) -> None:
+        for argument in node.all_input_nodes:
+            if argument in self.lost:
+                raise VerificationError(f"{node.name!r} reads {argument.name!r} after it was overwritten", node=node.name)
+
+    def _place(self, node: fx.Node) -> None:
+        """Note where the node's value lives, and what an in-place op destroys."""
+        first = node.args[0] if node.args else None
+        if node.target in FUNCTIONAL:
+            assert isinstance(first, fx.Node)
+            memory = self.root_of[first]
+            if getattr(memory, "op", "call_function") != "call_function" and memory not in self.writable:
+                raise VerificationError(f"{node.name!r} writes to memory it does not own", node=node.name)
+            self.lost.update(n for n, m in self.root_of.items() if m == memory)
+            self.root_of[node] = memory
+        elif node.target is operator.getitem and isinstance(first, fx.Node):
+            self.root_of[node] = self.root_of[first] if is_view(first) else (first, node.args[1])
+        elif is_view(node):
+            source = aliased_argument(node)
+            self.root_of[node] = self.root_of[source] if source is not None else node
+        else:
+            self.root_of[node] = node
 
     def _getitem(self, node: fx.Node, parent: fx.Node, numbers: dict[fx.Node, Number]) -> Number:
         ignored = result_ignores(parent.target, parent.args, node.args[1])

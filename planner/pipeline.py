@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from passes.alias import Aliases, alias
 from passes.capture import Traced, capture
-from passes.lower import Lowered, lower
-from passes.ops import RUNNING_STATISTICS, is_random
+from passes.lower import Lowered, lower, stateful_primals
+from passes.ops import is_random
 from passes.profile import OpProfile, profile
 from passes.rewrite import Rewritten, _device, rewrite
 from passes.runtime import Step
@@ -106,7 +106,7 @@ def make_step(prepared: Prepared, rewritten: Rewritten) -> Step:
         differentiable=tuple(leaf.requires_grad for leaf in returned),
         expected=tuple(leaf.index for leaf in returned if leaf.differentiated),
         tangent_strides=tuple(tuple(t.meta["val"].stride()) for t in tangents),
-        keep_primals=_stateful(traced),
+        keep_primals=stateful_primals(traced),
         rng_devices=_rng_devices(traced),
     )
 
@@ -127,17 +127,6 @@ def model_device(model: nn.Module) -> torch.device:
         if tensor.device.type != "meta":
             return tensor.device
     return torch.device("cpu")
-
-
-def _stateful(traced: Traced) -> tuple[int, ...]:
-    """Overwritten primals whose old value decides a result (all but running statistics of batch norms)."""
-    primals = traced.placeholders
-    found = []
-    for i in traced.mutated:
-        readers = [u for u in primals[i].users if u.op != "output"]
-        if not all(u.target in RUNNING_STATISTICS for u in readers):
-            found.append(i)
-    return tuple(found)
 
 
 def _rng_devices(traced: Traced) -> tuple[str, ...]:

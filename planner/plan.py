@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import networkx as nx
+from torch import nn
 
 from passes.alias import is_compute
+from passes.modules import module_path
 from solvers.errors import MIB
 from solvers.problem import Problem
 from solvers.schedule import Schedule, computes
@@ -145,6 +149,27 @@ class Plan:
     def __repr__(self) -> str:
         return describe(self)
 
+    # Keep ---------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan as JSON (`planner.planfile`): readable, deterministic, atomic."""
+        from .planfile import save
+
+        return save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: nn.Module, sample: Any, **options: Any) -> Plan:
+        """Apply a saved plan: capture, compare, re-prove and rewrite, without solving.
+
+        `options` are those of `planner.planfile.load`: `loss_fn`, `cost`, `progress`.
+
+        Raises:
+            PlanFileError: the file is damaged or for another model or sample; says what differs first.
+        """
+        from .planfile import load
+
+        return load(path, model, sample, **options)
+
 
 def describe(plan: Plan) -> str:
     """The verdict in a few lines of text."""
@@ -160,13 +185,6 @@ def describe(plan: Plan) -> str:
         lines.append("  nothing is recomputed: the plain step fits")
     lines += [f"  note: {note}" for note in plan.notes]
     return "\n".join(lines)
-
-
-def module_path(node: Any) -> str:
-    """The module that an op came from, e.g. `transformer.h.3.mlp`; empty when the trace does not say."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [path for path, _ in stack.values()]
-    return paths[-1] if paths else ""
 
 
 def _op_graph(planned: Planned, recomputed: frozenset[str], saved: frozenset[str]) -> nx.DiGraph:

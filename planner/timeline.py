@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from solvers.problem import Problem
 from solvers.schedule import Schedule
+from solvers.simulate import takes_over
 
 CATEGORIES = ("parameters", "gradients", "saved", "recomputed", "temporary")
 
@@ -54,6 +55,7 @@ def timeline(problem: Problem, schedule: Schedule) -> Timeline:
         if i == problem.num_forward:
             backward_from = len(labels)
         transient = op.workspace
+        taken = op.reuse if takes_over(problem, schedule, position) and op.outputs[0] not in holder else None
         for t in op.outputs:
             if t in holder:
                 transient += problem.tensors[t].bytes
@@ -61,8 +63,12 @@ def timeline(problem: Problem, schedule: Schedule) -> Timeline:
                 holder[t] = kinds[position, t]
                 level[holder[t]] += problem.tensors[t].bytes
         labels.append(op.name)
+        if taken is not None:
+            level[holder[taken]] -= problem.tensors[taken].bytes
         for category in CATEGORIES:
             rows[category].append(level[category] + (transient if category == "temporary" else 0))
+        if taken is not None:
+            level[holder[taken]] += problem.tensors[taken].bytes
     return Timeline(tuple(labels), backward_from, {c: tuple(v) for c, v in rows.items()})
 
 

@@ -5,6 +5,8 @@ Rules (they are the rewritten code's own):
 1. `compute` allocates every output of the op anew while its inputs are still held; while it runs, the op's
    workspace comes on top. An output that was already live keeps its old copy, and the new one is dropped as
    soon as the op returns.
+   An op with a `reuse` input that is freed right after it, before the next compute, writes its first output into
+   that input's memory: nothing is allocated for it.
 2. `free` drops a tensor that is live.
 3. Required ops run for the first time in problem order; recomputes stand anywhere between.
 """
@@ -61,6 +63,19 @@ def peak_and_cost(problem: Problem, schedule: Schedule) -> tuple[int, int]:
     return simulation.peak_bytes, simulation.added_cost
 
 
+def takes_over(problem: Problem, schedule: Schedule, position: int) -> bool:
+    """Whether the compute at `position` writes its first output into the memory of its `reuse` input."""
+    reuse = problem.ops[schedule[position].index].reuse
+    if reuse is None:
+        return False
+    following = position + 1
+    while following < len(schedule) and schedule[following].kind == "free":
+        if schedule[following].index == reuse:
+            return True
+        following += 1
+    return False
+
+
 def _replay(problem: Problem, schedule: Schedule) -> Iterator[tuple[int, int, int, int]]:
     live: set[int] = set()
     done: set[int] = set()
@@ -90,6 +105,8 @@ def _replay(problem: Problem, schedule: Schedule) -> Iterator[tuple[int, int, in
             position += 1
         done.add(i)
         moment = live_bytes + op.workspace + sum(problem.tensors[t].bytes for t in op.outputs)
+        if takes_over(problem, schedule, index) and op.outputs[0] not in live:
+            moment -= problem.tensors[op.outputs[0]].bytes
         for t in op.outputs:
             if t not in live:
                 live.add(t)

@@ -13,8 +13,6 @@ import torch
 import torch._meta_registrations
 from torch import fx, nn
 
-from .errors import PlannerError
-
 try:
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._guards import detect_fake_mode
@@ -145,7 +143,7 @@ def allocator_events(run: Callable[[], Any]) -> list[int]:
 def _kineto_events(run: Callable[[], Any]) -> list[int]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as prof:
         run()
-    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
     return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
 
 
@@ -234,7 +232,7 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if p == 1:
         return x * torch.zeros((), dtype=x.dtype, device=x.device)
     if x.device.type == "cuda" or (x.device.type == "cpu" and _same_scale(x.dtype, p)):
-        return torch.ops.aten.native_dropout.default(x, p, train)[0]  # type: ignore[no-any-return]
+        return torch.ops.aten.native_dropout.default(x, p, train)[0]
     noise = torch.empty_like(x).bernoulli_(1 - p)
     return x * noise.div_(1 - p)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import linecache
+import operator
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -19,11 +20,20 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ._torch import FakeTensorMode, JointGraph, compiling_flags, eager_kernels, export_joint, quiet_fake_errors, swapped_state
+from ._torch import (
+    FakeTensorMode,
+    JointGraph,
+    compiling_flags,
+    eager_kernels,
+    export_joint,
+    quiet_fake_errors,
+    swapped_state,
+)
 from .constants import KnownConstants
 from .errors import CaptureError, Unsupported
 from .modules import fill_forward_paths, module_paths
-from .structure import Slot, Template, Tree, flatten, slots, unflatten
+from .ops import RUNNING_STATISTICS, result_ignores
+from .structure import Template, Tree, flatten, slots, unflatten
 
 Sample = Any
 
@@ -144,7 +154,7 @@ def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mappi
 
 def call_bound(function: Callable[..., Any], signature: inspect.Signature, bound: Mapping[str, Any]) -> Any:
     """Call with arguments bound by `bind_call`."""
-    arguments = inspect.BoundArguments(signature, dict(bound))  # type: ignore[arg-type]
+    arguments = inspect.BoundArguments(signature, dict(bound))
     return function(*arguments.args, **arguments.kwargs)
 
 
@@ -167,7 +177,7 @@ def state_entries(model: nn.Module) -> list[StateEntry]:
     for named, is_parameter in ((model.named_parameters, True), (model.named_buffers, False)):
         names: dict[int, list[str]] = {}
         tensors: dict[int, torch.Tensor] = {}
-        for name, tensor in named(remove_duplicate=False):  # type: ignore[operator]
+        for name, tensor in named(remove_duplicate=False):
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
         entries += [StateEntry(n[0], tuple(n[1:]), is_parameter, tensors[i].requires_grad) for i, n in names.items()]
@@ -256,11 +266,12 @@ class _StepTracer:
             value = run_model(self.model, self.loss_fn, self.signature, bound)
             _write_back_reassigned(self.model, self.entries, state)
         tensors, self.output_template = flatten(value)
-        paths = {}
+        paths: dict[int, str] = {}
         for path, i in slots(self.output_template):
             paths.setdefault(i, path)
         wanted = _choose_differentiated(self.output_template, tensors, paths, self.differentiated)
-        self.leaves, returned = [], []
+        self.leaves = []
+        returned: list[torch.Tensor] = []
         for i, tensor in enumerate(tensors):
             same = next((k for k, t in enumerate(flat) if t is tensor), None)
             chosen = i in wanted and same is None
@@ -332,12 +343,13 @@ def _traced(
     for leaf in tracer.leaves:
         base = joint.output_bases[leaf.index] if leaf.input is None else None
         kind = joint.output_kinds[leaf.index] if leaf.input is None else ""
-        if base is not None and kind.startswith("alias_of_i") or kind == "is_input":
+        if (base is not None and kind.startswith("alias_of_i")) or kind == "is_input":
             raise Unsupported(
                 f"output {leaf.path or '(the output)'} is a view", kind, "it shares memory with another tensor",
                 "Return a clone() of it.",
             )  # fmt: skip
         leaves.append(leaf)
+    _drop_running_statistics(joint.graph_module.graph)
     bound_names = [path for path, _ in slots(input_template)]
     return Traced(
         graph_module=joint.graph_module,
@@ -350,6 +362,24 @@ def _traced(
         mutated=joint.mutated_inputs,
         num_outputs=num_outputs,
     )
+
+
+def _drop_running_statistics(graph: fx.Graph) -> None:
+    """A batch norm's backward in training is handed the updated statistics and ignores them: hand it the buffers.
+
+    They are resident anyway; the updated ones would have to be saved, or the whole batch norm recomputed.
+    """
+    for node in graph.nodes:
+        for position in sorted(result_ignores(node.target, node.args, None)):
+            source = node.args[position]
+            if isinstance(source, fx.Node) and source.target is operator.getitem:
+                normalize = source.args[0]
+                assert isinstance(normalize, fx.Node)
+                rule = RUNNING_STATISTICS.get(normalize.target)
+                if rule is not None:
+                    buffers = [normalize.args[i] for i in sorted(rule[0])]
+                    of_type = sorted(result_ignores(node.target, node.args, None)).index(position)
+                    node.update_arg(position, buffers[of_type])
 
 
 def _fake_inputs(tensors: list[torch.Tensor], device: torch.device | None) -> list[torch.Tensor]:
@@ -435,4 +465,5 @@ def _explain(kind: str, text: str) -> tuple[str, str]:
         )
     if "numpy" in text.lower():
         return "The tensor is turned into a numpy array here.", "Use torch functions instead."
-    return f"{kind}: {text.strip().splitlines()[0] if text.strip() else kind}.", "Check that the model runs on the sample."
+    first = text.strip().splitlines()[0] if text.strip() else kind
+    return f"{kind}: {first}.", "Check that the model runs on the sample."

@@ -1,4 +1,4 @@
-"""Code generation for the rewritten halves: inputs arrive in a list that is emptied, so that nothing outlives its use."""
+"""Code generation for the rewritten halves: inputs come in a list that is emptied, so nothing outlives its use."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class KnownConstants(TorchFunctionMode):
                 if real_kwargs.get("device") is not None:
                     real_kwargs["device"] = torch.device("cpu")
                 return (func(*real_args, **real_kwargs),)
-            except Exception:  # whatever it is, tracing the call itself will say it better
+            except Exception:  # noqa: BLE001 - whatever it is, tracing the call itself will say it better
                 return None
 
     def _value(self, leaf: Any) -> Any:

@@ -13,8 +13,8 @@ from solvers.problem import Op, Problem, Tensor
 
 from .alias import Aliases, Storage, is_compute
 from .capture import Traced
-from .memory import granule, round_up
 from .errors import Unsupported
+from .memory import granule, round_up
 from .ops import INPLACE, RUNNING_STATISTICS, is_random, must_run_once, result_ignores
 from .profile import OpProfile
 
@@ -52,7 +52,8 @@ def split_nodes(traced: Traced) -> tuple[list[fx.Node], list[fx.Node]]:
     outputs: Any = graph.output_node().args[0]
     forward_outputs = {n for n in outputs[: traced.num_forward_outputs] if isinstance(n, fx.Node)}
     needed = _ancestors(forward_outputs)
-    forward, backward = [], []
+    forward: list[fx.Node] = []
+    backward: list[fx.Node] = []
     for node in graph.nodes:
         if not is_compute(node):
             continue
@@ -310,7 +311,7 @@ def _reads_overwritten(node: fx.Node, mutated: set[Any], aliases: Aliases) -> bo
 
 
 def _stolen(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether autograd keeps the gradient itself instead of copying it (`torch/csrc/autograd/functions/accumulate_grad.h`)."""
+    """Whether autograd keeps the gradient itself instead of a copy (`AccumulateGrad`, accumulate_grad.h)."""
     dense = torch._prims_common.is_non_overlapping_and_dense_or_false(gradient)
     if gradient.storage_offset() or gradient.untyped_storage().nbytes() != gradient.numel() * gradient.element_size():
         dense = dense and True

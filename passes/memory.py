@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from ._torch import allocator_events
 
 
@@ -22,7 +23,8 @@ def round_up(size: int, multiple: int) -> int:
 def measure_peak(run: Callable[[], Any], device: torch.device | None = None) -> int:
     """Bytes of the highest point of memory *above its level at the start* while `run()` executes.
 
-    On the CPU every allocator event of the block is replayed, so the figure is exact; on CUDA it is `max_memory_allocated` less what was allocated before.
+    On the CPU every allocator event of the block is replayed, so the figure is exact; on CUDA it is
+    `max_memory_allocated` less what was allocated before.
     """
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)

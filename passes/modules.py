@@ -58,7 +58,7 @@ def fill_forward_paths(nodes: Iterable[fx.Node]) -> None:
             found.setdefault(number, stack)
         elif backward:
             inherited = next((n.meta[FORWARD_STACK] for n in node.all_input_nodes if n.meta.get(FORWARD_STACK)), None)
-            node.meta[FORWARD_STACK] = node.meta.get(FORWARD_STACK) or found.get(number) or inherited
+            node.meta[FORWARD_STACK] = node.meta.get(FORWARD_STACK) or found.get(number or -1) or inherited
             node.meta.pop(STACK, None)
 
 

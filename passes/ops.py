@@ -45,7 +45,7 @@ FUNCTIONAL = {inplace: functional for functional, inplace in INPLACE.items()}
 # Choices between equal values may fall differently when run again on a GPU: never recomputed.
 TIES = frozenset(
     getattr(aten, name)
-    for name in ("topk", "sort", "argsort", "msort", "kthvalue", "median", "nanmedian", "mode", "unique_dim", "_unique2")
+    for name in ("topk", "sort", "argsort", "msort", "kthvalue", "median", "nanmedian", "mode", "_unique2")
 )
 
 # Sums whose order of addition is not fixed on a GPU: recomputing would change bits there.

@@ -58,11 +58,11 @@ def _subclasses(model: nn.Module) -> Iterator[str]:
 
 
 def _uninitialized(model: nn.Module) -> Iterator[str]:
-    return (n for n, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedTensorMixin))
+    return (n for n, p in model.named_parameters() if torch.nn.parameter.is_lazy(p))
 
 
 def _mixed_devices(model: nn.Module) -> Iterator[str]:
-    devices = {}
+    devices: dict[torch.device, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         devices.setdefault(tensor.device, name)
     if len({d for d in devices if d.type != "meta"}) > 1:

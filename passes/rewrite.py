@@ -161,7 +161,7 @@ class _Emitter:
         for position in positions:
             kind, i = schedule[position]
             if kind == "compute":
-                self._compute(i, takes_over(self.lowered.problem, schedule, position))
+                self._compute(i, takes_over(self.lowered.problem, schedule, position), _freed_after(schedule, position))
             else:
                 self.live.discard(i)
 
@@ -192,7 +192,7 @@ class _Emitter:
             self.views[key] = self._copy_meta(self.graph.node_copy(node, lambda a: mapping[a]), node)
         return self.views[key]
 
-    def _compute(self, i: int, in_place: bool) -> None:
+    def _compute(self, i: int, in_place: bool, dropped: frozenset[int]) -> None:
         op, node = self.lowered.problem.ops[i], self.lowered.nodes[i]
         if node is None:
             self._special(i)
@@ -207,6 +207,8 @@ class _Emitter:
         for t in op.outputs:
             if t in self.live and t in self.lowered.problem.pinned:
                 continue  # an output keeps its first copy
+            if t in dropped:
+                continue  # a result that nobody reads
             storage = self.lowered.storages[t]
             assert storage is not None
             self.current[t] = self._output(new, storage)
@@ -227,22 +229,33 @@ class _Emitter:
         owner = self.lowered.nodes[i + 1]
         assert owner is not None
         state = self.graph.call_function(get_rng_state, (_device(owner),))
-        state.meta["val"] = torch.empty(self.lowered.problem.tensors[tensors[0]].bytes, dtype=torch.uint8, device="meta")
+        size = self.lowered.problem.tensors[tensors[0]].bytes
+        state.meta["val"] = torch.empty(size, dtype=torch.uint8, device="meta")
         self.current[tensors[0]] = state
         self.live.add(tensors[0])
 
     def _replay(self, i: int, node: fx.Node) -> fx.Node:
         state = self.current[self.lowered.rng_state[i]]
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.resolve)
-        return self.graph.call_function(
-            run_with_rng_state, (state, _device(node), node.target, *args), kwargs
-        )
+        target: Any = node.target
+        return self.graph.call_function(run_with_rng_state, (state, _device(node), target, *args), kwargs)
 
     @staticmethod
     def _copy_meta(new: fx.Node, old: fx.Node) -> fx.Node:
-        new.meta = {k: old.meta[k] for k in ("val", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag") if k in old.meta}
+        kept = ("val", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag")
+        new.meta = {k: old.meta[k] for k in kept if k in old.meta}
         new.meta["source"] = old.meta.get("source", old.name)
         return new
+
+
+def _freed_after(schedule: Schedule, position: int) -> frozenset[int]:
+    """Tensors freed between the compute at `position` and the next one."""
+    freed = []
+    following = position + 1
+    while following < len(schedule) and schedule[following].kind == "free":
+        freed.append(schedule[following].index)
+        following += 1
+    return frozenset(freed)
 
 
 def _device(node: fx.Node) -> str:

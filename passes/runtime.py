@@ -57,7 +57,7 @@ class Step:
 
     def __call__(self, primals: Sequence[torch.Tensor], fallback: Fallback) -> tuple[Any, ...]:
         """Run the forward; gradients flow when `backward` is called on an output."""
-        return _PlannedStep.apply(self, fallback, *primals)  # type: ignore[no-any-return]
+        return _PlannedStep.apply(self, fallback, *primals)
 
 
 class _PlannedStep(torch.autograd.Function):
@@ -82,7 +82,7 @@ class _PlannedStep(torch.autograd.Function):
         ctx.save_for_backward(*(primals[i] for i in step.saved_primals if i not in overwritten))
         ctx.mark_non_differentiable(*(o for o, d in zip(outputs, step.differentiable, strict=True) if not d))
         ctx.set_materialize_grads(False)
-        return outputs  # type: ignore[no-any-return]
+        return outputs
 
     @staticmethod
     @once_differentiable
@@ -131,5 +131,5 @@ def _run_fallback(ctx: Any, gradients: dict[int, Any]) -> list[Any]:
 def _laid_out(gradient: Any, stride: tuple[int, ...]) -> torch.Tensor:
     """The gradient in the layout that was traced (an expanded `ones` becomes dense)."""
     if gradient.stride() == stride:
-        return gradient.detach()  # type: ignore[no-any-return]
+        return gradient.detach()
     return torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)

@@ -133,7 +133,7 @@ class _Walk:
         if node.target is get_rng_state:
             return self._state(str(node.args[0]))
         if node.target is run_with_rng_state:
-            state, device, target, *rest = node.args
+            state, _, target, *rest = node.args
             assert isinstance(state, fx.Node)
             return self._key(target, tuple(rest), dict(node.kwargs), numbers, ("drawn", numbers[state]))
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
@@ -152,7 +152,8 @@ class _Walk:
     def _check_read(self, node: fx.Node) -> None:
         for argument in node.all_input_nodes:
             if argument in self.lost:
-                raise VerificationError(f"{node.name!r} reads {argument.name!r} after it was overwritten", node=node.name)
+                message = f"{node.name!r} reads {argument.name!r} after it was overwritten"
+                raise VerificationError(message, node=node.name)
 
     def _place(self, node: fx.Node) -> None:
         """Note where the node's value lives, and what an in-place op destroys."""
@@ -193,7 +194,7 @@ class _Walk:
     ) -> Number:
         kept = tuple(None if i in ignored else a for i, a in enumerate(args))
         leaves, spec = pytree.tree_flatten((kept, sorted(kwargs.items())))
-        numbered = []
+        numbered: list[tuple[str, Any]] = []
         for leaf in leaves:
             if isinstance(leaf, fx.Node):
                 if leaf not in numbers:

@@ -13,7 +13,7 @@ class Step(NamedTuple):
     """`compute` runs op `index`; `free` drops tensor `index`. Other kinds (offload, fetch, ...) may follow."""
 
     kind: Literal["compute", "free"]
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple has a method of that name
 
 
 Schedule = tuple[Step, ...]

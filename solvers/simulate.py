@@ -78,16 +78,21 @@ def takes_over(problem: Problem, schedule: Schedule, position: int) -> bool:
 
 def _replay(problem: Problem, schedule: Schedule) -> Iterator[tuple[int, int, int, int]]:
     live: set[int] = set()
+    given: set[int] = set()
     done: set[int] = set()
     live_bytes = problem.static_bytes
     expected = [i for i, op in enumerate(problem.ops) if not op.optional]
-    position = 0
+    position = latest = 0
     for index, (kind, i) in enumerate(schedule):
+        if kind not in ("compute", "free") or not 0 <= i < len(problem.ops if kind == "compute" else problem.tensors):
+            raise ScheduleError(f"step {index} is {kind!r} {i}, which this problem does not have", step=index)
         if kind == "free":
             if i not in live:
                 raise ScheduleError(f"step {index} frees {problem.tensors[i].name!r}, which is not live", step=index)
             live.discard(i)
-            live_bytes -= problem.tensors[i].bytes
+            if i not in given:
+                live_bytes -= problem.tensors[i].bytes
+            given.discard(i)
             yield index, live_bytes, live_bytes, 0
             continue
         op = problem.ops[i]
@@ -103,10 +108,18 @@ def _replay(problem: Problem, schedule: Schedule) -> Iterator[tuple[int, int, in
                 wanted = problem.ops[expected[position]].name
                 raise ScheduleError(f"step {index} runs {op.name!r} where {wanted!r} is due", step=index)
             position += 1
+        if not again:
+            if i < latest:
+                later = problem.ops[latest].name
+                raise ScheduleError(f"step {index} runs {op.name!r} after {later!r}, which comes later", step=index)
+            latest = i
         done.add(i)
         moment = live_bytes + op.workspace + sum(problem.tensors[t].bytes for t in op.outputs)
         if takes_over(problem, schedule, index) and op.outputs[0] not in live:
-            moment -= problem.tensors[op.outputs[0]].bytes
+            assert op.reuse is not None
+            given.add(op.reuse)
+            live_bytes -= problem.tensors[op.reuse].bytes
+            moment -= problem.tensors[op.reuse].bytes
         for t in op.outputs:
             if t not in live:
                 live.add(t)

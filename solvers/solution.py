@@ -54,7 +54,7 @@ def solution(
     """Wrap a schedule, re-costed by `simulate`; a bound above the cost would be a defect and is clamped to it."""
     result = simulate(problem, schedule)
     if result.added_cost == 0:
-        bound = 0
+        bound, family = 0, "all schedules"
     if bound is not None:
         bound = min(bound, result.added_cost)
     status = Status.OPTIMAL if bound == result.added_cost else Status.FEASIBLE

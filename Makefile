@@ -1,0 +1,49 @@
+# Every target makes .venv from constraints.txt if it is missing or older than its sources.
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+PIP    := $(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help venv test check lint types demo table bench notebooks clean
+
+help:  ## say what each target does
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 12
+
+venv: $(STAMP)  ## make .venv with the versions of constraints.txt
+
+# torch comes first and pinned, so that nothing that depends on it can choose another build.
+$(STAMP): constraints.txt pyproject.toml
+	@test -x $(PY) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing the pinned versions of constraints.txt (a few minutes the first time)"
+	@$(PIP) "$$(grep '^torch==' constraints.txt)" "$$(grep '^setuptools==' constraints.txt)"
+	@$(PIP) --no-build-isolation --editable '.[test,dev]'
+	@touch $@
+
+test: $(STAMP)  ## the tests, without the slow ones
+	$(PY) -m pytest
+
+check: lint types test  ## what CI runs: lint, types, tests
+
+lint: $(STAMP)  ## ruff
+	$(PY) -m ruff check .
+
+types: $(STAMP)  ## mypy
+	$(PY) -m mypy
+
+demo: $(STAMP)  ## plan a language model at half its peak, train it plain and planned, compare
+	$(PY) -m planner demo
+
+table: $(STAMP)  ## every zoo model at several budgets: predicted and measured peak, equal bits
+	$(PY) -m tests.zoo.table
+
+bench: $(STAMP)  ## the benchmarks of the README
+	$(PY) -m tests.bench
+
+notebooks: $(STAMP)  ## run every notebook; the executed copies go to build/notebooks
+	$(PY) -m nbconvert --to notebook --execute --output-dir build/notebooks notebooks/*.ipynb
+
+clean:  ## remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

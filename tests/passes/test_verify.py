@@ -1,0 +1,243 @@
+"""The proof: valid rewrites pass, and every way of breaking one that changes a value is caught."""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from passes.capture import bind_sample
+from passes.errors import VerificationError
+from passes.ops import FUNCTIONAL, INPLACE, is_random
+from passes.random import get_rng_state, run_with_rng_state
+from passes.rewrite import Rewritten, rewrite
+from passes.verify import verify
+from planner.options import Options
+from planner.pipeline import Prepared, prepare
+from planner.progress import Progress
+from solvers.schedule import Schedule, plain_order, with_frees
+
+OPTIONS = Options(None, 0, "auto", "roofline", None, 30.0, 0.01, False)
+
+
+def prepared() -> Prepared:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(8 * 36, 8),
+              nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 4))  # fmt: skip
+    model = nn.Sequential(*layers)
+    return prepare(model, bind_sample(model, torch.randn(4, 3, 8, 8)), OPTIONS, Progress(False))
+
+
+def recompute_all(step: Prepared) -> Schedule:
+    problem = step.lowered.problem
+    order = list(plain_order(problem))
+    at = order.index(problem.num_forward) + 1
+    order[at:at] = [i for i in problem.forward if problem.ops[i].recomputable]
+    return with_frees(problem, order)
+
+
+def rewritten(step: Prepared) -> Rewritten:
+    return rewrite(step.traced, step.aliases, step.lowered, recompute_all(step))
+
+
+def find(graph: fx.Graph, condition: Callable[[fx.Node], bool]) -> fx.Node:
+    return next(n for n in graph.nodes if n.op == "call_function" and condition(n))
+
+
+def named(part: str) -> Callable[[fx.Node], bool]:
+    return lambda n: part in str(n.target)
+
+
+def swap_arguments(r: Rewritten) -> None:
+    node = find(r.backward.graph, named("mm.default"))
+    node.args = (node.args[1], node.args[0], *node.args[2:])
+
+
+def drop_a_recompute(r: Rewritten) -> None:
+    again = find(r.backward.graph, lambda n: bool(n.meta.get("recompute_of")) and "tanh" in str(n.target))
+    again.replace_all_uses_with(again.args[0])  # type: ignore[arg-type]
+
+
+def recompute_a_random_op(r: Rewritten) -> None:
+    node = find(r.backward.graph, lambda n: n.target is run_with_rng_state)
+    node.target, node.args = node.args[2], node.args[3:]
+
+
+def replay_under_another_state(r: Rewritten) -> None:
+    states = [n for n in r.forward.graph.nodes if n.target is get_rng_state]
+    states[0].replace_all_uses_with(states[1])
+
+
+def take_the_state_too_late(r: Rewritten) -> None:
+    state = find(r.forward.graph, lambda n: n.target is get_rng_state)
+    drawn = find(r.forward.graph, is_random)
+    drawn.append(state)
+
+
+def wrong_getitem(r: Rewritten) -> None:
+    batch_norm = find(r.backward.graph, named("_native_batch_norm"))
+    items = [u for u in batch_norm.users if u.target is operator.getitem]
+    items[0].args = (batch_norm, 1 if items[0].args[1] != 1 else 2)
+
+
+def change_a_constant(r: Rewritten) -> None:
+    node = find(r.forward.graph, named("dropout"))
+    node.args = (node.args[0], 0.25, *node.args[2:])
+
+
+def change_a_keyword(r: Rewritten) -> None:
+    node = find(r.backward.graph, named("sum.dim_IntList"))
+    node.kwargs = {**node.kwargs, "dtype": torch.float64}
+
+
+def wrong_output_order(r: Rewritten) -> None:
+    output = r.backward.graph.output_node()
+    values: Any = list(output.args[0])  # type: ignore[arg-type]
+    first, second = [i for i, v in enumerate(values) if isinstance(v, fx.Node)][:2]
+    values[first], values[second] = values[second], values[first]
+    output.args = (tuple(values),)
+
+
+def drop_a_gradient(r: Rewritten) -> None:
+    output = r.backward.graph.output_node()
+    output.args = ((None, *output.args[0][1:]),)  # type: ignore[index]
+
+
+def duplicate_a_mutation(r: Rewritten) -> None:
+    output = r.forward.graph.output_node()
+    values: Any = output.args[0]
+    output.args = ((values[1], values[1], *values[2:]),)
+
+
+def save_the_wrong_tensor(r: Rewritten) -> None:
+    output = r.forward.graph.output_node()
+    values: Any = list(output.args[0])  # type: ignore[arg-type]
+    values[-1] = values[-2]
+    output.args = (tuple(values),)
+
+
+def draw_twice(r: Rewritten) -> None:
+    node = find(r.forward.graph, is_random)
+    with r.forward.graph.inserting_after(node):
+        r.forward.graph.node_copy(node)
+
+
+def swap_two_draws(r: Rewritten) -> None:
+    first, second = [n for n in r.forward.graph.nodes if n.op == "call_function" and is_random(n)][:2]
+    first.args = (first.args[0], second.args[1], *first.args[2:])
+
+
+def write_to_an_input(r: Rewritten) -> None:
+    graph = r.forward.graph
+    first = next(n for n in graph.nodes if n.op == "placeholder")
+    with graph.inserting_before(graph.output_node()):
+        graph.call_function(torch.ops.aten.mul_.Tensor, (first, 2))
+
+
+def overwrite_too_early(r: Rewritten) -> None:
+    node = find(r.backward.graph, named("tanh_backward"))
+    value = node.args[1]
+    assert isinstance(value, fx.Node)
+    with r.backward.graph.inserting_before(node):
+        r.backward.graph.call_function(torch.ops.aten.mul_.Tensor, (value, 2))
+
+
+BREAKS = (
+    swap_arguments, drop_a_recompute, recompute_a_random_op, replay_under_another_state, take_the_state_too_late,
+    wrong_getitem, change_a_constant, change_a_keyword, wrong_output_order, drop_a_gradient, duplicate_a_mutation,
+    save_the_wrong_tensor, draw_twice, swap_two_draws, write_to_an_input, overwrite_too_early,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", BREAKS, ids=lambda f: f.__name__)
+def test_a_broken_rewrite_is_caught(damage: Callable[[Rewritten], None]) -> None:
+    step = prepared()
+    good = rewritten(step)
+    verify(step.traced, good)
+    damage(good)
+    with pytest.raises(VerificationError):
+        verify(step.traced, good)
+
+
+def test_running_statistics_do_not_reach_the_recomputed_result() -> None:
+    step = prepared()
+    r = rewritten(step)
+    again = find(r.backward.graph, named("_native_batch_norm"))
+    assert {u.args[1] for u in again.users} <= {0, 1, 2}
+    verify(step.traced, r)
+
+
+def test_everything_saved_is_the_traced_graph_node_for_node() -> None:
+    step = prepared()
+    problem = step.lowered.problem
+    r = rewrite(step.traced, step.aliases, step.lowered, with_frees(problem, plain_order(problem)))
+    traced = [str(n.target) for n in step.traced.graph_module.graph.nodes if n in step.lowered.node_op]
+    emitted = [
+        str(FUNCTIONAL.get(n.target, n.target))
+        for module in (r.forward, r.backward)
+        for n in module.graph.nodes
+        if n.op == "call_function" and n.meta.get("source") in {m.name for m in step.lowered.node_op}
+        and n.meta["source"] == n.meta.get("source") and "recompute_of" in n.meta
+    ]
+    assert emitted == traced
+    assert not any(n.meta.get("recompute_of") for n in r.backward.graph.nodes)
+
+
+def test_random_corruptions_that_change_a_node_are_caught() -> None:
+    """Give a random node another argument of the same shape, or another op of the same family."""
+    generator = random.Random(0)
+    step = prepared()
+    caught = tried = 0
+    while tried < 60:
+        r = rewritten(step)
+        if not _corrupt(generator, generator.choice((r.forward, r.backward)).graph):
+            continue
+        tried += 1
+        with pytest.raises(VerificationError):
+            verify(step.traced, r)
+        caught += 1
+    assert caught == tried
+
+
+def _corrupt(generator: random.Random, graph: fx.Graph) -> bool:
+    live = _needed(graph)
+    nodes = [n for n in graph.nodes if n.op == "call_function" and n in live and n.target not in INPLACE.values()]
+    node = generator.choice(nodes)
+    arguments = [a for a in node.args if isinstance(a, fx.Node) and hasattr(a.meta.get("val"), "shape")]
+    if not arguments or "batch_norm" in str(node.target):
+        return False
+    old = generator.choice(arguments)
+    before = list(graph.nodes)[: list(graph.nodes).index(node)]
+    others = [n for n in before if n is not old and getattr(n.meta.get("val"), "shape", None) == old.meta["val"].shape
+              and n.op != "output" and not _same_value(n, old)]  # fmt: skip
+    if not others:
+        return False
+    node.replace_input_with(old, generator.choice(others))
+    return True
+
+
+def _same_value(a: fx.Node, b: fx.Node) -> bool:
+    """Copies of one value: the same traced node, a detach or a view of one another."""
+    return _origin(a) == _origin(b)
+
+
+def _origin(node: fx.Node) -> Any:
+    while node.op == "call_function" and any(v in str(node.target) for v in ("detach", "view", "alias")):
+        node = node.all_input_nodes[0]
+    return node.meta.get("source", node.name), node.args[1] if node.target is operator.getitem else None
+
+
+def _needed(graph: fx.Graph) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    stack = list(graph.output_node().all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen

@@ -1,0 +1,240 @@
+"""Every solver of the registry against brute force and against itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import solvers
+from solvers.errors import BudgetError, SolverUnavailable
+from solvers.problem import Problem
+from solvers.schedule import plain_order, with_frees
+from solvers.simulate import simulate
+from solvers.solution import Solution, Status
+from tests.solvers.oracles import Frontier, brute_force, replay
+from tests.solvers.problems import SOLVED, Solved
+from tests.solvers.strategies import scaled, seeded_problem
+
+NAMES = tuple(solvers.SOLVERS)
+EXACT = ("auto", "ilp")  # these prove what they can; the others only search
+GIB = 1 << 30
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _trades(seed: int) -> bool:
+    return len(frontier(seed).points) > 1
+
+
+@cache
+def frontier(seed: int) -> Frontier:
+    return brute_force(seeded_problem(seed))
+
+
+# Problems whose cost depends on the budget, and a few where it does not.
+SEEDS = (*[seed for seed in range(80) if _trades(seed)], *[seed for seed in range(20) if not _trades(seed)])
+
+
+def plain_peak(problem: Problem) -> int:
+    return simulate(problem, with_frees(problem, plain_order(problem))).peak_bytes
+
+
+def solve(name: str, problem: Problem, budget_bytes: int) -> Solution | BudgetError:
+    """The answer, checked for what any answer must be."""
+    try:
+        found = solvers.get_solver(name).solve(problem, budget_bytes, time_limit=20.0, gap=0.0)
+    except BudgetError as error:
+        check_refusal(problem, budget_bytes, error)
+        return error
+    again = replay(problem, found.schedule)
+    assert (found.peak_bytes, found.added_cost) == (again.peak_bytes, again.added_cost)
+    assert found.peak_bytes <= budget_bytes
+    assert found.solver == name
+    assert found.schedule == with_frees(problem, [s.index for s in found.schedule if s.kind == "compute"])
+    if found.bound is None:
+        assert found.status is Status.FEASIBLE
+    else:
+        assert 0 <= found.bound <= found.added_cost
+        assert found.family, "a bound is proved over a family of schedules; it must be named"
+        assert (found.status is Status.OPTIMAL) == (found.bound == found.added_cost)
+    return found
+
+
+def check_refusal(problem: Problem, budget_bytes: int, error: BudgetError) -> None:
+    assert error.budget_bytes == budget_bytes
+    assert error.minimum_bytes is not None, "the smallest budget known to work must be stated"
+    assert error.minimum_bytes > budget_bytes
+    assert error.floor_bytes is None or error.floor_bytes <= error.minimum_bytes
+    assert error.minimum_bytes <= plain_peak(problem), "the plain step always works"
+
+
+def cost(answer: Solution | BudgetError) -> int | None:
+    return None if isinstance(answer, BudgetError) else answer.added_cost
+
+
+def check_against_best(name: str, answer: Solution | BudgetError, best: int | None) -> None:
+    """`best` is brute force's cost over all schedules, None where none fits."""
+    if isinstance(answer, BudgetError):
+        assert best is None or name not in EXACT, f"nothing found, yet a schedule of cost {best} fits"
+        return
+    assert best is not None, "a schedule within a budget that brute force cannot meet"
+    assert answer.added_cost >= best
+    if answer.family == "all schedules":
+        assert answer.bound is None or answer.bound <= best, f"claims a bound above the optimum {best}"
+    if answer.status is Status.OPTIMAL and name in EXACT:
+        assert answer.added_cost == best, f"claims to be optimal at {answer.added_cost}, brute force has {best}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("solved", SOLVED, ids=lambda s: s.name)
+def test_solved_by_hand(solved: Solved, name: str) -> None:
+    for budget_bytes, best in solved.optimum.items():
+        answer = solve(name, solved.problem, budget_bytes)
+        check_against_best(name, answer, best)
+        if name in EXACT and not solved.in_forward:
+            assert cost(answer) == best
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_budget_against_brute_force(seed: int, name: str) -> None:
+    """Every budget at which the optimum changes, and the byte below each; costs fall as the budget rises."""
+    problem, best = seeded_problem(seed), frontier(seed)
+    budgets = sorted({peak - less for _, peak in best.points for less in (0, 1)} | {plain_peak(problem)})
+    met: dict[int, int] = {}
+    for budget_bytes in budgets:
+        answer = solve(name, problem, budget_bytes)
+        check_against_best(name, answer, best.best(budget_bytes))
+        if isinstance(answer, BudgetError):
+            assert answer.floor_bytes is None or answer.floor_bytes <= best.minimum_bytes
+            assert answer.minimum_bytes is not None
+            assert answer.minimum_bytes >= best.minimum_bytes
+            assert not met, f"fits {met} but not the larger {budget_bytes}"
+        else:
+            met[budget_bytes] = answer.added_cost
+    assert list(met.values()) == sorted(met.values(), reverse=True), f"a larger budget costs more: {met}"
+    assert met[plain_peak(problem)] == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_stated_minimum_works(seed: int, name: str) -> None:
+    problem = seeded_problem(seed)
+    for budget_bytes in (0, frontier(seed).minimum_bytes - 1, frontier(seed).minimum_bytes):
+        answer = solve(name, problem, budget_bytes)
+        if isinstance(answer, BudgetError):
+            assert answer.minimum_bytes is not None
+            assert isinstance(solve(name, problem, answer.minimum_bytes), Solution)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_floor_is_below_every_schedule(seed: int) -> None:
+    assert solvers.floor_bytes(seeded_problem(seed)) <= frontier(seed).minimum_bytes
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nobody_beats_a_bound(seed: int) -> None:
+    """What one solver proves holds for what the others find."""
+    problem = seeded_problem(seed)
+    for _, budget_bytes in frontier(seed).points:
+        answers = {name: solve(name, problem, budget_bytes) for name in NAMES}
+        found = {name: answer for name, answer in answers.items() if isinstance(answer, Solution)}
+        for prover, answer in found.items():
+            beaten = {name: other.added_cost for name, other in found.items() if other.added_cost < (answer.bound or 0)}
+            assert not beaten, f"{prover} proved {answer.bound} over {answer.family!r} at {budget_bytes}: {beaten}"
+        heuristics = [answer.added_cost for name, answer in found.items() if name in ("greedy", "chen")]
+        if heuristics:
+            assert "auto" in found
+            assert found["auto"].added_cost <= min(heuristics)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("factor", [3, 64, 7 * GIB])
+@pytest.mark.parametrize("seed", SEEDS[::6])
+def test_the_unit_of_bytes_does_not_matter(seed: int, factor: int, name: str) -> None:
+    problem = seeded_problem(seed)
+    for _, peak in frontier(seed).points:
+        for budget_bytes in (peak - 1, peak):
+            small = solve(name, problem, budget_bytes)
+            big = solve(name, scaled(problem, factor), budget_bytes * factor)
+            assert cost(small) == cost(big)
+            if isinstance(small, BudgetError) and isinstance(big, BudgetError) and small.minimum_bytes is not None:
+                assert big.minimum_bytes == small.minimum_bytes * factor
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", SEEDS[::3])
+def test_tens_of_gib_less_one_byte_never_overshoot(seed: int, name: str) -> None:
+    """Sizes with no common factor; a solver that rounds must round to the safe side and still find what fits."""
+    problem = scaled(seeded_problem(seed), 5 * GIB)
+    odd = {t.bytes: t.bytes and t.bytes + (7 * t.bytes // GIB + seed) % 64 for t in problem.tensors}
+    jagged = tuple(replace(t, bytes=odd[t.bytes]) for t in problem.tensors)  # equal sizes stay equal: ops in place
+    problem = replace(problem, tensors=jagged)
+    best = brute_force(problem)
+    for _, peak in best.points:
+        for budget_bytes in (peak - 1, peak):
+            check_against_best(name, solve(name, problem, budget_bytes), best.best(budget_bytes))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", SEEDS[::6])
+def test_a_warm_start_is_a_floor_for_quality(seed: int, name: str) -> None:
+    problem = seeded_problem(seed)
+    for _, budget_bytes in frontier(seed).points:
+        known = solve("greedy", problem, budget_bytes)
+        if isinstance(known, Solution):
+            answer = solvers.get_solver(name).solve(
+                problem, budget_bytes, time_limit=20.0, warm_starts=(known.schedule,)
+            )
+            assert answer.peak_bytes <= budget_bytes
+            assert answer.added_cost <= known.added_cost
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_warm_start_over_the_budget_is_no_answer(name: str) -> None:
+    chain = SOLVED[0].problem
+    plain = with_frees(chain, plain_order(chain))
+    answer = solvers.get_solver(name).solve(chain, 10, time_limit=20.0, warm_starts=(plain,))
+    assert answer.peak_bytes == 10
+    assert answer.added_cost >= 5
+
+
+DESCRIBE = """
+from solvers import SOLVERS, BudgetError, solve
+from tests.solvers.oracles import brute_force
+from tests.solvers.strategies import seeded_problem
+for seed in (0, 2, 15):
+    problem = seeded_problem(seed)
+    for _, peak in brute_force(problem).points:
+        for name in SOLVERS:
+            for budget in (peak - 1, peak):
+                try:
+                    print(seed, solve(problem, budget, solver=name, gap=0.0))
+                except BudgetError as error:
+                    print(seed, name, error, error.minimum_bytes, error.floor_bytes)
+"""
+
+
+def test_answers_do_not_depend_on_the_hash_seed() -> None:
+    answers = set()
+    for hash_seed in ("0", "1", "4242"):
+        done = subprocess.run(
+            [sys.executable, "-c", DESCRIBE],
+            cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": hash_seed}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        answers.add(done.stdout)
+    assert len(answers) == 1
+    assert answers != {""}
+
+
+def test_an_unknown_solver_is_refused_by_name() -> None:
+    with pytest.raises(SolverUnavailable, match="simplex") as caught:
+        solvers.get_solver("simplex")
+    assert caught.value.solver == "simplex"
+    assert set(caught.value.available) == set(NAMES)

@@ -8,11 +8,15 @@ regions are in the graph as executed.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import linecache
 import operator
 import os
+import re
 import traceback
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +33,14 @@ from ._torch import (
     quiet_fake_errors,
     swapped_state,
 )
-from .constants import KnownConstants
+from .constants import Guard, KnownValues
 from .errors import CaptureError, Unsupported
 from .modules import fill_forward_paths, module_paths
 from .ops import RUNNING_STATISTICS, result_ignores
-from .structure import Template, Tree, flatten, slots, unflatten
+from .structure import Template, Tree, constants, flatten, slots, unflatten
 
 Sample = Any
+COMPILING = "traced as torch.compiler.is_compiling(), because the ordinary code asks for the values of its inputs"
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,8 @@ class Traced:
 
     The joint graph's placeholders are, in this order: `state` (parameters, then buffers), `inputs`, tangents of
     the differentiated outputs. Its outputs are the new values of `mutated` placeholders, `num_outputs` further
-    forward outputs, then one gradient (or None) per placeholder before the tangents.
+    forward outputs, then one gradient (or None) per placeholder before the tangents. `guard` holds what the trace
+    took as given about the inputs' values.
     """
 
     graph_module: fx.GraphModule
@@ -86,6 +92,8 @@ class Traced:
     outputs: tuple[OutputLeaf, ...]
     mutated: tuple[int, ...]
     num_outputs: int
+    guard: Guard | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def num_primals(self) -> int:
@@ -211,8 +219,10 @@ def capture(
     """
     signature = call_signature(model, loss_fn)
     input_tensors, input_template = flatten(dict(bound))
+    names = argument_names(input_template)
+    _check_inputs(input_tensors, names, input_template)
     entries = state_entries(model)
-    tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated)
+    tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, input_tensors)
     tensors = [*state_tensors(model, entries), *input_tensors]
     with _isolated(model):
         fake = _fake_inputs(tensors, device)
@@ -224,9 +234,10 @@ def capture(
             try:
                 with compiling_flags():
                     joint = _export(tracer, _fake_inputs(tensors, device))
+                tracer.notes = (f"{COMPILING} ({error.location or 'place unknown'})",)
             except CaptureError:
                 raise error from error.__cause__
-    _check(joint, entries)
+    _check(joint, [e.name for e in entries] + names, len(entries))
     return _traced(joint, tracer, entries, input_template, len(input_tensors))
 
 
@@ -253,18 +264,23 @@ class _StepTracer:
         entries: list[StateEntry],
         input_template: Template,
         differentiated: tuple[str, ...] | None,
+        sample: list[torch.Tensor],
     ) -> None:
-        self.model, self.loss_fn, self.signature = model, loss_fn, signature
+        self.model, self.loss_fn, self.signature, self.sample = model, loss_fn, signature, sample
         self.entries, self.input_template, self.differentiated = entries, input_template, differentiated
         self.output_template: Template = Tree(None, ())
         self.leaves: list[OutputLeaf] = []
+        self.guard: Guard | None = None
+        self.notes: tuple[str, ...] = ()
 
     def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
         state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
         bound = unflatten(self.input_template, flat[len(self.entries) :])
-        with swapped_state(self.model, state), KnownConstants():
+        known = KnownValues(flat[len(self.entries) :], self.sample)
+        with swapped_state(self.model, state), known:
             value = run_model(self.model, self.loss_fn, self.signature, bound)
             _write_back_reassigned(self.model, self.entries, state)
+        self.guard = known.guard
         tensors, self.output_template = flatten(value)
         paths: dict[int, str] = {}
         for path, i in slots(self.output_template):
@@ -313,26 +329,64 @@ def _write_back_reassigned(model: nn.Module, entries: list[StateEntry], state: d
             given.copy_(current)
 
 
-def _check(joint: JointGraph, entries: list[StateEntry]) -> None:
-    names = [e.name for e in entries]
+def argument_names(template: Template) -> list[str]:
+    """What the user calls each input tensor: `labels`, `batch.mask`, `x[0]`."""
+    names: dict[int, str] = {}
+    for path, i in slots(template):
+        names.setdefault(i, re.sub(r"^\['(\w+)'\]", r"\1", path))
+    return [names[i] for i in sorted(names)]
+
+
+def _check_inputs(tensors: list[torch.Tensor], names: list[str], template: Template) -> None:
+    for tensor, name in zip(tensors, names, strict=True):
+        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+            raise Unsupported(
+                "tensor subclass", f"argument {name} ({type(tensor).__name__})", "what it stores cannot be seen from "
+                "the graph", "Pass a plain tensor.",
+            )  # fmt: skip
+    for value in constants(template):
+        if type(value).__module__ == "numpy":
+            raise Unsupported(
+                "numpy value", f"the arguments ({type(value).__name__})", "a plan would hold for this value alone",
+                "Pass torch.from_numpy(array), or a Python number.",
+            )  # fmt: skip
+
+
+def _check(joint: JointGraph, names: list[str], num_state: int) -> None:
+    _check_constants(joint.graph_module)
     for i in joint.metadata_mutated_inputs:
-        place = names[i] if i < len(names) else f"input {i - len(names)}"
         raise Unsupported(
-            "in-place change of an input's shape", place, "the caller would see another shape after the step",
+            "in-place change of an input's shape", names[i], "the caller would see another shape after the step",
             "Use the out-of-place op (t() instead of t_()).",
         )  # fmt: skip
     for i in joint.mutated_inputs:
-        if i >= len(names):
+        if i >= num_state:
             raise Unsupported(
-                "in-place change of an input", f"input {i - len(names)}", "the step would overwrite the caller's data",
+                "in-place change of an input", names[i], "the step would overwrite the caller's data",
                 "Clone the input inside forward before changing it.",
             )  # fmt: skip
     gradients = list(joint.graph_module.graph.output_node().args[0])[joint.num_forward_outputs :]  # type: ignore[arg-type]
+    if any(g is not None and g.meta["val"].layout is not torch.strided for g in gradients):
+        raise Unsupported(
+            "sparse gradient", "the backward", "its memory depends on the batch", "Use sparse=False in F.embedding."
+        )
     if not any(g is not None for g in gradients):
         raise CaptureError(
             "the step has no backward: no output depends on a parameter that requires a gradient, so there is "
             "nothing to recompute. Check requires_grad of the parameters, and that forward does not run under no_grad."
         )
+
+
+def _check_constants(graph_module: fx.GraphModule) -> None:
+    """Tensors that the forward reads without being given them are constants: fine, unless they should be trained."""
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        value = getattr(graph_module, str(node.target), None)
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise Unsupported(
+                "a tensor to be trained that is no parameter of the model", f"shape {tuple(value.shape)}",
+                "its gradient would be lost", "Register it: nn.Parameter, nn.ModuleList, nn.ParameterList, or make the "
+                "loss a part of the model.",
+            )  # fmt: skip
 
 
 def _traced(
@@ -345,8 +399,8 @@ def _traced(
         kind = joint.output_kinds[leaf.index] if leaf.input is None else ""
         if (base is not None and kind.startswith("alias_of_i")) or kind == "is_input":
             raise Unsupported(
-                f"output {leaf.path or '(the output)'} is a view", kind, "it shares memory with another tensor",
-                "Return a clone() of it.",
+                "view of an input or parameter returned", f"output {leaf.path or '(the output)'}",
+                "a change of one would have to show in the other", "Return a clone() of it.",
             )  # fmt: skip
         leaves.append(leaf)
     _drop_running_statistics(joint.graph_module.graph)
@@ -361,6 +415,8 @@ def _traced(
         outputs=tuple(leaves),
         mutated=joint.mutated_inputs,
         num_outputs=num_outputs,
+        guard=tracer.guard,
+        notes=tracer.notes,
     )
 
 
@@ -400,24 +456,92 @@ def _fake_inputs(tensors: list[torch.Tensor], device: torch.device | None) -> li
 @contextlib.contextmanager
 def _isolated(model: nn.Module) -> Iterator[None]:
     """Trace in training mode with gradients on, and leave flags, RNG and attributes as they were."""
-    modules = list(model.modules())
-    flags = [m.training for m in modules]
-    attributes = [dict(m.__dict__) for m in modules]
-    buffers = [dict(m._buffers) for m in modules]
+    before = [_Attributes(m) for m in model.modules()]
     if not model.training:
         model.train()
     devices = sorted({t.device.index or 0 for t in model.parameters() if t.device.type == "cuda"})
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             yield
+        _check_attributes(model, before)
+    except CaptureError as error:
+        _check_tensors(model, before, error)
+        raise
     finally:
-        for module, before, tensors, flag in zip(modules, attributes, buffers, flags, strict=True):
-            for name in [n for n in module.__dict__ if n not in before]:
-                del module.__dict__[name]
-            module.__dict__.update(before)
-            module._buffers.clear()
-            module._buffers.update(tensors)
-            module.training = flag
+        for attributes in before:
+            attributes.restore()
+
+
+class _Attributes:
+    """What a module's `__dict__` held, one level deep, and the data of plain tensors in it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.attributes = module, dict(module.__dict__)
+        self.containers = {k: copy.copy(v) for k, v in self.attributes.items() if type(v) in _CONTAINERS}
+        plain = [v for v in self.attributes.values() if type(v) is torch.Tensor]
+        self.tensors = [(t, t._version, t.detach().clone()) for t in plain]
+
+    def changed_tensors(self) -> list[str]:
+        changed = {id(t) for t, version, _ in self.tensors if t._version != version}
+        return [name for name, value in self.attributes.items() if id(value) in changed]
+
+    def left_behind(self) -> list[str]:
+        """Attributes that the forward set, or lists that it appended to: the planned step will not."""
+        now = self.module.__dict__
+        new = [k for k, v in now.items() if k != "training" and not _same(v, self.attributes.get(k, now))]
+        grown = [k for k, v in self.containers.items() if k not in _OF_MODULE and len(v) != len(now.get(k, v))]
+        return list(dict.fromkeys(new + grown))
+
+    def restore(self) -> None:
+        self.module.__dict__.clear()
+        self.module.__dict__.update(self.attributes)
+        for name, content in self.containers.items():
+            _refill(self.attributes[name], content)
+        for tensor, version, data in self.tensors:
+            if tensor._version != version:
+                tensor.detach().copy_(data)
+
+
+_CONTAINERS = (dict, OrderedDict, list, set)
+_OF_MODULE = frozenset(nn.Module().__dict__)
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    if isinstance(container, list):
+        container.extend(content)
+    else:
+        container.update(content)
+
+
+def _same(now: Any, before: Any) -> bool:
+    return now is before or (type(now) is type(before) and isinstance(now, (int, float, str)) and now == before)
+
+
+def _check_tensors(model: nn.Module, before: list[_Attributes], error: CaptureError | None) -> None:
+    """A plain tensor on a module is a constant of the plan; one that the forward changes is state, so a buffer."""
+    for path, attributes in zip(_prefixes(model), before, strict=False):
+        for name in attributes.changed_tensors():
+            raise Unsupported(
+                "in-place change of a tensor that is no buffer", f"self.{path}{name}", "a plan would take it as constant",
+                "Register it: self.register_buffer(name, tensor, persistent=False).",
+            ) from error  # fmt: skip
+
+
+def _prefixes(model: nn.Module) -> list[str]:
+    return [f"{name}." if name else "" for name, _ in model.named_modules()]
+
+
+def _check_attributes(model: nn.Module, before: list[_Attributes]) -> None:
+    """What the forward leaves on the modules besides buffers is not part of a plan: refused, or at least said."""
+    _check_tensors(model, before, None)
+    for path, attributes in zip(_prefixes(model), before, strict=False):
+        for name in attributes.left_behind():
+            warnings.warn(
+                f"forward sets self.{path}{name}; the planned step computes the outputs and gradients alone and will "
+                "not set it. Return it from forward, or register it as a buffer, if it is read elsewhere.",
+                stacklevel=2,
+            )
 
 
 def _attribute(model: nn.Module, name: str) -> Any:
@@ -463,7 +587,17 @@ def _explain(kind: str, text: str) -> tuple[str, str]:
             "The shape of this result depends on data (nonzero, boolean indexing, unique).",
             "Use a mask with torch.where, or a fixed capacity.",
         )
+    if "fake impl" in text or kind == "UnsupportedOperatorException":
+        return (
+            f"The custom op has no fake kernel, so its output's shape is not known while tracing ({_first_line(text)}).",
+            "Add one with register_fake (torch.library.register_fake).",
+        )
+    if "no autograd formula" in text:
+        return f"{_first_line(text)}.", "Add one with register_autograd (torch.library.register_autograd)."
     if "numpy" in text.lower():
         return "The tensor is turned into a numpy array here.", "Use torch functions instead."
-    first = text.strip().splitlines()[0] if text.strip() else kind
-    return f"{kind}: {first}.", "Check that the model runs on the sample."
+    return f"{kind}: {_first_line(text) or kind}.", "Check that the model runs on the sample."
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0].rstrip(". ")

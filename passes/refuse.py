@@ -71,7 +71,7 @@ def _mixed_devices(model: nn.Module) -> Iterator[str]:
 
 def _compiled(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
-        if type(module).__name__ in ("OptimizedModule", "ScriptModule", "RecursiveScriptModule", "DataParallel"):
+        if type(module).__name__ in ("OptimizedModule", "ScriptModule", "RecursiveScriptModule", "TopLevelTracedModule", "DataParallel"):
             yield f"{name or 'the model'} ({type(module).__name__})"
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.autograd.function import once_differentiable
 
 from ._torch import below_autograd
 from .errors import PlannerError
@@ -21,6 +20,10 @@ from .random import get_rng_state
 
 class BackwardTwice(PlannerError, RuntimeError):
     """A second backward through one planned forward: its saved tensors were freed by the first."""
+
+
+class DoubleBackward(PlannerError, RuntimeError):
+    """`backward(create_graph=True)` through a planned step."""
 
 
 # (primals, generator states before the forward, {output index: its gradient}) -> a gradient or None per primal
@@ -85,13 +88,17 @@ class _PlannedStep(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         step: Step = ctx.step
         if ctx.saved is None:
             raise BackwardTwice(
                 "backward was called a second time through one forward of a planned module; its saved tensors are "
                 "freed as the first backward reads them. Call the module again, or add the losses before backward."
+            )
+        if torch.is_grad_enabled():
+            raise DoubleBackward(
+                "create_graph=True asks for gradients of gradients, which a planned step does not keep what is needed "
+                "for. Compute this loss with the original model, or leave create_graph out."
             )
         present = tuple(i for i, g in enumerate(gradients) if g is not None)
         if present != step.expected:

@@ -107,6 +107,19 @@ def slots(template: Template) -> list[tuple[str, int]]:
             return [(f".{name}{path}", index) for name, child in attributes for path, index in slots(child)]
 
 
+def constants(template: Template) -> list[Any]:
+    """The values that are the same at every call."""
+    match template:
+        case Slot(_):
+            return []
+        case Constant(value):
+            return [value]
+        case Tree(_, children):
+            return [value for child in children for value in constants(child)]
+        case Opaque(_, attributes):
+            return [value for _, child in attributes for value in constants(child)]
+
+
 def _tensor_attributes(node: Any, depth: int) -> dict[str, Any]:
     if depth > MAX_DEPTH or isinstance(node, (type, torch.nn.Module)) or callable(node):
         return {}

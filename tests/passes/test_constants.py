@@ -1,0 +1,92 @@
+"""Questions that Python asks while tracing: about constants they are answered, about masks answered under guard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from passes.capture import bind_sample, capture
+from passes.errors import CaptureError
+from planner import auto_checkpoint
+
+
+class Positions(nn.Module):
+    """Branches on a value that no input decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(x.shape[-1])
+        positions[0] = 1
+        if (positions.diff() != 1).any():
+            return self.linear(x).relu()
+        return self.linear(x)
+
+
+class Masked(nn.Module):
+    """Skips the mask when nothing is masked, as attention libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if mask.to(torch.bool).all():
+            return y.tanh()
+        return (y * mask).tanh()
+
+
+class Asks(nn.Module):
+    """Asks for a number, not for yes or no."""
+
+    def __init__(self, question: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.question = question
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.float()) * self.question(x)
+
+
+def test_a_constant_question_is_answered() -> None:
+    traced = capture(Positions(), {"x": torch.randn(2, 8)})
+    assert any("relu" in str(n.target) for n in traced.graph_module.graph.nodes)
+    assert traced.guard is None
+    assert traced.notes == ()
+
+
+def test_a_question_about_a_mask_is_guarded_and_planned_per_answer() -> None:
+    model = Masked()
+    ones, holes = torch.ones(2, 8, dtype=torch.long), torch.tensor([[1, 0] * 4] * 2)
+    x = torch.randn(2, 8)
+    traced = capture(model, bind_sample(model, (x, ones)))
+    assert traced.guard is not None
+    assert traced.guard.answers == (True,)
+    assert traced.guard.holds([x, ones])
+    assert not traced.guard.holds([x, holes])
+    plan = auto_checkpoint(model, (x, ones))
+    assert torch.equal(plan.module(x, ones), model(x, ones))
+    with pytest.warns(UserWarning, match="other answers to the model's `if`s"):
+        assert torch.equal(plan.module(x, holes), model(x, holes))
+    for mask in (ones, holes):  # both are cached now
+        assert torch.equal(plan.module(x, mask), model(x, mask))
+
+
+@pytest.mark.parametrize("question", [lambda x: x.max().item(), lambda x: int(x.sum()), lambda x: x.tolist()[0][0]])
+def test_a_question_for_a_number_is_refused(question: Any) -> None:
+    model = Asks(question)
+    with pytest.raises(CaptureError, match=r"test_constants\.py:\d+") as caught:
+        capture(model, bind_sample(model, torch.ones(2, 8, dtype=torch.long)))
+    assert "torch.where" in str(caught.value)
+
+
+def test_a_question_about_a_float_is_refused() -> None:
+    model = Asks(lambda x: 2.0 if x.sum() > 0 else 1.0)
+    with pytest.raises(CaptureError, match=r"test_constants\.py:\d+"):
+        capture(model, bind_sample(model, torch.ones(2, 8)))

@@ -193,8 +193,16 @@ def state_entries(model: nn.Module) -> list[StateEntry]:
 
 
 def state_tensors(model: nn.Module, entries: tuple[StateEntry, ...] | list[StateEntry]) -> list[torch.Tensor]:
-    """The live tensors of `entries`."""
-    return [_attribute(model, e.name) for e in entries]
+    """The live tensors of `entries`; read before every step, hence no walk along each name."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return [_read(modules, e) for e in entries]
+
+
+def _read(modules: dict[str, nn.Module], entry: StateEntry) -> Any:
+    path, _, leaf = entry.name.rpartition(".")
+    module = modules[path]
+    found = (module._parameters if entry.is_parameter else module._buffers).get(leaf)
+    return getattr(module, leaf) if found is None else found
 
 
 def capture(
@@ -489,6 +497,8 @@ class _Attributes:
         """Attributes that the forward set, or lists that it appended to: the planned step will not."""
         now = self.module.__dict__
         new = [k for k, v in now.items() if k != "training" and not _same(v, self.attributes.get(k, now))]
+        if isinstance(self.module, nn.RNNBase):  # its own list of its weights
+            new = [k for k in new if not k.startswith("_flat_weight")]
         grown = [k for k, v in self.containers.items() if k not in _OF_MODULE and len(v) != len(now.get(k, v))]
         return list(dict.fromkeys(new + grown))
 
@@ -523,8 +533,8 @@ def _check_tensors(model: nn.Module, before: list[_Attributes], error: CaptureEr
     for path, attributes in zip(_prefixes(model), before, strict=False):
         for name in attributes.changed_tensors():
             raise Unsupported(
-                "in-place change of a tensor that is no buffer", f"self.{path}{name}", "a plan would take it as constant",
-                "Register it: self.register_buffer(name, tensor, persistent=False).",
+                "in-place change of a tensor that is no buffer", f"self.{path}{name}",
+                "a plan would take it as constant", "Register it: self.register_buffer(name, tensor, persistent=False).",
             ) from error  # fmt: skip
 
 
@@ -589,7 +599,7 @@ def _explain(kind: str, text: str) -> tuple[str, str]:
         )
     if "fake impl" in text or kind == "UnsupportedOperatorException":
         return (
-            f"The custom op has no fake kernel, so its output's shape is not known while tracing ({_first_line(text)}).",
+            f"The custom op has no fake kernel, so its result's shape is not known here ({_first_line(text)}).",
             "Add one with register_fake (torch.library.register_fake).",
         )
     if "no autograd formula" in text:

@@ -140,7 +140,7 @@ class KnownValues(TorchFunctionMode):
         stored = pytree.tree_map(lambda a: Ref(self.known[a].number) if isinstance(a, torch.Tensor) else a,
                                  (args, kwargs))  # fmt: skip
         first = self.count
-        self.tape.append(Call(func, *stored, first, count))
+        self.tape.append(Call(func, stored[0], stored[1], first, count))
         self.count += count
         return first
 

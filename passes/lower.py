@@ -81,9 +81,14 @@ def lower(
     *,
     device: torch.device,
     reserve_bytes: int = 0,
+    keep_outputs: bool = True,
 ) -> Lowered:
-    """Make the Problem of a traced step."""
-    return _Lowering(traced, aliases, profiles, cost, device).build(reserve_bytes)
+    """Make the Problem of a traced step.
+
+    Args:
+        keep_outputs: whether what the model returns stays alive through the backward, besides what it starts from.
+    """
+    return _Lowering(traced, aliases, profiles, cost, device).build(reserve_bytes, keep_outputs)
 
 
 class _Lowering:
@@ -103,21 +108,23 @@ class _Lowering:
         self.storages: list[Storage | None] = []
         self.storage_tensor: dict[Storage, int] = {}
         self.rng_state: dict[int, int] = {}
+        self.returned: dict[Storage, None] = {}
 
-    def build(self, reserve_bytes: int) -> Lowered:
+    def build(self, reserve_bytes: int, keep_outputs: bool) -> Lowered:
         forward, backward = split_nodes(self.traced)
+        self.returned = self._returned()
         placeholders = self.traced.placeholders
         primals, tangents = placeholders[: self.traced.num_primals], placeholders[self.traced.num_primals :]
         mutated = {self.aliases.of[primals[i]] for i in self.traced.mutated}
         kept = self._add_kept(forward)
         for node in forward:
             self._add_node(node, True, mutated)
-        self._add_overwrites()
+        self._add_handover()
         num_forward = len(self.ops)
         tangent_tensors = self._add_tangents(tangents)
         for node in backward:
             self._add_node(node, False, mutated)
-        outputs = self._outputs()
+        outputs = self._outputs(keep_outputs)
         copies = self._add_gradient_copies(primals)
         static = sum(self._bytes(self.aliases.of[p]) for p in self._distinct(primals))
         problem = Problem(
@@ -171,7 +178,7 @@ class _Lowering:
         storage = self.aliases.of[source]
         taken = self.storage_tensor.get(storage) if isinstance(storage, Storage) else None
         others = [a for a in node.all_input_nodes if a is not source]
-        if taken is None or any(storage in self.aliases.storages(a) for a in others):
+        if taken is None or storage in self.returned or any(storage in self.aliases.storages(a) for a in others):
             return None
         same = _same_layout(source.meta["val"], node.meta["val"])
         return taken if same and self.tensors[taken].bytes == self.tensors[outputs[0]].bytes else None
@@ -192,13 +199,17 @@ class _Lowering:
         self._add_op(Op("kept_for_replay", (), (tensor,), 0, 0, False), None)
         return [tensor]
 
-    def _add_overwrites(self) -> None:
-        """New values of overwritten primals live until the forward ends, where they are copied over."""
+    def _returned(self) -> dict[Storage, None]:
+        """Storages that the forward returns or copies over a primal."""
         outputs: Any = self.traced.graph_module.graph.output_node().args[0]
-        storages = [s for n in outputs[: len(self.traced.mutated)] for s in self.aliases.storages(n)]
-        read = tuple(dict.fromkeys(self.storage_tensor[s] for s in storages if s in self.storage_tensor))
+        count = self.traced.num_forward_outputs
+        return dict.fromkeys(s for n in outputs[:count] if isinstance(n, fx.Node) for s in self.aliases.storages(n))
+
+    def _add_handover(self) -> None:
+        """Outputs and new values of overwritten primals live until the forward ends."""
+        read = tuple(self.storage_tensor[s] for s in self.returned if s in self.storage_tensor)
         if read:
-            self._add_op(Op("overwrite_buffers", read, (), 0, 0, False), None)
+            self._add_op(Op("return_outputs", read, (), 0, 0, False), None)
 
     def _add_tangents(self, tangents: list[fx.Node]) -> tuple[int, ...]:
         indices = []
@@ -250,8 +261,10 @@ class _Lowering:
         self.ops.append(op)
         self.nodes.append(node)
 
-    def _outputs(self) -> list[int]:
+    def _outputs(self, keep_outputs: bool) -> list[int]:
+        """Gradients, and what the forward returned; only what the backward starts from unless outputs are kept."""
         outputs: Any = self.traced.graph_module.graph.output_node().args[0]
+        started = {leaf.index for leaf in self.traced.outputs if leaf.differentiated}
         result = []
         for position, node in enumerate(outputs):
             if not isinstance(node, fx.Node) or position < len(self.traced.mutated):
@@ -262,7 +275,8 @@ class _Lowering:
                 category = "output" if position < self.traced.num_forward_outputs else "gradient"
                 if self.tensors[index].category != "tangent":
                     self.tensors[index] = Tensor(self.tensors[index].name, self.tensors[index].bytes, category)
-                result.append(index)
+                if category == "gradient" or keep_outputs or position - len(self.traced.mutated) in started:
+                    result.append(index)
         return result
 
     def _bytes(self, storage: Any) -> int:

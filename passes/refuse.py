@@ -70,8 +70,9 @@ def _mixed_devices(model: nn.Module) -> Iterator[str]:
 
 
 def _compiled(model: nn.Module) -> Iterator[str]:
+    kinds = ("OptimizedModule", "ScriptModule", "RecursiveScriptModule", "TopLevelTracedModule", "DataParallel")
     for name, module in model.named_modules():
-        if type(module).__name__ in ("OptimizedModule", "ScriptModule", "RecursiveScriptModule", "TopLevelTracedModule", "DataParallel"):
+        if type(module).__name__ in kinds:
             yield f"{name or 'the model'} ({type(module).__name__})"
 
 

@@ -44,6 +44,8 @@ class Step:
         tangent_strides: the layout each of those gradients must have.
         keep_primals: primals whose value from before the step a fallback would need and the step overwrites.
         rng_devices: devices whose generators the forward draws from.
+        hold_outputs: keep the outputs' memory until the backward is done, as planned for, whether or not the caller
+            does.
     """
 
     forward: fx.GraphModule
@@ -56,6 +58,7 @@ class Step:
     tangent_strides: tuple[tuple[int, ...], ...]
     keep_primals: tuple[int, ...] = ()
     rng_devices: tuple[str, ...] = ()
+    hold_outputs: bool = True
     constants: tuple[Any, ...] = field(default=())
 
     def __call__(self, primals: Sequence[torch.Tensor], fallback: Fallback) -> tuple[Any, ...]:
@@ -81,6 +84,7 @@ class _PlannedStep(torch.autograd.Function):
         outputs = _distinct(results[count : count + step.num_outputs])
         returned = {id(t) for t in outputs}
         ctx.saved = [s.detach() if id(s) in returned else s for s in results[count + step.num_outputs :]]
+        ctx.held = [o.detach() for o in outputs] if step.hold_outputs else None
         overwritten = set(step.mutated)
         ctx.save_for_backward(*(primals[i] for i in step.saved_primals if i not in overwritten))
         ctx.mark_non_differentiable(*(o for o, d in zip(outputs, step.differentiable, strict=True) if not d))
@@ -112,7 +116,9 @@ class _PlannedStep(torch.autograd.Function):
         ctx.saved = ctx.primals = None
         del kept, primals, tangents
         with below_autograd():
-            return (None, None, *step.backward.forward(values))
+            gradients_of_primals = step.backward.forward(values)
+        ctx.held = None
+        return (None, None, *gradients_of_primals)
 
 
 def _distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -53,26 +53,29 @@ Template = Slot | Constant | Tree | Opaque
 def flatten(value: Any) -> tuple[list[torch.Tensor], Template]:
     """Split `value` into its tensors, each object once, and a template that `unflatten` fills again."""
     tensors: list[torch.Tensor] = []
-    positions: dict[int, int] = {}
+    template = _take_apart(value, tensors, {}, 0)
+    return tensors, template
 
-    def visit(node: Any, depth: int) -> Template:
-        if isinstance(node, torch.Tensor):
-            if id(node) not in positions:
-                positions[id(node)] = len(tensors)
-                tensors.append(node)
-            return Slot(positions[id(node)])
-        leaves, spec = pytree.tree_flatten(node)
-        if not (len(leaves) == 1 and leaves[0] is node):
-            return Tree(spec, tuple(visit(leaf, depth + 1) for leaf in leaves))
-        attributes = _tensor_attributes(node, depth)
-        if not attributes:
-            return Constant(node)
-        prototype = copy.copy(node)
-        for name in attributes:
-            object.__setattr__(prototype, name, None)
-        return Opaque(prototype, tuple((name, visit(child, depth + 1)) for name, child in attributes.items()))
 
-    return tensors, visit(value, 0)
+# A function of the module, not a closure: one that calls itself is a reference cycle, and would keep the tensors alive
+# until the garbage collector runs.
+def _take_apart(node: Any, tensors: list[torch.Tensor], positions: dict[int, int], depth: int) -> Template:
+    if isinstance(node, torch.Tensor):
+        if id(node) not in positions:
+            positions[id(node)] = len(tensors)
+            tensors.append(node)
+        return Slot(positions[id(node)])
+    leaves, spec = pytree.tree_flatten(node)
+    if not (len(leaves) == 1 and leaves[0] is node):
+        return Tree(spec, tuple(_take_apart(leaf, tensors, positions, depth + 1) for leaf in leaves))
+    attributes = _tensor_attributes(node, depth)
+    if not attributes:
+        return Constant(node)
+    prototype = copy.copy(node)
+    for name in attributes:
+        object.__setattr__(prototype, name, None)
+    children = ((name, _take_apart(child, tensors, positions, depth + 1)) for name, child in attributes.items())
+    return Opaque(prototype, tuple(children))
 
 
 def unflatten(template: Template, tensors: Sequence[Any]) -> Any:
@@ -100,8 +103,7 @@ def slots(template: Template) -> list[tuple[str, int]]:
             return []
         case Tree(spec, children):
             # tree_unflatten hands the children back under their keys, whatever the container is.
-            keyed, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(len(children))), spec))
-            names = {leaf: pytree.keystr(path) for path, leaf in keyed}
+            names = _child_names(pytree.tree_unflatten(list(range(len(children))), spec))
             return [(names.get(i, f"[{i}]") + path, index) for i, c in enumerate(children) for path, index in slots(c)]
         case Opaque(_, attributes):
             return [(f".{name}{path}", index) for name, child in attributes for path, index in slots(child)]
@@ -118,6 +120,15 @@ def constants(template: Template) -> list[Any]:
             return [value for child in children for value in constants(child)]
         case Opaque(_, attributes):
             return [value for _, child in attributes for value in constants(child)]
+
+
+def _child_names(filled: Any) -> dict[int, str]:
+    """The path of each child of a container that holds its children's numbers; empty if its type names none."""
+    try:
+        keyed, _ = pytree.tree_flatten_with_path(filled)
+    except ValueError:  # a registered container without `flatten_with_keys_fn` (diffusers' outputs)
+        return {value: f".{name}" for name, value in filled.items()} if isinstance(filled, dict) else {}
+    return {leaf: pytree.keystr(path) for path, leaf in keyed}
 
 
 def _tensor_attributes(node: Any, depth: int) -> dict[str, Any]:

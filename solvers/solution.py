@@ -69,8 +69,8 @@ def plain_solution(problem: Problem, solver: str) -> Solution:
 
 
 def cheapest_fit(
-    problem: Problem, budget_bytes: int, solver: str, schedules: Sequence[Schedule], *, notes: tuple[str, ...] = ()
-) -> Solution:
-    """The cheapest of `schedules` that fits the budget; at least one must."""
-    found = [solution(problem, schedule, solver, notes=notes) for schedule in schedules]
-    return min((s for s in found if s.peak_bytes <= budget_bytes), key=lambda s: s.added_cost)
+    problem: Problem, budget_bytes: int, solver: str, schedules: Sequence[Schedule]
+) -> Solution | None:
+    """The cheapest of `schedules` that fits the budget, or None."""
+    found = [solution(problem, schedule, solver) for schedule in schedules]
+    return min((s for s in found if s.peak_bytes <= budget_bytes), key=lambda s: s.added_cost, default=None)

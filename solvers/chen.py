@@ -1,0 +1,143 @@
+"""Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost": checkpoint every so many bytes, drop the rest.
+
+The forward is cut at its articulation points: ops that every path from its first to its last op goes through.
+Walking the cut points, one becomes a checkpoint whenever the bytes since the last one exceed a granularity b.
+What lies between two checkpoints is dropped after the forward and recomputed, as a whole segment, right before
+the first backward op that reads any of it. Chen's choice for b is the square root of (bytes times largest cut);
+here a range of b is tried, and of the segmentations that fit the cheapest wins, so a larger budget never
+costs more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import networkx as nx
+
+from .base import Report, Solver
+from .bounds import floor_bytes
+from .live import LARGE, Live, Recompute
+from .minimum import budget_error
+from .problem import Problem
+from .schedule import Schedule
+from .solution import Solution, cheapest_fit, plain_solution
+
+GRANULARITIES = 32
+
+
+@dataclass(frozen=True)
+class Chen(Solver):
+    """Segments between articulation points, at the granularity that fits."""
+
+    name: ClassVar[str] = "chen"
+
+    def solve(
+        self,
+        problem: Problem,
+        budget_bytes: int,
+        *,
+        time_limit: float = 30.0,
+        gap: float = 0.01,
+        warm_starts: tuple[Schedule, ...] = (),
+        report: Report | None = None,
+    ) -> Solution:
+        plain = plain_solution(problem, self.name)
+        if plain.peak_bytes <= budget_bytes:
+            return plain
+        states = [checkpointed(problem, segments) for segments in segmentations(problem)]
+        fitting = [live for live in states if live.peak_bytes <= budget_bytes]
+        schedules = [min(fitting, key=lambda live: live.cost).schedule()] if fitting else []
+        found = cheapest_fit(problem, budget_bytes, self.name, (*schedules, *warm_starts))
+        if found is None:
+            smallest = min((live.peak_bytes for live in states), default=plain.peak_bytes)
+            raise budget_error(budget_bytes, min(smallest, plain.peak_bytes), floor_bytes(problem))
+        return found
+
+
+def cut_points(problem: Problem) -> list[int]:
+    """Forward ops whose removal separates the ops before them from the ops after, in order."""
+    backbone = set(_backbone(problem))
+    graph = nx.Graph()
+    graph.add_nodes_from(sorted(backbone))
+    for i in sorted(backbone):
+        producers = (problem.producer[t] for t in problem.ops[i].inputs)
+        graph.add_edges_from((p, i) for p in producers if p in backbone)
+    return sorted(nx.articulation_points(graph))
+
+
+def _backbone(problem: Problem) -> list[int]:
+    """Ops that descend from the forward's most read source; masks and constants that feed every layer do not."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(i for i in problem.forward if not problem.ops[i].optional)
+    for i in problem.forward:
+        graph.add_edges_from((problem.producer[t], i) for t in problem.ops[i].inputs)
+    sources = [i for i in graph if graph.in_degree(i) == 0]
+    reached = [(len(nx.descendants(graph, i)), -i) for i in sources]
+    if not reached:
+        return []
+    source = -max(reached)[1]
+    return sorted({source, *nx.descendants(graph, source)})
+
+
+def segmentations(problem: Problem) -> list[tuple[int, ...]]:
+    """Distinct lists of checkpoints, from the finest granularity to a single segment."""
+    cuts = cut_points(problem)
+    sizes = [sum(problem.tensors[t].bytes for t in op.outputs) for op in problem.ops]
+    total = sum(sizes[: problem.num_forward])
+    found: dict[tuple[int, ...], None] = {}
+    count = GRANULARITIES if len(problem.ops) <= LARGE else GRANULARITIES // 4
+    for step in range(count + 1):
+        found[_checkpoints(problem, cuts, sizes, total * step * step // count**2)] = None
+    return list(found)
+
+
+def _checkpoints(problem: Problem, cuts: list[int], sizes: list[int], granularity: int) -> tuple[int, ...]:
+    chosen = []
+    allowed = set(cuts)
+    since = 0
+    for i in problem.forward:
+        since += sizes[i]
+        if i in allowed and since > granularity:
+            chosen.append(i)
+            since = 0
+    return tuple(chosen)
+
+
+def checkpointed(problem: Problem, checkpoints: tuple[int, ...]) -> Live:
+    """Save checkpoints, and what may not be recomputed; recompute each segment before its first backward read."""
+    segment_of = _segments(problem, checkpoints)
+    saved = set(checkpoints)
+    members: dict[int, list[int]] = {}
+    dropped = {i for i in _backbone(problem) if problem.ops[i].recomputable and i not in saved}
+    for i in sorted(dropped):
+        members.setdefault(segment_of[i], []).append(i)
+    live = Live(problem)
+    done: set[int] = set()
+    for s in problem.backward:
+        for t in problem.ops[s].inputs:
+            p = problem.producer[t]
+            if p in dropped and segment_of[p] not in done:
+                done.add(segment_of[p])
+                live.add_all(_segment(problem, members[segment_of[p]], s))
+    return live
+
+
+def _segments(problem: Problem, checkpoints: tuple[int, ...]) -> list[int]:
+    """For each forward op the number of checkpoints before it."""
+    ends = set(checkpoints)
+    segment, result = 0, []
+    for i in problem.forward:
+        result.append(segment)
+        segment += i in ends
+    return result
+
+
+def _segment(problem: Problem, ops: list[int], slot: int) -> list[Recompute]:
+    """Recomputes, in `slot`, of those ops of a segment that something from there on needs."""
+    needed: set[int] = set()
+    for i in reversed(ops):
+        readers = (r for t in problem.ops[i].outputs for r in problem.readers[t])
+        if any(r >= slot or r in needed for r in readers):
+            needed.add(i)
+    return [(slot, i) for i in ops if i in needed]

@@ -1,0 +1,248 @@
+"""The greedy eviction itself; `greedy`, `minimum` and `local` are built on it.
+
+While the step peaks above the budget: of the tensors held across the peak moment without being read at it, evict
+the one whose recompute costs least per byte it frees *at that moment*, and recompute it right before its next
+read. What the recompute itself reads must be resident there: it is, or it is kept longer, or it is recomputed too.
+Which of the latter two is the `keep_ratio`'s choice: an input is kept when its bytes are at most that share of the
+evicted tensor's. Recomputes that turn out not to be needed are taken back at the end.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from .live import LARGE, Live, Recompute
+from .problem import Problem
+
+STALL_LIMIT = 60
+KEEP_RATIOS = (0.3, 1.0, 0.0)
+OVERTAKEN = 2.0
+SKIPPED = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Taste:
+    """How evictions are chosen.
+
+    Attributes:
+        keep_ratio: an input of a recompute is kept when it has at most this share of the evicted tensor's bytes.
+        noise: how far scores are blurred, for local search.
+        promising: how many of the tensors that are cheapest per byte are looked at closely.
+    """
+
+    keep_ratio: float
+    noise: float = 0.0
+    promising: int = 48
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def blur(self) -> float:
+        """A factor for a score."""
+        return 1.0 + self.noise * self.rng.random() if self.noise else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Recomputes that free `gain` bytes at one moment for `cost`."""
+
+    recomputes: tuple[Recompute, ...]
+    gain: int
+    cost: int
+
+    @property
+    def score(self) -> float:
+        return self.cost / self.gain
+
+
+@dataclass
+class Descent:
+    """The states a greedy descent passed through: a log of recomputes and its best prefix."""
+
+    live: Live
+    log: list[Recompute]
+    best_peak: int
+    best_length: int
+
+    @classmethod
+    def start(cls, live: Live) -> Descent:
+        return cls(live, [], live.peak_bytes, 0)
+
+    def apply(self, eviction: Eviction) -> None:
+        for slot, op in eviction.recomputes:
+            self.live.add(slot, op)
+            self.log.append((slot, op))
+        if self.live.peak_bytes < self.best_peak:
+            self.best_peak, self.best_length = self.live.peak_bytes, len(self.log)
+
+    def rewind(self) -> None:
+        """Go back to the smallest peak seen."""
+        while len(self.log) > self.best_length:
+            self.live.remove(*self.log.pop())
+
+
+def descend(live: Live, budget_bytes: int, taste: Taste, cost_limit: float = float("inf")) -> bool:
+    """Evict until `live` fits the budget, nothing helps or the cost limit is passed; ends at its smallest peak.
+
+    Returns:
+        Whether it fits.
+    """
+    descent = Descent.start(live)
+    stalled = 0
+    while live.peak_bytes > budget_bytes and stalled < STALL_LIMIT and live.cost <= cost_limit:
+        best_before = descent.best_peak
+        if not relieve(descent, budget_bytes, taste):
+            break
+        stalled = 0 if descent.best_peak < best_before else stalled + 1
+    descent.rewind()
+    return live.peak_bytes <= budget_bytes
+
+
+def relieve(descent: Descent, budget_bytes: int, taste: Taste) -> bool:
+    """Bring the worst moment down with as many evictions as it takes; False when none helps."""
+    live = descent.live
+    slot = int(live.total.argmax())
+    key = live.worst_key(slot)
+    queue = _ranked(live, key, taste)
+    target = budget_bytes - live.problem.static_bytes
+    large = len(live.problem.ops) > LARGE  # then one moment is brought under the budget before the next is looked at
+    if not large:
+        target = max(target, _second_peak(live, slot))
+    applied = False
+    following = [score for score, _ in queue[1:]] + [float("inf")]
+    for index, (_, t) in enumerate(queue):
+        eviction = plan_eviction(live, t, key, taste.keep_ratio)
+        if eviction is None or (applied and eviction.score > OVERTAKEN * following[index]):
+            continue
+        if applied and eviction.score > OVERTAKEN * queue[0][0] + 1e-9:
+            break
+        descent.apply(eviction)
+        applied = True
+        if live.total[slot] <= target or (not large and int(live.total.argmax()) != slot):
+            break
+    return applied
+
+
+def _ranked(live: Live, key: int, taste: Taste) -> list[tuple[float, int]]:
+    """Tensors worth evicting at `key` by score; only the most promising are planned for, unless none of them helps."""
+    held = held_across(live, key)
+    while part := list(islice(_skipping(held, taste), taste.promising)):
+        queue = sorted(
+            (eviction.score * taste.blur(), t)
+            for t in part
+            if (eviction := plan_eviction(live, t, key, taste.keep_ratio)) is not None
+        )
+        if queue:
+            return queue
+    return []
+
+
+def _skipping(tensors: Iterator[int], taste: Taste) -> Iterator[int]:
+    """Leave some out at random, in proportion to the noise."""
+    return (t for t in tensors if not taste.noise or taste.rng.random() > SKIPPED * taste.noise)
+
+
+def _second_peak(live: Live, slot: int) -> int:
+    before, after = live.total[:slot], live.total[slot + 1 :]
+    return max(int(part.max()) if len(part) else 0 for part in (before, after))
+
+
+def held_across(live: Live, key: int) -> Iterator[int]:
+    """Tensors live at `key` only for a later read, that may be recomputed; cheapest per byte first."""
+    event = 2 * key
+    for t in live.evictable:
+        events = live.events[t]
+        if events[0] < event < events[-1]:
+            after = events[bisect_left(events, event)]
+            if not after & 1 and after != event:
+                yield t
+
+
+def plan_eviction(live: Live, tensor: int, key: int, keep_ratio: float) -> Eviction | None:
+    """The recomputes that let `tensor` go before `key` and come back at its next read; None if nothing is gained."""
+    after = live.around(tensor, key + 1)[1]
+    if after < 0 or after & 1:
+        return None
+    slot = (after >> 1) // live.stride
+    limit = live.bytes[tensor] * keep_ratio
+    ops, producer = live.problem.ops, live.problem.producer
+    chosen: dict[int, None] = {}
+    gain = 0
+    stack = [producer[tensor]]
+    while stack:
+        i = stack.pop()
+        if i in chosen or live.has(slot, i):
+            continue
+        moment = live.key(slot, i)
+        if moment <= key:
+            return None
+        chosen[i] = None
+        for t in ops[i].outputs:
+            if _spans(live, t, key, moment):
+                gain += live.bytes[t]
+        for t in live.replays[i]:
+            if live.is_live(t, moment):
+                continue
+            if live.bytes[t] <= limit or not ops[producer[t]].recomputable:
+                gain -= live.bytes[t] if live.events[t] and live.around(t, moment)[0] < 2 * key else 0
+            else:
+                stack.append(producer[t])
+    if gain <= 0:
+        return None
+    return Eviction(tuple((slot, i) for i in sorted(chosen)), gain, sum(ops[i].cost for i in chosen))
+
+
+def _spans(live: Live, tensor: int, key: int, moment: int) -> bool:
+    """Whether writing the tensor anew at `moment` frees it at `key`."""
+    events = live.events[tensor]
+    if live.pinned[tensor] or events[-1] < 2 * moment:
+        return False
+    j = bisect_left(events, 2 * moment)
+    return not events[j] & 1 and j > 0 and events[j - 1] < 2 * key
+
+
+def drop_unneeded(live: Live, budget_bytes: int) -> None:
+    """Take back every recompute without which the step still fits, dearest first, until none is left."""
+    before = -1
+    while live.cost != before:
+        before = live.cost
+        drop_among(live, budget_bytes, live.recomputes())
+
+
+def drop_among(live: Live, budget_bytes: int, recomputes: Sequence[Recompute]) -> None:
+    """One pass of `drop_unneeded` over some of the recomputes."""
+    ops = live.problem.ops
+    for slot, op in sorted(recomputes, key=lambda r: (-ops[r[1]].cost, r)):
+        if not live.has(slot, op):
+            continue
+        live.remove(slot, op)
+        if live.peak_bytes > budget_bytes:
+            live.add(slot, op)
+        else:
+            drop_dead(live, op, slot)
+
+
+def drop_dead(live: Live, op: int, slot: int) -> None:
+    """Take back the recomputes that only served `op` in `slot`."""
+    producer = live.problem.producer
+    stack = [producer[t] for t in live.inputs[op]]
+    while stack:
+        i = stack.pop()
+        for s in list(live.slots_of[i]):
+            if s <= slot and live.is_dead(s, i):
+                live.remove(s, i)
+                stack.extend(producer[t] for t in live.inputs[i])
+
+
+def cheapest_descent(problem: Problem, budget_bytes: int, keep_ratios: tuple[float, ...] = KEEP_RATIOS) -> Live | None:
+    """The cheapest of the descents that fit the budget, or None."""
+    best: Live | None = None
+    for keep_ratio in keep_ratios:
+        live = Live(problem)
+        if descend(live, budget_bytes, Taste(keep_ratio)):
+            drop_unneeded(live, budget_bytes)
+            if best is None or live.cost < best.cost:
+                best = live
+    return best

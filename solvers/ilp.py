@@ -1,0 +1,232 @@
+"""The integer program, refined until its solution is a schedule or its bound is close enough.
+
+Heuristics find a plan; the staged program (`solvers.staged`) bounds it. The first program has a few end slots,
+where most bytes are needed whatever is kept. Its solution, turned into a schedule, may exceed the budget between
+two end slots: the slots where it does become end slots of the next program. Every solution is repaired by greedy
+evictions, polished by local search and offered as the answer; every program's dual bound counts, the largest wins.
+
+Tiny problems are searched exactly instead (`solvers.exact`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from .base import Report, Solver
+from .bounds import floor_bytes
+from .descent import Taste, cheapest_descent, descend, drop_unneeded
+from .engine import Answer, solve_staged
+from .errors import BudgetError
+from .exact import exact_schedule
+from .live import LARGE, Live, recomputes_of
+from .local import improve
+from .minimum import budget_error, fit_by_minimum
+from .problem import Problem
+from .schedule import Schedule
+from .simulate import peak_and_cost
+from .solution import Solution, plain_solution, solution
+from .staged import StagedModel, first_ends
+
+ALL_SCHEDULES = "all schedules that run the required ops in this order, whatever they recompute, however often"
+FIRST_ENDS = 5
+NEW_ENDS = 4
+LOCAL_STEPS = 300
+CLOCK = "the time limit ended the search; another run may find another plan"
+
+
+@dataclass
+class Hunt:
+    """The best plan so far, the best bound so far, and what is left to spend."""
+
+    problem: Problem
+    budget_bytes: int
+    deadline: float
+    gap_cost: int
+    report: Report | None
+    live: Live | None = None
+    bound: int = 0
+    notes: dict[str, None] = field(default_factory=dict)
+    proved_infeasible: bool = False
+
+    @property
+    def cost(self) -> int:
+        return self.live.cost if self.live is not None else -1
+
+    @property
+    def finished(self) -> bool:
+        return self.live is not None and self.live.cost - self.bound <= self.gap_cost
+
+    @property
+    def seconds_left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def offer(self, live: Live | None) -> None:
+        """Take `live` if it fits and is cheaper."""
+        if live is not None and live.peak_bytes <= self.budget_bytes and (self.live is None or live.cost < self.cost):
+            self.live = live
+
+    def tell(self, stage: str) -> None:
+        if self.report is not None and self.live is not None:
+            overhead, bound = self.problem.overhead(self.cost), self.problem.overhead(self.bound)
+            self.report(f"{stage}: {overhead:.2%} recompute, at least {bound:.2%} needed")
+
+    def polish(self, steps: int, seed: int, share: float = 1.0) -> None:
+        """Local search on the best plan, for at most a share of the time left."""
+        if self.live is None:
+            return
+        deadline = time.monotonic() + share * self.seconds_left
+        if improve(self.live, self.budget_bytes, steps=steps, deadline=deadline, target_cost=self.bound, seed=seed):
+            self.notes[CLOCK] = None
+        self.tell("local search")
+
+
+def hunt(
+    problem: Problem,
+    budget_bytes: int,
+    time_limit: float,
+    gap: float,
+    warm_starts: tuple[Schedule, ...],
+    report: Report | None,
+) -> Hunt:
+    """Alternate between finding and proving until the gap or the time is used up."""
+    state = Hunt(problem, budget_bytes, time.monotonic() + time_limit, int(gap * problem.step_cost), report)
+    for schedule in warm_starts:
+        state.offer(Live(problem, recomputes_of(problem, schedule)))
+    state.offer(cheapest_descent(problem, budget_bytes))
+    if state.live is None:
+        state.offer(_fit_or_none(problem, budget_bytes))
+    state.tell("greedy")
+    state.polish(local_steps(problem), seed=0, share=0.2)
+    refine(state)
+    return state
+
+
+def local_steps(problem: Problem) -> int:
+    """Steps of local search per round: work, not time, so that the answer does not depend on the machine."""
+    return LOCAL_STEPS if len(problem.ops) <= LARGE else LOCAL_STEPS // 30
+
+
+def _fit_or_none(problem: Problem, budget_bytes: int) -> Live | None:
+    try:
+        return fit_by_minimum(problem, budget_bytes)
+    except BudgetError:
+        return None
+
+
+def refine(state: Hunt) -> None:
+    """Solve programs with more and more end slots."""
+    ends = first_ends(state.problem, FIRST_ENDS if len(state.problem.ops) <= LARGE else 2)
+    seed = 0
+    while not state.finished and state.seconds_left > 0.5:
+        seed += 1
+        model = StagedModel(state.problem, state.budget_bytes, ends)
+        answer = bound_with(state, model)
+        if answer.infeasible:
+            state.proved_infeasible = state.live is None
+            break
+        extra = offer_solution(state, model, answer)
+        state.tell(f"{len(ends)} stages")
+        if state.finished:
+            break
+        state.polish(local_steps(state.problem), seed, share=0.3)
+        if not extra:
+            extra = first_ends(state.problem, 2 * len(ends))
+        if set(extra) <= set(ends):
+            break
+        ends = tuple(sorted({*ends, *extra}))
+
+
+def bound_with(state: Hunt, model: StagedModel) -> Answer:
+    """Solve one program, starting from the best plan."""
+    incumbent = model.values_of(state.live) if state.live is not None else None
+    answer = solve_staged(model, max(0.5, 0.6 * state.seconds_left), state.gap_cost // 10, incumbent)
+    if answer.bound is not None:
+        state.bound = max(state.bound, answer.bound * model.cost_unit)
+    state.notes.update(dict.fromkeys(answer.notes))
+    if answer.timed_out:
+        state.notes[CLOCK] = None
+    return answer
+
+
+def offer_solution(state: Hunt, model: StagedModel, answer: Answer) -> tuple[int, ...]:
+    """Make the program's solution a plan; returns the slots at which it needed more than the budget."""
+    if answer.values is None:
+        return ()
+    live = model.to_live(answer.values)
+    over = tight_slots(live, state.budget_bytes)
+    if descend(live, state.budget_bytes, Taste(0.3)):
+        drop_unneeded(live, state.budget_bytes)
+        state.offer(live)
+    return over
+
+
+def tight_slots(live: Live, budget_bytes: int) -> tuple[int, ...]:
+    """Backward slots over the budget, the worst first, no two of them close to each other."""
+    problem = live.problem
+    excess = live.total + (problem.static_bytes - budget_bytes)
+    apart = max(1, (len(problem.ops) - problem.num_forward) // 40)
+    chosen: list[int] = []
+    for s in np.argsort(-excess, kind="stable").tolist():
+        if excess[s] <= 0 or len(chosen) == NEW_ENDS:
+            break
+        if s >= problem.num_forward and all(abs(s - c) >= apart for c in chosen):
+            chosen.append(int(s))
+    return tuple(chosen)
+
+
+@dataclass(frozen=True)
+class Ilp(Solver):
+    """Heuristics bounded by the staged integer program."""
+
+    name: ClassVar[str] = "ilp"
+
+    def solve(
+        self,
+        problem: Problem,
+        budget_bytes: int,
+        *,
+        time_limit: float = 30.0,
+        gap: float = 0.01,
+        warm_starts: tuple[Schedule, ...] = (),
+        report: Report | None = None,
+    ) -> Solution:
+        return solve_with_proof(problem, budget_bytes, self.name, time_limit, gap, warm_starts, report)
+
+
+def solve_with_proof(
+    problem: Problem,
+    budget_bytes: int,
+    name: str,
+    time_limit: float,
+    gap: float,
+    warm_starts: tuple[Schedule, ...],
+    report: Report | None,
+) -> Solution:
+    """What `ilp` and `auto` share: plain if it fits, exact if tiny, else the hunt."""
+    plain = plain_solution(problem, name)
+    if plain.peak_bytes <= budget_bytes:
+        return plain
+    schedule, complete = exact_schedule(problem, budget_bytes)
+    if schedule is not None:
+        cost = peak_and_cost(problem, schedule)[1]
+        return solution(problem, schedule, name, bound=cost, family=ALL_SCHEDULES)
+    if complete:
+        raise _exact_error(problem, budget_bytes)
+    if floor_bytes(problem) > budget_bytes:
+        fit_by_minimum(problem, budget_bytes)  # raises, with the smallest budget that works
+    state = hunt(problem, budget_bytes, time_limit, gap, warm_starts, report)
+    live = state.live or fit_by_minimum(problem, budget_bytes)
+    notes = tuple(state.notes)
+    return solution(problem, live.schedule(), name, bound=state.bound, family=ALL_SCHEDULES, notes=notes)
+
+
+def _exact_error(problem: Problem, budget_bytes: int) -> BudgetError:
+    smallest, _ = exact_schedule(problem)
+    if smallest is None:
+        return budget_error(budget_bytes, Live(problem).peak_bytes, floor_bytes(problem))
+    minimum = peak_and_cost(problem, smallest)[0]
+    return budget_error(budget_bytes, minimum, minimum)

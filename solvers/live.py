@@ -1,0 +1,321 @@
+"""An incremental simulator: the live bytes of a step while recomputes are added to it and taken away.
+
+A plan is a set of *recomputes*, pairs (slot, op): run `op` again right before required op `slot`. Inside a
+slot recomputes run in the order of their indices. Every such set is a valid schedule, because the first run of
+each op comes before; what a recompute changes is only how long tensors stay live. `Live` keeps, for every slot,
+the bytes at its worst moment, and updates them when one recompute comes or goes, by touching only the tensors
+that the op reads and writes. It agrees with `simulate` to the byte; `simulate` remains the referee.
+
+Vocabulary: a *key* `slot * (n + 1) + op` is a moment of the step, ordered like the schedule; an *event* is
+`2 * key + 1` where a tensor is written and `2 * key` where it is read; a tensor is live between two successive
+events when the later one is a read, or always once written if it is an output of the step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from .problem import Problem
+from .schedule import Schedule, computes, with_frees
+
+Recompute = tuple[int, int]
+LARGE = 5000
+
+
+class Live:
+    """Live bytes per slot under a changing set of recomputes."""
+
+    def __init__(self, problem: Problem, recomputes: Iterable[Recompute] = ()) -> None:
+        self.problem = problem
+        n = len(problem.ops)
+        self.stride = n + 1
+        self.bytes = [t.bytes for t in problem.tensors]
+        self.inputs = [tuple(dict.fromkeys(op.inputs)) for op in problem.ops]
+        self.replays = [tuple(dict.fromkeys((*op.inputs, *op.replay_inputs))) for op in problem.ops]
+        self.alloc = [op.workspace + sum(self.bytes[t] for t in op.outputs) for op in problem.ops]
+        self.reuse = [op.reuse for op in problem.ops]
+        self.pinned = [t in problem.pinned for t in range(len(problem.tensors))]
+        self.evictable = self._evictable()
+        self.events: list[list[int]] = [[] for _ in problem.tensors]
+        self.items: list[list[int]] = [[] if op.optional else [i] for i, op in enumerate(problem.ops)]
+        self.slots_of: list[list[int]] = [[] for _ in problem.ops]
+        self.cost = 0
+        self.journal: list[tuple[int, int, int]] | None = None
+        self.total = np.zeros(n, dtype=np.int64)
+        self._relative = [0] * n
+        self._deferred: dict[int, None] | None = None
+        self._optional_slot: dict[int, int] = {}
+        self._replayers = _replayers(problem)
+        self._load_plain()
+        self.add_all(recomputes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the step, static bytes included."""
+        return self.problem.static_bytes + (max(0, int(self.total.max())) if len(self.total) else 0)
+
+    def recomputes(self) -> list[Recompute]:
+        """All recomputes, by slot, then by op."""
+        ops = self.problem.ops
+        return [(s, i) for s, items in enumerate(self.items) for i in items if i != s and not ops[i].optional]
+
+    def has(self, slot: int, op: int) -> bool:
+        """Whether `op` is recomputed right before `slot`."""
+        return slot in self.slots_of[op]
+
+    def schedule(self) -> Schedule:
+        """The schedule this state stands for."""
+        order = [i for items in self.items for i in items if not self.problem.ops[i].optional]
+        return with_frees(self.problem, order)
+
+    def add(self, slot: int, op: int) -> None:
+        """Recompute `op` right before `slot`."""
+        if self.journal is not None:
+            self.journal.append((1, slot, op))
+        insort(self.slots_of[op], slot)
+        self.cost += self.problem.ops[op].cost
+        self._place(slot, op, self.replays[op])
+        self._refresh_optional(op)
+
+    def add_all(self, recomputes: Iterable[Recompute]) -> None:
+        """Add many at once; slots are looked at again only at the end."""
+        self._deferred = {}
+        for slot, op in recomputes:
+            self.add(slot, op)
+        dirty, self._deferred = self._deferred, None
+        self._refresh_all(dirty)
+
+    def remove(self, slot: int, op: int) -> None:
+        """Take back `add(slot, op)`."""
+        if self.journal is not None:
+            self.journal.append((-1, slot, op))
+        self.slots_of[op].remove(slot)
+        self.cost -= self.problem.ops[op].cost
+        self._displace(slot, op, self.replays[op])
+        self._refresh_optional(op)
+
+    def rollback(self, mark: int = 0) -> None:
+        """Undo what the journal holds from `mark` on."""
+        journal, self.journal = self.journal or [], None
+        for sign, slot, op in reversed(journal[mark:]):
+            (self.remove if sign > 0 else self.add)(slot, op)
+        del journal[mark:]
+        self.journal = journal
+
+    def key(self, slot: int, op: int) -> int:
+        """The moment at which `op` runs in `slot`."""
+        return slot * self.stride + op
+
+    def around(self, tensor: int, key: int) -> tuple[int, int]:
+        """The tensor's last event before `key` and its first at or after it; -1 where there is none."""
+        events = self.events[tensor]
+        j = bisect_left(events, 2 * key)
+        return (events[j - 1] if j else -1), (events[j] if j < len(events) else -1)
+
+    def is_live(self, tensor: int, key: int) -> bool:
+        """Whether a recompute at `key` could read `tensor` without keeping it any longer than now."""
+        before, after = self.around(tensor, key)
+        return before >= 0 and (self.pinned[tensor] or (after >= 0 and not after & 1))
+
+    def peak_key(self) -> int:
+        """The moment of the peak."""
+        return self.worst_key(int(self.total.argmax()))
+
+    def worst_key(self, slot: int) -> int:
+        """The worst moment of `slot`."""
+        worst, at = -1, slot
+        for moment, op in self._walk(slot):
+            if moment > worst:
+                worst, at = moment, op
+        return self.key(slot, at)
+
+    def is_dead(self, slot: int, op: int) -> bool:
+        """Whether nothing reads what the recompute writes before it is written again or the step ends."""
+        key = self.key(slot, op)
+        for t in self.problem.ops[op].outputs:
+            after = self.around(t, key + 1)[1]
+            if after >= 0 and not after & 1:
+                return False
+        return True
+
+    def _evictable(self) -> list[int]:
+        """Tensors that may be dropped and recomputed, cheapest per byte first."""
+        ops, producer = self.problem.ops, self.problem.producer
+        allowed = [t for t, p in enumerate(producer) if ops[p].recomputable and not self.pinned[t] and self.bytes[t]]
+        if len(ops) <= LARGE:
+            return sorted(allowed, key=lambda t: (ops[producer[t]].cost / self.bytes[t], t))
+        # Equals are scattered over the step, else a look at the first few sees one corner of it only.
+        scatter = {t: t * 2654435761 % (1 << 32) for t in allowed}
+        return sorted(allowed, key=lambda t: (round(ops[producer[t]].cost / self.bytes[t], 2), scatter[t]))
+
+    def _load_plain(self) -> None:
+        for i, op in enumerate(self.problem.ops):
+            if op.optional:
+                continue
+            key = 2 * self.key(i, i)
+            for t in self.inputs[i]:
+                self.events[t].append(key)
+            for t in op.outputs:
+                self.events[t].append(key + 1)
+        for t, events in enumerate(self.events):
+            if events:
+                last = len(self.total) if self.pinned[t] else self._slot(events[-1]) + 1
+                self.total[self._slot(events[0]) + 1 : last] += self.bytes[t]
+        for slot in range(len(self.total)):
+            self._refresh(slot)
+
+    def _slot(self, event: int) -> int:
+        return (event >> 1) // self.stride
+
+    def _place(self, slot: int, op: int, reads: Sequence[int]) -> None:
+        insort(self.items[slot], op)
+        event = 2 * self.key(slot, op)
+        dirty = {slot: None}
+        for t in reads:
+            self._insert(t, event, dirty)
+        for t in self.problem.ops[op].outputs:
+            self._insert(t, event + 1, dirty)
+        self._refresh_all(dirty)
+
+    def _displace(self, slot: int, op: int, reads: Sequence[int]) -> None:
+        self.items[slot].remove(op)
+        event = 2 * self.key(slot, op)
+        dirty = {slot: None}
+        for t in reads:
+            self._delete(t, event, dirty)
+        for t in self.problem.ops[op].outputs:
+            self._delete(t, event + 1, dirty)
+        self._refresh_all(dirty)
+
+    def _insert(self, t: int, event: int, dirty: dict[int, None]) -> None:
+        events = self.events[t]
+        j = bisect_left(events, event)
+        self._shift(t, events, j, event, 1, dirty)
+        events.insert(j, event)
+
+    def _delete(self, t: int, event: int, dirty: dict[int, None]) -> None:
+        events = self.events[t]
+        j = bisect_left(events, event)
+        del events[j]
+        self._shift(t, events, j, event, -1, dirty)
+
+    def _shift(self, t: int, events: list[int], j: int, event: int, sign: int, dirty: dict[int, None]) -> None:
+        """Account for `event` coming (sign 1) between events j - 1 and j, or going (sign -1)."""
+        slot = self._slot(event)
+        if j == 0:
+            self._shift_first(t, events, slot, sign)
+            return
+        was_live = j < len(events) and not events[j] & 1
+        now_live = not event & 1
+        if was_live == now_live or self.pinned[t]:
+            return
+        before = self._slot(events[j - 1])
+        dirty[before] = None
+        delta = sign * self.bytes[t] * (1 if now_live else -1)
+        if delta and before < slot:
+            self.total[before + 1 : slot + 1] += delta
+
+    def _shift_first(self, t: int, events: list[int], slot: int, sign: int) -> None:
+        """A first event is the write of an optional op: the tensor comes to life with it."""
+        end = len(self.total) if self.pinned[t] else (self._slot(events[0]) + 1 if events else slot + 1)
+        self.total[slot + 1 : end] += sign * self.bytes[t]
+
+    def _refresh_all(self, slots: dict[int, None]) -> None:
+        if self._deferred is not None:
+            self._deferred.update(slots)
+            return
+        for slot in slots:
+            self._refresh(slot)
+
+    def _refresh(self, slot: int) -> None:
+        worst = max((moment for moment, _ in self._walk(slot)), default=0)
+        if worst != self._relative[slot]:
+            self.total[slot] += worst - self._relative[slot]
+            self._relative[slot] = worst
+
+    def _walk(self, slot: int) -> list[tuple[int, int]]:
+        """(moment, op) of each run in the slot, in bytes above what is live when the slot begins."""
+        items = self.items[slot]
+        if len(items) == 1:
+            return [(self._needs(2 * self.key(slot, items[0]), items[0]), items[0])]
+        moments = []
+        current = 0
+        for i in items:
+            event = 2 * self.key(slot, i)
+            moments.append((current + self._needs(event, i), i))
+            current += self._change(event, i, slot)
+        return moments
+
+    def _needs(self, event: int, op: int) -> int:
+        """Bytes that a run allocates: an in-place op takes over the input that it is the last to read."""
+        t = self.reuse[op]
+        if t is None or self.pinned[t]:
+            return self.alloc[op]
+        written = self.problem.ops[op].outputs[0]
+        if self.pinned[written] and self.events[written][0] < event:
+            return self.alloc[op]
+        events = self.events[t]
+        j = bisect_left(events, event)
+        last = j + 1 == len(events) or events[j + 1] & 1
+        return self.alloc[op] - (self.bytes[t] if last else 0)
+
+    def _change(self, event: int, op: int, slot: int) -> int:
+        """Bytes that become resident by running `op`, less those that its last reads set free."""
+        change = 0
+        for t in self.problem.ops[op].outputs:
+            events = self.events[t]
+            j = bisect_left(events, event + 1)
+            if self.pinned[t]:
+                change += self.bytes[t] if j == 0 else 0
+            elif j + 1 < len(events) and not events[j + 1] & 1:
+                change += self.bytes[t]
+        for t in self.inputs[op] if op == slot else self.replays[op]:
+            events = self.events[t]
+            j = bisect_left(events, event)
+            if not self.pinned[t] and (j + 1 == len(events) or events[j + 1] & 1):
+                change -= self.bytes[t]
+        return change
+
+    def _refresh_optional(self, op: int) -> None:
+        """Put the optional ops that `op` replays right before the first op that is recomputed, or leave them out."""
+        for t in self.problem.ops[op].replay_inputs:
+            p = self.problem.producer[t]
+            if not self.problem.ops[p].optional:
+                continue
+            wanted = next((i for i in self._replayers[p] if self.slots_of[i]), -1)
+            current = self._optional_slot.get(p, -1)
+            if wanted == current:
+                continue
+            if current >= 0:
+                self._displace(current, p, ())
+            if wanted >= 0:
+                self._place(wanted, p, ())
+            self._optional_slot[p] = wanted
+
+
+def _replayers(problem: Problem) -> dict[int, list[int]]:
+    result: dict[int, list[int]] = {}
+    for i, op in enumerate(problem.ops):
+        for t in op.replay_inputs:
+            result.setdefault(problem.producer[t], []).append(i)
+    return result
+
+
+def recomputes_of(problem: Problem, schedule: Schedule) -> list[Recompute]:
+    """The recomputes of a schedule; runs of one op repeated inside a slot are merged."""
+    found: dict[Recompute, None] = {}
+    pending: list[int] = []
+    done: set[int] = set()
+    for i in computes(schedule):
+        if problem.ops[i].optional:
+            continue
+        if i in done:
+            pending.append(i)
+            continue
+        done.add(i)
+        found.update(((i, j), None) for j in pending)
+        pending = []
+    return sorted(found)

@@ -1,0 +1,279 @@
+"""The integer program over stages: a relaxation that every schedule of the problem satisfies.
+
+The required ops of the step, in order, are its slots; a recompute in slot s runs after slot s - 1 and before op s.
+The forward is stage 0. The backward is cut into stages 1..K by their *end slots*, which are chosen where memory is
+tightest: at an end slot everything that the stage recomputed has already run, so what the next stage finds
+resident is surely live, and the peak row of that slot is exact but for what dies in the stage.
+
+Variables
+    R[i, k]  op i is recomputed at least once in stage k                                 (binary)
+    A[t, k]  tensor t is resident when stage k begins                                    (binary)
+    H[t, k]  t is held through the whole of stage k                                      (in [0, 1])
+  for forward ops that may be recomputed and for their outputs, where a later read can still profit from it.
+
+Objective
+    minimise sum cost[i] * R[i, k]
+
+Constraints
+    1. need     A[t, k] + R[prod(t), k] >= 1           a required op of stage k reads t        (`_need`)
+    2. closure  A[t, k] + R[prod(t), k] >= R[i, k]     i reads t, k >= 1                       (`_closure`)
+    3. keep     A[t, k+1] <= H[t, k] + R[prod(t), k],  H[t, k] <= A[t, k]                      (`_keep`)
+    4. peak     at each slot s, bytes surely live <= budget; added only where violated         (`peak_row`)
+                  - what s reads and writes, its workspace, outputs of the step, backward tensors
+                  - t is read later in the stage:       bytes[t] * (1 - R[prod(t), k])
+                  - else, at the end slot of a stage:   bytes[t] * A[t, k+1]
+                  - else:                               bytes[t] * H[t, k]
+                  - in the forward:                     bytes[t] * (A[t, 1] - R[prod(t), 0])
+
+Each row holds for the indicators of *any* schedule that runs the required ops in this order, however often and
+wherever it recomputes: 1-3 say that what is read was resident or written again, 4 counts a tensor only when it
+cannot have been dropped. So the optimum, and any dual bound, bounds the added cost of all schedules from below.
+The converse is false - inside a stage the relaxation may place a recompute both before and after a slot - so a
+solution becomes a schedule through `to_live` and is judged by the simulator. More end slots make the relaxation
+tighter and slower.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pulp
+
+from .live import Live
+from .problem import Problem
+
+COEFFICIENT_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """sum(coefficient * variable) <= limit, in bytes."""
+
+    terms: tuple[tuple[pulp.LpVariable, int], ...]
+    limit: int
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What recomputing can still be good for.
+
+    Attributes:
+        last_use: for each tensor the last slot that can profit from it, through recomputes too; -1 for none.
+        useful: for each op whether recomputing it in the backward can be of use.
+    """
+
+    last_use: tuple[int, ...]
+    useful: tuple[bool, ...]
+
+
+def reach(problem: Problem) -> Reach:
+    """Propagate the backward's reads through the forward ops that may be recomputed."""
+    last = [-1] * len(problem.tensors)
+    useful = [False] * len(problem.ops)
+    for i in range(len(problem.ops) - 1, -1, -1):
+        op = problem.ops[i]
+        latest = i if i >= problem.num_forward else max((last[t] for t in op.outputs), default=-1)
+        useful[i] = i < problem.num_forward and op.recomputable and latest >= problem.num_forward
+        if useful[i] or i >= problem.num_forward:
+            for t in op.inputs:
+                last[t] = max(last[t], latest)
+    return Reach(tuple(last), tuple(useful))
+
+
+class StagedModel:
+    """The program for one choice of end slots. `program` is the PuLP problem; peak rows are added by the caller."""
+
+    def __init__(self, problem: Problem, budget_bytes: int, ends: tuple[int, ...]) -> None:
+        self.problem = problem
+        self.budget_bytes = budget_bytes
+        self.ends = (problem.num_forward - 1, *ends)
+        self.reach = reach(problem)
+        self.stage = [bisect_left(self.ends, s) for s in range(len(problem.ops))]
+        self.R: dict[tuple[int, int], pulp.LpVariable] = {}
+        self.A: dict[tuple[int, int], pulp.LpVariable] = {}
+        self.H: dict[tuple[int, int], pulp.LpVariable] = {}
+        self.decided = [self._is_decided(t) for t in range(len(problem.tensors))]
+        self.cost_unit = max(1, -(-max((op.cost for op in problem.ops), default=1) // COEFFICIENT_LIMIT))
+        self.program = pulp.LpProblem("recompute", pulp.LpMinimize)
+        self._variables()
+        self._need()
+        self._keep()
+        self._closure()
+
+    @cached_property
+    def fixed_bytes(self) -> list[int]:
+        """For each slot, bytes that every schedule holds at it: all but the decided tensors it does not read."""
+        problem = self.problem
+        sizes = np.array([t.bytes for t in problem.tensors], dtype=np.int64)
+        fixed = np.full(len(problem.ops), problem.static_bytes, dtype=np.int64)
+        for t, p in enumerate(problem.producer):
+            if self.decided[t] or problem.ops[p].optional:
+                continue
+            end = len(problem.ops) if t in problem.pinned else max(problem.readers[t], default=p) + 1
+            fixed[p + 1 : end] += sizes[t]
+        for s, op in enumerate(problem.ops):
+            fixed[s] += op.workspace + sum(int(sizes[t]) for t in op.outputs)
+            fixed[s] += sum(int(sizes[t]) for t in dict.fromkeys(op.inputs) if self.decided[t])
+            fixed[s] -= 0 if op.reuse is None else int(sizes[op.reuse])
+        return [int(b) for b in fixed]
+
+    def peak_row(self, slot: int) -> Row:
+        """Constraint 4 at one slot."""
+        problem, k = self.problem, self.stage[slot]
+        touched = {*problem.ops[slot].inputs, *problem.ops[slot].outputs}
+        constant = self.fixed_bytes[slot]
+        terms: list[tuple[pulp.LpVariable, int]] = []
+        for t in self._decided_tensors:
+            p, size = problem.producer[t], problem.tensors[t].bytes
+            if p >= slot or t in touched or not size:
+                continue
+            if self._is_read_later(t, slot):
+                constant += size
+                terms.append((self.R[p, k], -size))
+            elif k == 0 and (t, 1) in self.A:
+                terms += [(self.A[t, 1], size), (self.R[p, 0], -size)]
+            elif k and slot == self.ends[k] and (t, k + 1) in self.A:
+                terms.append((self.A[t, k + 1], size))
+            elif k and slot != self.ends[k] and (t, k) in self.H:
+                terms.append((self.H[t, k], size))
+        return Row(tuple(terms), self.budget_bytes - constant)
+
+    def surely_live(self, values: np.ndarray) -> np.ndarray:
+        """The left-hand sides of all peak rows at once, constants included; `values` go by `LpVariable.index`."""
+        change = np.zeros(len(self.problem.ops) + 1)
+
+        def hold(first: int, stop: int, held: float) -> None:
+            if first < stop and held:
+                change[first] += held
+                change[stop] -= held
+
+        for t in self._decided_tensors:
+            p, size = self.problem.producer[t], self.problem.tensors[t].bytes
+            if not size:
+                continue
+            for k in range(self._last_stage(t) + 1):
+                first, end = (p + 1 if k == 0 else self.ends[k - 1] + 1), self.ends[k]
+                readers = [r for r in self.problem.readers[t] if first <= r <= end]
+                last = readers[-1] if readers else first - 1
+                again = values[self.R[p, k].index]
+                hold(first, last, size * (1 - again))
+                for r in readers[:-1]:
+                    hold(r, r + 1, -size * (1 - again))
+                following = values[self.A[t, k + 1].index] if (t, k + 1) in self.A else 0.0
+                if k == 0:
+                    hold(last + 1, end + 1, size * (following - again) if (t, 1) in self.A else 0.0)
+                    continue
+                hold(last + 1, end, size * values[self.H[t, k].index] if (t, k) in self.H else 0.0)
+                hold(max(last + 1, end), end + 1, size * following)
+        held: np.ndarray = np.cumsum(change[:-1]) + np.array(self.fixed_bytes)
+        return held
+
+    def scaled(self, row: Row) -> tuple[list[tuple[pulp.LpVariable, int]], int]:
+        """The row in units that keep coefficients small, rounded so that it stays valid: sizes down, budget up."""
+        largest = max((abs(c) for _, c in row.terms), default=1)
+        unit = max(1, -(-largest // COEFFICIENT_LIMIT))
+        # A negative coefficient belongs to a size that was also added to the constant, so it is rounded down too.
+        return [(v, c // unit) for v, c in row.terms], -(-row.limit // unit)
+
+    def to_live(self, values: dict[str, float]) -> Live:
+        """The recomputes of a solution, each right before its first reader of the stage."""
+        live = Live(self.problem)
+        slots = [i for i in self.problem.required() if i >= self.problem.num_forward]
+        for k in range(1, len(self.ends)):
+            inside = [s for s in slots if self.stage[s] == k]
+            chosen = [i for i in self._ops if (i, k) in self.R and values[self.R[i, k].name] > 0.5]
+            place: dict[int, int] = {}
+            for i in reversed(chosen):
+                readers = [r for t in self.problem.ops[i].outputs for r in self.problem.readers[t]]
+                at = [r for r in readers if self.stage[r] == k and r >= self.problem.num_forward]
+                at += [place[r] for r in readers if r in place]
+                place[i] = min(at, default=inside[-1])
+            live.add_all((s, i) for i, s in sorted(place.items()))
+        return live
+
+    def values_of(self, live: Live) -> dict[str, float]:
+        """The indicators of a plan: what it recomputes in which stage, and what it finds resident."""
+        values: dict[str, float] = {v.name: 0.0 for group in (self.R, self.A, self.H) for v in group.values()}
+        for slot, i in live.recomputes():
+            variable = self.R.get((i, self.stage[slot]))
+            if variable is not None:
+                values[variable.name] = 1.0
+        for (t, k), variable in self.A.items():
+            # The stage begins after the previous end slot, before anything of the next one.
+            values[variable.name] = float(live.is_live(t, live.key(self.ends[k - 1] + 1, 0)))
+        for (t, k), variable in self.H.items():
+            following = values[self.A[t, k + 1].name] - values[self.R[self.problem.producer[t], k].name]
+            values[variable.name] = max(0.0, following)
+        return values
+
+    @cached_property
+    def _ops(self) -> list[int]:
+        return [i for i in self.problem.forward if self.problem.ops[i].recomputable]
+
+    @cached_property
+    def _decided_tensors(self) -> list[int]:
+        return [t for t, decided in enumerate(self.decided) if decided]
+
+    def _is_decided(self, t: int) -> bool:
+        p = self.problem.producer[t]
+        return p < self.problem.num_forward and self.problem.ops[p].recomputable and t not in self.problem.pinned
+
+    def _is_read_later(self, t: int, slot: int) -> bool:
+        readers = self.problem.readers[t]
+        j = bisect_left(readers, slot + 1)
+        return j < len(readers) and self.stage[readers[j]] == self.stage[slot]
+
+    def _last_stage(self, t: int) -> int:
+        last = self.reach.last_use[t]
+        return self.stage[last] if last >= self.problem.num_forward else 0
+
+    def _variables(self) -> None:
+        for i in self._ops:
+            last = max((self._last_stage(t) for t in self.problem.ops[i].outputs), default=0)
+            for k in range(last + 1 if self.reach.useful[i] else 1):
+                self.R[i, k] = pulp.LpVariable(f"R{i}_{k}", 0, 1, pulp.LpInteger)
+        for t in self._decided_tensors:
+            last = self._last_stage(t)
+            for k in range(1, last + 1):
+                self.A[t, k] = pulp.LpVariable(f"A{t}_{k}", 0, 1, pulp.LpInteger)
+                if k < last:
+                    self.H[t, k] = pulp.LpVariable(f"H{t}_{k}", 0, 1)
+        costs = {v: self.problem.ops[i].cost // self.cost_unit for (i, _), v in self.R.items()}
+        self.program.setObjective(pulp.LpAffineExpression(costs))
+
+    def _add(self, terms: dict[pulp.LpVariable, int], sense: int, right: int) -> None:
+        self.program.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, rhs=right))
+
+    def _need(self) -> None:
+        for t in self._decided_tensors:
+            p = self.problem.producer[t]
+            for k in dict.fromkeys(self.stage[r] for r in self.problem.readers[t] if r >= self.problem.num_forward):
+                self._add({self.A[t, k]: 1, self.R[p, k]: 1}, pulp.LpConstraintGE, 1)
+
+    def _keep(self) -> None:
+        for (t, k), held in self.H.items():
+            recomputed = self.R[self.problem.producer[t], k]
+            self._add({self.A[t, k + 1]: 1, held: -1, recomputed: -1}, pulp.LpConstraintLE, 0)
+            self._add({held: 1, self.A[t, k]: -1}, pulp.LpConstraintLE, 0)
+
+    def _closure(self) -> None:
+        for (i, k), recomputed in self.R.items():
+            for t in dict.fromkeys(self.problem.ops[i].inputs) if k else ():
+                if self.decided[t]:
+                    terms = {self.A[t, k]: 1, self.R[self.problem.producer[t], k]: 1, recomputed: -1}
+                    self._add(terms, pulp.LpConstraintGE, 0)
+
+
+def first_ends(problem: Problem, count: int) -> tuple[int, ...]:
+    """The slot of each of `count` equal windows of the backward at which most bytes are needed whatever is kept."""
+    fixed = StagedModel(problem, 0, (len(problem.ops) - 1,)).fixed_bytes
+    first, last = problem.num_forward, len(problem.ops) - 1
+    total = last + 1 - first
+    ends = []
+    for j in range(min(count, total)):
+        window = range(first + total * j // count, first + total * (j + 1) // count)
+        ends.append(max((s for s in window if not problem.ops[s].optional), key=lambda s: fixed[s], default=last))
+    return tuple(sorted({*ends, last}))

@@ -448,6 +448,7 @@ def _drop_running_statistics(graph: fx.Graph) -> None:
 
 def _fake_inputs(tensors: list[torch.Tensor], device: torch.device | None) -> list[torch.Tensor]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # a cached answer forgets that two results are one tensor (the LSTM's bias gradients)
     fakes = []
     for tensor in tensors:
         if tensor.device.type == "meta":
@@ -534,7 +535,8 @@ def _check_tensors(model: nn.Module, before: list[_Attributes], error: CaptureEr
         for name in attributes.changed_tensors():
             raise Unsupported(
                 "in-place change of a tensor that is no buffer", f"self.{path}{name}",
-                "a plan would take it as constant", "Register it: self.register_buffer(name, tensor, persistent=False).",
+                "a plan would take it as constant",
+                "Register it: self.register_buffer(name, tensor, persistent=False).",
             ) from error  # fmt: skip
 
 

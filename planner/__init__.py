@@ -6,13 +6,16 @@ from solvers.errors import BudgetError, PlannerError, SolverUnavailable
 
 from .api import auto_checkpoint, minimum_budget
 from .errors import PlanFileError
+from .frontier import Frontier, MaxBatch, frontier, max_batch
 from .plan import Plan
 
 __all__ = [
     "BackwardTwice",
     "BudgetError",
     "CaptureError",
+    "Frontier",
     "InputMismatch",
+    "MaxBatch",
     "Plan",
     "PlanFileError",
     "PlannerError",
@@ -20,6 +23,8 @@ __all__ = [
     "Unsupported",
     "VerificationError",
     "auto_checkpoint",
+    "frontier",
+    "max_batch",
     "minimum_budget",
 ]
 __version__ = "0.1.0"

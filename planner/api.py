@@ -36,6 +36,7 @@ def auto_checkpoint(
     gap: float = 0.01,
     progress: bool | None = None,
     on_new_shape: OnNewShape = "replan",
+    keep_outputs: bool = True,
 ) -> Plan:
     """Plan a training step of `model` that stays under `budget_mb`, at the lowest recompute cost found.
 
@@ -55,6 +56,9 @@ def auto_checkpoint(
         time_limit: seconds the solver may take.
         gap: stop when recompute is proved to be within this share of the step's cost of the optimum.
         progress: show progress; None shows it on a terminal and in notebooks.
+        keep_outputs: count what the model returns besides its loss (logits, ...) as alive through the backward. False
+            plans for `loss = module(**batch).loss`, where nobody holds it: less recompute, but holding it then
+            exceeds the budget by its size.
         on_new_shape: what a call with other shapes does: "replan" (and cache), "eager", or "error".
 
     Raises:
@@ -62,17 +66,17 @@ def auto_checkpoint(
         CaptureError, Unsupported: the model cannot be planned; says where and what to do.
         SolverUnavailable: `solver` is unknown or not installed.
     """
+    _check_model(model)
     get_solver(solver)
     options = Options(
         budget_bytes=None, reserve_bytes=0, solver=solver, cost=cost, loss_fn=loss_fn, time_limit=time_limit, gap=gap,
-        progress=progress, on_new_shape=on_new_shape,
+        progress=progress, on_new_shape=on_new_shape, keep_outputs=keep_outputs,
     )  # fmt: skip
     check_options(options)
     budget_bytes = budget_to_bytes(budget_mb, model_device(model))
     reserve_bytes = reserve_to_bytes(reserve_mb) + optimizer_state_bytes(optimizer, model)
     options = replace(options, budget_bytes=budget_bytes, reserve_bytes=reserve_bytes)
     bound = _bind(model, sample, loss_fn)
-    refuse(model)
     planned = plan_step(model, bound, options)
     return make_plan(model, bound, planned, options)
 
@@ -80,8 +84,9 @@ def auto_checkpoint(
 def make_plan(model: nn.Module, bound: dict[str, Any], planned: Planned, options: Options) -> Plan:
     """Wrap a planned step as a `Plan` with its drop-in module."""
 
-    def replan(call: Any, differentiated: tuple[str, ...] | None) -> Planned:
-        return plan_step(module._plan_model, call, replace(options, differentiated=differentiated, progress=False))
+    def replan(instance: nn.Module, call: Any, differentiated: tuple[str, ...] | None) -> Planned:
+        _check_model(instance)
+        return plan_step(instance, call, replace(options, differentiated=differentiated, progress=False))
 
     module = PlannedModule(model, planned, bound, replan, options.loss_fn, options.on_new_shape)
     return Plan(module, options.budget_bytes, planned, options.cost_name)
@@ -98,16 +103,21 @@ def minimum_budget(
     """`(minimum_mb, floor_mb)`: the smallest budget known to work, and the proved floor below which none does."""
     from solvers import minimum_budget as solve_minimum
 
+    _check_model(model)
     options = Options(None, 0, "auto", "roofline", loss_fn, time_limit, 0.01, progress)
-    refuse(model)
+    check_options(options)
     prepared = prepare(model, _bind(model, sample, loss_fn), options, Progress(progress))
     minimum = solve_minimum(prepared.lowered.problem, time_limit=time_limit)
     return minimum.minimum_bytes / MIB, minimum.floor_bytes / MIB
 
 
-def _bind(model: nn.Module, sample: Any, loss_fn: Callable[..., Any] | None) -> dict[str, Any]:
+def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise PlannerError(f"model is a {type(model).__name__}: pass a torch.nn.Module.")
+    refuse(model)
+
+
+def _bind(model: nn.Module, sample: Any, loss_fn: Callable[..., Any] | None) -> dict[str, Any]:
     try:
         return bind_sample(model, sample, loss_fn)
     except TypeError as error:

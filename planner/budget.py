@@ -10,6 +10,7 @@ from torch import nn
 
 from solvers.errors import MIB, BudgetError
 
+LARGEST_MB = float(1 << 43)  # above any machine's, and exact in a float
 ACCEPTED = "budget_mb takes a positive number of MiB (an int or a float), or None"
 
 
@@ -27,14 +28,14 @@ def budget_to_bytes(budget_mb: Any, device: torch.device) -> int | None:
         return int(free) + int(cached) + int(torch.cuda.memory_allocated(device))
     if isinstance(budget_mb, bool) or not isinstance(budget_mb, (int, float)):
         raise BudgetError(f"budget_mb={budget_mb!r} is no number of MiB: {ACCEPTED}. Write 12 GiB as 12 * 1024.")
-    if math.isnan(budget_mb) or math.isinf(budget_mb) or budget_mb <= 0:
+    if not 0 < budget_mb <= LARGEST_MB:
         raise BudgetError(f"budget_mb={budget_mb!r} is no usable budget: {ACCEPTED}.")
     return int(budget_mb * MIB)
 
 
 def reserve_to_bytes(reserve_mb: Any) -> int:
     """`reserve_mb` in bytes, rounded up."""
-    if isinstance(reserve_mb, bool) or not isinstance(reserve_mb, (int, float)) or not 0 <= reserve_mb < math.inf:
+    if isinstance(reserve_mb, bool) or not isinstance(reserve_mb, (int, float)) or not 0 <= reserve_mb <= LARGEST_MB:
         raise BudgetError(f"reserve_mb={reserve_mb!r} is no number of MiB: it takes a number that is not negative.")
     return math.ceil(reserve_mb * MIB)
 
@@ -65,11 +66,13 @@ def _factory(optimizer: Any) -> Any:
     if isinstance(optimizer, torch.optim.Optimizer):
         defaults = {k: v for k, v in optimizer.defaults.items() if k not in ("differentiable",)}
 
+        kind: Any = type(optimizer)
+
         def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             try:
-                return type(optimizer)(parameters, **defaults)  # type: ignore[arg-type]
+                return kind(parameters, **defaults)
             except TypeError:
-                return type(optimizer)(parameters)  # type: ignore[call-arg,arg-type]
+                return kind(parameters)
 
         return make
     if not callable(optimizer):

@@ -26,6 +26,7 @@ class Options:
     progress: bool | None
     on_new_shape: OnNewShape = "replan"
     differentiated: tuple[str, ...] | None = None
+    keep_outputs: bool = True
 
     @property
     def cost_function(self) -> Callable[[OpProfile], float]:
@@ -42,7 +43,11 @@ def check_options(options: Options) -> None:
         raise PlannerError(f"cost={options.cost!r} is unknown: it takes one of {', '.join(COSTS)}, or a callable.")
     if options.on_new_shape not in ("replan", "eager", "error"):
         raise PlannerError(f"on_new_shape={options.on_new_shape!r} is unknown: it takes 'replan', 'eager' or 'error'.")
-    if not options.time_limit > 0:
+    if not _is_number(options.time_limit) or not options.time_limit > 0:
         raise PlannerError(f"time_limit={options.time_limit!r} must be a positive number of seconds.")
-    if not 0 <= options.gap:
+    if not _is_number(options.gap) or not options.gap >= 0:
         raise PlannerError(f"gap={options.gap!r} must not be negative: it is a share of the plain step's cost.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -36,6 +36,7 @@ class Prepared:
     lowered: Lowered
     device: torch.device
     baseline_peak_bytes: int
+    keep_outputs: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,11 @@ def prepare(model: nn.Module, bound: Mapping[str, Any], options: Options, progre
             traced.graph_module.graph, measure=real, timed=real and options.cost == "measured", progress=progress.each
         )
         lowered = lower(
-            traced, aliases, profiles, options.cost_function, device=device, reserve_bytes=options.reserve_bytes
-        )
+            traced, aliases, profiles, options.cost_function, device=device, reserve_bytes=options.reserve_bytes,
+            keep_outputs=options.keep_outputs,
+        )  # fmt: skip
         plain = simulate(lowered.problem, with_frees(lowered.problem, plain_order(lowered.problem)))
-    return Prepared(traced, aliases, profiles, lowered, device, plain.peak_bytes)
+    return Prepared(traced, aliases, profiles, lowered, device, plain.peak_bytes, options.keep_outputs)
 
 
 def emit(prepared: Prepared, solution: Solution, progress: Progress) -> Planned:
@@ -108,6 +110,7 @@ def make_step(prepared: Prepared, rewritten: Rewritten) -> Step:
         tangent_strides=tuple(tuple(t.meta["val"].stride()) for t in tangents),
         keep_primals=stateful_primals(traced),
         rng_devices=_rng_devices(traced),
+        hold_outputs=prepared.keep_outputs,
     )
 
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 from torch import nn
@@ -20,6 +20,10 @@ from solvers.schedule import Schedule, computes
 from .module import PlannedModule
 from .pipeline import Planned
 from .timeline import Timeline, timeline
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -91,7 +95,7 @@ class Plan:
     @property
     def notes(self) -> tuple[str, ...]:
         """Fallbacks taken and limits hit."""
-        return self.planned.solution.notes
+        return (*self.planned.prepared.traced.notes, *self.planned.solution.notes)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -149,6 +153,60 @@ class Plan:
     def __repr__(self) -> str:
         return describe(self)
 
+    def __str__(self) -> str:
+        from .text import to_text
+
+        return to_text(self)
+
+    # See ----------------------------------------------------------------------------------------------------------
+
+    def _repr_html_(self) -> str:
+        from .html import repr_html
+
+        return repr_html(self)
+
+    def plot(self, width: float = 9.0, height: float = 4.6) -> Figure:
+        """The memory curve of the step, plain against planned, as a matplotlib figure (inches)."""
+        from .plots import plot
+
+        return plot(self, width, height)
+
+    def plot_graph(self, module: str | None = None) -> Figure:
+        """The module tree, or one block's ops as a graph, saved and recomputed coloured."""
+        from .plots import plot_graph
+
+        return plot_graph(self, module)
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """DataFrames `modules`, `ops` and `peak`."""
+        from .tables import tables
+
+        return tables(self)
+
+    def table_by_module(self, depth: int | None = None) -> pd.DataFrame:
+        """Bytes saved, bytes dropped and recompute cost by module path, down to `depth`."""
+        from .tables import table_by_module
+
+        return table_by_module(self, depth)
+
+    def table_by_op(self) -> pd.DataFrame:
+        """The same, and more, by op."""
+        from .tables import table_by_op
+
+        return table_by_op(self)
+
+    def explain(self, name: str = "") -> str:
+        """Why the tensors of a module (or op) are saved or recomputed, and what binds at the peak."""
+        from .explain import explain
+
+        return explain(self, name)
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write one self-contained HTML page that opens offline, with hover and zoom on the memory curve."""
+        from .report import report
+
+        return report(self, path)
+
     # Keep ---------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -169,6 +227,14 @@ class Plan:
         from .planfile import load
 
         return load(path, model, sample, **options)
+
+    # Ship ---------------------------------------------------------------------------------------------------------
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Write the planned step as a folder that runs with torch and safetensors alone (`planner.export`)."""
+        from .export import export
+
+        return export(self, path)
 
 
 def describe(plan: Plan) -> str:

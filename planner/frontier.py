@@ -1,0 +1,210 @@
+"""What memory costs: the cheapest plan for each of a range of budgets, and the largest batch under one budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from solvers.errors import MIB, BudgetError, PlannerError
+
+from .budget import budget_to_bytes
+from .pipeline import model_device
+from .plan import Plan
+from .study import Study, study
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best plan found for one budget.
+
+    Attributes:
+        budget_bytes, peak_bytes: asked and reached.
+        overhead, bound: recompute over the plain step's cost, and the proved lower bound on it or None.
+        status, solver: how sure it is, and who found it.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    overhead: float
+    bound: float | None
+    status: str
+    solver: str
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Recompute against memory, from the smallest budget known to work to the plain peak.
+
+    Attributes:
+        points: by budget, ascending; the overhead never rises with the budget.
+        plain_peak_bytes, minimum_bytes, floor_bytes: no recompute; smallest known to work; proved floor.
+        cost_name: what recompute is measured in.
+    """
+
+    points: tuple[Point, ...]
+    plain_peak_bytes: int
+    minimum_bytes: int
+    floor_bytes: int
+    cost_name: str
+
+    def table(self) -> pd.DataFrame:
+        """A row per budget."""
+        import pandas as pd
+
+        return pd.DataFrame([
+            {"budget_mib": p.budget_bytes / MIB, "share_of_plain": p.budget_bytes / self.plain_peak_bytes,
+             "peak_mib": p.peak_bytes / MIB, "overhead": p.overhead, "bound": p.bound, "status": p.status,
+             "solver": p.solver}
+            for p in self.points
+        ])  # fmt: skip
+
+    def plot(self, width: float = 7.0, height: float = 4.2) -> Figure:
+        """Recompute over memory as a matplotlib figure, the proved bounds beneath it. Sizes in inches."""
+        from .plots import plot_frontier
+
+        return plot_frontier(self, width, height)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "plain_peak_bytes": self.plain_peak_bytes, "minimum_bytes": self.minimum_bytes,
+            "floor_bytes": self.floor_bytes, "cost": self.cost_name, "points": [vars(p) for p in self.points],
+        }  # fmt: skip
+
+
+def frontier(model: nn.Module, sample: Any, points: int = 20, **options: Any) -> Frontier:
+    """Capture and profile once, then solve for `points` budgets from the minimum to the plain peak.
+
+    `options` are `solver`, `cost`, `loss_fn`, `time_limit` (seconds per budget), `gap`, `progress`, as in
+    `auto_checkpoint`.
+
+    Raises:
+        PlannerError: `points` is below 2, or the model cannot be planned.
+    """
+    if isinstance(points, bool) or not isinstance(points, int) or points < 2:
+        raise PlannerError(f"points={points!r}: a frontier takes a whole number of at least 2 budgets.")
+    return frontier_of(study(model, sample, **options), points)
+
+
+def frontier_of(studied: Study, points: int = 20) -> Frontier:
+    """`frontier` of a step that is captured already."""
+    minimum = studied.minimum()
+    low, high = minimum.minimum_bytes, studied.plain_peak_bytes
+    budgets = sorted({low + (high - low) * i // (points - 1) for i in range(points)})
+    found: list[Point] = []
+    for budget in studied.progress.each(budgets, "frontier"):
+        point = _point(studied, budget)
+        if point is not None:
+            found.append(_never_worse(found, point))
+    return Frontier(tuple(found), high, low, minimum.floor_bytes, studied.options.cost_name)
+
+
+def _point(studied: Study, budget: int) -> Point | None:
+    """None where this solver, not the best one, finds nothing that fits."""
+    problem = studied.problem
+    try:
+        s = studied.solve(budget)
+    except BudgetError:
+        return None
+    bound = None if s.bound is None else problem.overhead(s.bound)
+    return Point(budget, s.peak_bytes, problem.overhead(s.added_cost), bound, s.status.value, s.solver)
+
+
+def _never_worse(found: list[Point], point: Point) -> Point:
+    """A smaller budget's plan fits a larger one too."""
+    best = min((p for p in found if p.overhead < point.overhead), key=lambda p: p.overhead, default=None)
+    if best is None:
+        return point
+    return Point(point.budget_bytes, best.peak_bytes, best.overhead, point.bound, "feasible", best.solver)
+
+
+@dataclass(frozen=True)
+class MaxBatch:
+    """The largest batch whose plan fits.
+
+    Attributes:
+        batch: its size.
+        plan: its plan.
+        plain_batch: the largest that fits without recompute, of those tried; 0 if none did.
+        tried: every batch size tried, with whether it fits.
+    """
+
+    batch: int
+    plan: Plan
+    plain_batch: int
+    tried: tuple[tuple[int, bool], ...]
+
+
+def max_batch(
+    model: nn.Module,
+    make_sample: Callable[[int], Any],
+    budget_mb: float | None,
+    *,
+    limit: int = 1 << 16,
+    **options: Any,
+) -> MaxBatch:
+    """The largest batch whose planned step stays under `budget_mb`: doubling, then bisection.
+
+    Args:
+        make_sample: batch size -> sample, as `auto_checkpoint` takes it.
+        budget_mb: MiB; None takes the free memory of a CUDA device.
+        limit: largest batch to try.
+        options: those of `frontier`, but for `points`.
+
+    Raises:
+        BudgetError: not even a batch of one fits; carries the minimum.
+    """
+    budget = budget_to_bytes(budget_mb, model_device(model))
+    if budget is None:
+        raise BudgetError("budget_mb=None has no meaning on the CPU here: give the MiB that the step may take.")
+    search = _Search(model, make_sample, budget, options)
+    low, high = 1, 2
+    search.fits(1, must=True)
+    while high <= limit and search.fits(high):
+        low, high = high, high * 2
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if search.fits(middle) else (low, middle)
+    return MaxBatch(low, search.plans[low].plan(budget), search.plain, tuple(sorted(search.tried.items())))
+
+
+class _Search:
+    def __init__(
+        self, model: nn.Module, make_sample: Callable[[int], Any], budget: int, options: dict[str, Any]
+    ) -> None:
+        self.model, self.make_sample, self.budget, self.options = model, make_sample, budget, options
+        self.tried: dict[int, bool] = {}
+        self.plans: dict[int, Study] = {}
+        self.plain = 0
+
+    def fits(self, batch: int, *, must: bool = False) -> bool:
+        studied = study(self.model, self.make_sample(batch), **self.options)
+        self.tried[batch] = studied.plain_peak_bytes <= self.budget
+        if self.tried[batch]:
+            self.plain = max(self.plain, batch)
+        else:
+            self.tried[batch] = self._solves(studied, must)
+        if self.tried[batch]:
+            self.plans = {batch: studied}
+        return self.tried[batch]
+
+    def _solves(self, studied: Study, must: bool) -> bool:
+        """Whether the smallest peak found fits; which plan is cheapest is not asked yet."""
+        minimum = studied.minimum()
+        if minimum.minimum_bytes <= self.budget:
+            return True
+        if must:
+            sizes = [f"{size / MIB:,.1f} MiB" for size in (self.budget, minimum.minimum_bytes, minimum.floor_bytes)]
+            raise BudgetError(
+                f"not even a batch of one fits into {sizes[0]}: it takes {sizes[1]}, none below {sizes[2]} can work.",
+                budget_bytes=self.budget, minimum_bytes=minimum.minimum_bytes, floor_bytes=minimum.floor_bytes,
+            )  # fmt: skip
+        return False

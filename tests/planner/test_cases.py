@@ -1,0 +1,813 @@
+"""The case table of the promises: each row, with the message that a user would read."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from passes.runtime import DoubleBackward
+from planner import (
+    BackwardTwice,
+    BudgetError,
+    CaptureError,
+    InputMismatch,
+    PlannerError,
+    SolverUnavailable,
+    Unsupported,
+    auto_checkpoint,
+    minimum_budget,
+)
+from tests.planner.steps import (
+    MIB,
+    Wrap,
+    assert_same_gradients,
+    assert_same_state,
+    batch,
+    linear,
+    mlp,
+    plan,
+    squares,
+    tight,
+    twins,
+)
+from tests.zoo.hazards import StraightThrough
+
+# Budgets and other arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [math.nan, math.inf, -math.inf, -1, 0, 0.0, True, False, "12GB", [1], 10**400])
+def test_a_value_that_is_no_budget(budget: Any) -> None:
+    with pytest.raises(BudgetError) as caught:
+        plan(linear(), batch(), budget)
+    message = str(caught.value)
+    assert f"budget_mb={budget!r}" in message
+    assert "budget_mb takes a positive number of MiB (an int or a float), or None" in message
+    assert caught.value.budget_bytes is None
+
+
+def test_a_size_in_words_is_told_how_to_be_written() -> None:
+    with pytest.raises(BudgetError, match=r"Write 12 GiB as 12 \* 1024"):
+        plan(linear(), batch(), "12GB")  # type: ignore[arg-type]
+
+
+def test_a_budget_under_the_minimum_carries_one_that_works() -> None:
+    model, x = mlp(), batch(64, 32)
+    with pytest.raises(BudgetError) as caught:
+        plan(model, x, 0.001)
+    error = caught.value
+    assert error.budget_bytes == int(0.001 * MIB)
+    assert error.minimum_bytes is not None and error.floor_bytes is not None and error.minimum_mb is not None
+    assert error.budget_bytes < error.floor_bytes <= error.minimum_bytes
+    assert f"{error.minimum_bytes / MIB:.3f} MiB" in str(error)
+    assert "smallest budget known to work" in str(error)
+    assert plan(model, x, error.minimum_mb).peak_bytes <= error.minimum_bytes
+
+
+def test_minimum_budget_says_the_same() -> None:
+    model, x = mlp(), batch(64, 32)
+    minimum_mb, floor_mb = minimum_budget(model, x, time_limit=5, progress=False)
+    assert floor_mb <= minimum_mb
+    assert plan(model, x, minimum_mb).peak_bytes <= minimum_mb * MIB
+
+
+def test_a_budget_over_the_plain_peak_recomputes_nothing_and_says_so() -> None:
+    chosen = plan(mlp(), batch(64, 32), 1000)
+    assert chosen.recomputed == ()
+    assert chosen.overhead == 0 and chosen.recompute_flops == 0
+    assert chosen.peak_bytes == chosen.baseline_peak_bytes
+    assert chosen.status == "optimal" and chosen.bound == 0
+    assert "nothing is recomputed" in repr(chosen)
+    assert "the plain step fits" in repr(chosen)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"time_limit": 0}, "time_limit=0 must be a positive number of seconds"),
+        ({"time_limit": math.nan}, "time_limit=nan must be"),
+        ({"time_limit": "5"}, "time_limit='5' must be"),
+        ({"gap": -0.1}, "gap=-0.1 must not be negative"),
+        ({"gap": "x"}, "gap='x'"),
+        ({"cost": "watts"}, "cost='watts' is unknown: it takes one of flops, roofline, measured"),
+        ({"on_new_shape": "guess"}, "on_new_shape='guess' is unknown: it takes 'replan', 'eager' or 'error'"),
+        ({"reserve_mb": -1}, "reserve_mb=-1 is no number of MiB"),
+        ({"reserve_mb": math.inf}, "reserve_mb=inf is no number of MiB"),
+        ({"optimizer": 3}, "optimizer=3 is no optimizer: pass an instance, a class"),
+    ],
+)
+def test_other_arguments(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlannerError) as caught:
+        auto_checkpoint(linear(), batch(), progress=False, **options)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["gurobi", None])
+def test_an_unknown_solver_lists_those_there_are(name: Any) -> None:
+    with pytest.raises(SolverUnavailable) as caught:
+        plan(linear(), batch(), solver=name)
+    assert caught.value.available and "greedy" in caught.value.available
+    assert f"no solver is named {name!r}; available: " in str(caught.value)
+
+
+def test_what_is_no_module() -> None:
+    with pytest.raises(PlannerError, match=r"model is a function: pass a torch.nn.Module"):
+        plan(lambda x: x, batch())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sample", [(torch.ones(4, 8), 1), {"y": torch.ones(4, 8)}])
+def test_a_sample_that_does_not_fit_the_signature(sample: Any) -> None:
+    with pytest.raises(PlannerError, match=r"does not fit Linear.forward: .* Pass a tensor, a tuple"):
+        plan(linear(), sample)
+
+
+# What cannot be traced ------------------------------------------------------------------------------------------
+
+
+def item(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.layer(x) * x.sum().item()
+
+
+def branch(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.layer(x) if x.sum() > 0 else x
+
+
+def to_numpy(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.layer(x) + torch.from_numpy(x.numpy())
+
+
+def numpy_mean(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.layer(x) * float(np.mean(x.detach().numpy()))
+
+
+def data_shape(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.layer(x)[x[:, 0] > 0]
+
+
+@pytest.mark.parametrize(
+    ("forward", "why", "remedy"),
+    [
+        (item, "The value of a tensor is needed in Python here (.item(), bool(), an `if` on data)", "use torch.where"),
+        (branch, "The value of a tensor is needed in Python here", "the branch must not depend on data"),
+        (to_numpy, "turned into a numpy array", "Use torch functions instead"),
+        (numpy_mean, "turned into a numpy array", "Use torch functions instead"),
+        (data_shape, "The shape of this result depends on data", "Use a mask with torch.where, or a fixed capacity"),
+    ],
+)  # fmt: skip
+def test_python_that_reads_data_is_located(forward: Callable[..., Any], why: str, remedy: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        plan(Wrap(forward, layer=linear()), batch())
+    line = forward.__code__.co_firstlineno + 1
+    assert caught.value.location == f"{__file__}:{line}"
+    assert caught.value.construct == inspect.getsource(forward).splitlines()[1].strip()
+    assert caught.value.location in str(caught.value)
+    assert why in str(caught.value) and remedy in str(caught.value)
+
+
+def test_a_numpy_argument_is_refused_by_name() -> None:
+    model = Wrap(lambda self, x, mask: self.layer(x) * torch.from_numpy(mask), layer=linear())
+    with pytest.raises(Unsupported, match=r"numpy value at the arguments \(ndarray\): .* Pass torch.from_numpy"):
+        plan(model, (batch(), np.ones((4, 8), np.float32)))
+
+
+def test_a_model_that_does_not_run_on_the_sample() -> None:
+    with pytest.raises(CaptureError, match=r"\[4, 7\] X \[8, 8\]. Check that the model runs on the sample"):
+        plan(linear(), batch(4, 7))
+
+
+def test_a_step_without_backward() -> None:
+    with pytest.raises(CaptureError, match=r"no backward: no output depends on a parameter .* Check requires_grad"):
+        plan(Wrap(lambda self, x: self.layer(x).detach(), layer=linear()), batch())
+
+
+@torch.library.custom_op("planner_cases::without_fake", mutates_args=())
+def without_fake(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@torch.library.custom_op("planner_cases::without_gradient", mutates_args=())
+def without_gradient(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+without_gradient.register_fake(torch.empty_like)
+
+
+def test_a_custom_op_without_fake_kernel() -> None:
+    with pytest.raises(CaptureError) as caught:
+        plan(Wrap(lambda self, x: without_fake(self.layer(x)), layer=linear()), batch())
+    assert "planner_cases::without_fake" in str(caught.value)
+    assert "Add one with register_fake" in str(caught.value)
+    assert str(caught.value.location).startswith(__file__)
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in")
+def test_a_custom_op_without_gradient() -> None:
+    with pytest.raises(CaptureError, match=r"planner_cases.without_gradient.*Add one with register_autograd"):
+        plan(Wrap(lambda self, x: self.layer(without_gradient(self.layer(x))), layer=linear()), batch())
+
+
+# What is refused ------------------------------------------------------------------------------------------------
+
+
+class Subclass(torch.Tensor):
+    """A tensor subclass with nothing special about it."""
+
+
+def with_hook(kind: str) -> nn.Module:
+    model = nn.Sequential(linear(), linear())
+    getattr(model[1], f"register_{kind}")(lambda *a: None)
+    return model
+
+
+def subclass_parameter() -> nn.Module:
+    model = linear()
+    model.weight = nn.Parameter(model.weight.detach().as_subclass(Subclass))
+    return model
+
+
+class Unregistered(nn.Module):
+    """Keeps a layer in a plain list, so its parameters are unknown to the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.layers = linear(), [linear()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers[0](x))
+
+
+class PlainState(nn.Module):
+    """Counts in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.steps = linear(), torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return self.head(x) * self.steps
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
+    "forward hook": (lambda: with_hook("forward_hook"), batch, "forward hook at 1", "Remove it before planning"),
+    "pre-hook": (lambda: with_hook("forward_pre_hook"), batch, "forward hook at 1", "Remove it before planning"),
+    "backward hook": (
+        lambda: with_hook("full_backward_hook"), batch, "module backward hook at 1", "Use hooks on parameters"),
+    "sparse embedding": (
+        lambda: nn.Embedding(9, 4, sparse=True), lambda: torch.arange(4), "sparse gradient", "sparse=False"),
+    "sparse function": (
+        lambda: Wrap(lambda self, i: F.embedding(i, self.e.weight, sparse=True).sum(), e=nn.Embedding(9, 4)),
+        lambda: torch.arange(4), "sparse gradient", "sparse=False"),
+    "subclass parameter": (
+        subclass_parameter, batch, "tensor subclass at weight (Subclass)", "Convert the parameter to a plain tensor"),
+    "subclass argument": (
+        linear, lambda: batch().as_subclass(Subclass), "tensor subclass at argument input (Subclass)",
+        "Pass a plain tensor"),
+    "lazy": (lambda: nn.LazyLinear(3), batch, "lazy parameter at weight", "Run the model once on a sample"),
+    "unregistered parameter": (Unregistered, batch, "no parameter of the model", "Register it: nn.Parameter"),
+    "plain tensor changed": (PlainState, batch, "no buffer at self.steps", "Register it: self.register_buffer"),
+    "input changed": (
+        lambda: Wrap(lambda self, x: self.layer(x.mul_(2)), layer=linear()), batch, "in-place change of an input",
+        "Clone the input inside forward"),
+    "input transposed": (
+        lambda: Wrap(lambda self, x: self.layer(x.t_()), layer=linear()), lambda: batch(8),
+        "in-place change of an input's shape", "Use the out-of-place op"),
+    "view of input": (
+        lambda: Wrap(lambda self, x: (self.layer(x), x.view(-1)), layer=linear()), batch,
+        "view of an input or parameter returned at output [1]", "Return a clone() of it"),
+    "view of parameter": (
+        lambda: Wrap(lambda self, x: (self.layer(x), self.layer.weight.t()), layer=linear()), batch,
+        "view of an input or parameter returned at output [1]", "Return a clone() of it"),
+    "compiled": (
+        lambda: torch.compile(linear(), backend="eager"), batch, "compiled, scripted or DataParallel",
+        "Plan the module inside it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name_with_a_remedy(name: str) -> None:
+    make, sample, place, remedy = REFUSED[name]
+    model, x = make(), sample()
+    with pytest.raises(Unsupported) as caught:
+        plan(model, x)
+    assert place in str(caught.value)
+    assert remedy in str(caught.value)
+    assert caught.value.remedy and caught.value.construct and caught.value.place
+
+
+def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
+    with pytest.raises(Unsupported, match=r"no parameter of the model .* make the loss a part of the model"):
+        plan(linear(), batch(), loss_fn=Wrap(lambda self, y: self.layer(y).sum(), layer=linear()))
+
+
+def test_an_attribute_set_in_forward_is_said() -> None:
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls, self.seen = linear(), 0, []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.last = self.layer(x)
+            self.seen.append(x)
+            return self.last.tanh()
+
+    model = Remembers()
+    with pytest.warns(UserWarning, match=r"forward sets self\.(calls|last|seen); .* Return it from forward") as said:
+        plan(model, batch())
+    assert len({str(w.message) for w in said}) == 3
+    assert model.calls == 0 and model.seen == [] and not hasattr(model, "last")
+
+
+# Calls that differ from the sample ------------------------------------------------------------------------------
+
+
+def test_another_shape_is_an_error_where_asked() -> None:
+    chosen = plan(linear(), batch(), on_new_shape="error")
+    with pytest.raises(InputMismatch) as caught:
+        chosen.module(batch(3))
+    error = caught.value
+    assert error.argument == "input"
+    assert "(3, 8) float32 on cpu" in error.got and "(4, 8) float32 on cpu" in error.expected
+    assert "argument 'input': got (3, 8) float32 on cpu, the plan expects (4, 8) float32 on cpu" in str(error)
+    assert 'on_new_shape="replan" plans such calls, "eager" runs them unplanned' in str(error)
+
+
+@pytest.mark.parametrize("x", [torch.ones(4, 8, dtype=torch.float64), torch.ones(8, 4).t(), torch.ones(4, 8, 1)])
+def test_another_dtype_layout_or_rank_is_an_error_where_asked(x: torch.Tensor) -> None:
+    with pytest.raises(InputMismatch, match="argument 'input'"):
+        plan(linear(), batch(), on_new_shape="error").module(x)
+
+
+def test_another_shape_runs_eagerly_where_asked() -> None:
+    model, x = mlp(0.0), batch(8, 32)
+    chosen = plan(model, x, on_new_shape="eager")
+    with pytest.warns(UserWarning, match=r"planned step not used: argument 'input': got \(3, 32\)"):
+        assert torch.equal(chosen.module(x[:3]), model(x[:3]))
+
+
+def test_another_shape_is_planned_anew_and_cached() -> None:
+    model, plain = twins(mlp(0.0))
+    chosen = plan(model, batch(8, 32))
+    x = batch(3, 32)
+    with pytest.warns(UserWarning, match=r"planning anew: argument 'input': got \(3, 32\)"):
+        squares(chosen.module(x)).backward()
+    squares(plain(x)).backward()
+    assert_same_gradients(model, plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chosen.module(x)
+        chosen.module(batch(8, 32))
+
+
+def test_the_cache_is_bounded() -> None:
+    from planner.module import CACHE_SIZE
+
+    chosen = plan(linear(), batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for rows in range(5, 5 + CACHE_SIZE + 3):
+            squares(chosen.module(batch(rows))).backward()
+    assert len(chosen.module._plan_state.cache) == CACHE_SIZE
+
+
+def test_another_flag_is_noticed() -> None:
+    class Flagged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear()
+
+        def forward(self, x: torch.Tensor, double: bool = False) -> torch.Tensor:
+            return self.layer(x) * (2 if double else 1)
+
+    model, x = Flagged(), batch()
+    chosen = plan(model, (x, False))
+    with pytest.warns(UserWarning, match="planning anew"):
+        assert torch.equal(chosen.module(x, True), model(x, True))
+    assert torch.equal(chosen.module(x, False), model(x, False))
+
+
+def test_the_same_tensor_in_another_place_is_another_call() -> None:
+    model = Wrap(lambda self, a, b, c: self.layer(a) + 2 * self.layer(b) + 3 * self.layer(c), layer=linear())
+    x, y = batch(), batch()
+    chosen = plan(model, (x, x, y))
+    with pytest.warns(UserWarning, match="planning anew"):
+        assert torch.equal(chosen.module(x, y, y), model(x, y, y))
+
+
+# Modes ----------------------------------------------------------------------------------------------------------
+
+
+def test_eval_and_no_grad_run_the_original_forward() -> None:
+    model = nn.Sequential(linear(), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    x = batch()
+    chosen = plan(model, x)
+    chosen.module.eval()
+    assert not model.training and not model[2].training
+    before = model[1].running_mean.clone()
+    assert torch.equal(chosen.module(x), model(x))
+    assert torch.equal(chosen.module(x), chosen.module(x))
+    assert torch.equal(model[1].running_mean, before)
+    squares(chosen.module(x)).backward()
+    assert model[0].weight.grad is not None
+    chosen.module.train()
+    with torch.no_grad():
+        torch.manual_seed(0)
+        got = chosen.module(x)
+        torch.manual_seed(0)
+        assert torch.equal(got, model(x))
+    assert not got.requires_grad
+    with torch.inference_mode():
+        assert chosen.module(x).is_inference()
+
+
+def test_a_model_handed_over_in_eval_mode_is_planned_for_training() -> None:
+    model, plain = twins(mlp().eval())
+    x = batch(8, 32)
+    chosen = tight(model, x)
+    assert not model.training
+    assert torch.equal(chosen.module(x), model(x))
+    chosen.module.train()
+    plain.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.manual_seed(3)
+        squares(chosen.module(x)).backward()
+    torch.manual_seed(3)
+    squares(plain(x)).backward()
+    assert_same_gradients(model, plain)
+
+
+def test_a_submodule_set_to_eval_is_noticed() -> None:
+    model = nn.Sequential(linear(), nn.BatchNorm1d(8))
+    x = batch()
+    chosen = plan(model, x)
+    model[1].eval()
+    with pytest.warns(UserWarning, match=r"planning anew: .*1 \(BatchNorm1d\) with training=False"):
+        assert torch.equal(chosen.module(x), model(x))
+
+
+def test_a_changed_setting_of_a_module_is_noticed() -> None:
+    model, plain = twins(nn.Sequential(linear(), nn.Dropout(0.5)))
+    x = batch()
+    chosen = plan(model, x)
+    model[1].p = plain[1].p = 0.1
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match=r"1 \(Dropout\) with p=0.1, the plan expects p=0.5"):
+        got = chosen.module(x)
+    torch.manual_seed(0)
+    assert torch.equal(got, plain(x))
+
+
+def test_a_replaced_layer_is_noticed() -> None:
+    model = nn.Sequential(linear(), nn.ReLU())
+    x = batch()
+    chosen = plan(model, x)
+    model[1] = nn.Tanh()
+    with pytest.warns(UserWarning, match="planning anew"):
+        assert torch.equal(chosen.module(x), model(x))
+
+
+def test_a_hook_registered_after_planning_is_noticed_and_refused() -> None:
+    model = nn.Sequential(linear(), linear())
+    chosen = plan(model, batch())
+    model[0].register_forward_hook(lambda *a: None)
+    with pytest.warns(UserWarning, match="planning anew"), pytest.raises(Unsupported, match="forward hook at 0"):
+        chosen.module(batch())
+
+
+def test_a_replaced_constant_is_noticed() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.mask = linear(), torch.ones(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * self.mask
+
+    model, x = Masked(), batch()
+    chosen = plan(model, x)
+    model.mask.zero_()
+    assert torch.equal(chosen.module(x), model(x))
+    model.mask = torch.full((8,), 3.0)
+    with pytest.warns(UserWarning, match="planning anew"):
+        assert torch.equal(chosen.module(x), model(x))
+
+
+def test_autocast_at_planning_and_not_at_the_call() -> None:
+    model, x = mlp(0.0), batch(8, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        chosen = plan(model, x)
+        expected = model(x)
+        assert torch.equal(chosen.module(x), expected) and expected.dtype is torch.bfloat16
+    with pytest.warns(UserWarning, match=r"got no autocast, the plan expects autocast to bfloat16 on cpu"):
+        assert torch.equal(chosen.module(x), model(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(chosen.module(x), expected)
+
+
+def test_autocast_at_the_call_and_not_at_planning() -> None:
+    model, plain = twins(mlp(0.0))
+    x = batch(8, 32)
+    chosen = plan(model, x)
+    strict = plan(model, x, on_new_shape="error")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(InputMismatch, match=r"got autocast to bfloat16 on cpu, the plan expects no autocast"):
+            strict.module(x)
+        with pytest.warns(UserWarning, match="planning anew"):
+            got = chosen.module(x)
+        expected = plain(x)
+    assert torch.equal(got, expected)
+    squares(got).backward()
+    squares(expected).backward()
+    assert_same_gradients(model, plain)
+
+
+# What happens to the parameters after planning ------------------------------------------------------------------
+
+
+def test_loaded_parameters_are_seen() -> None:
+    model, x = mlp(0.0), batch(8, 32)
+    chosen = tight(model, x)
+    model.load_state_dict(mlp(0.0).state_dict())
+    assert torch.equal(chosen.module(x), model(x))
+    chosen.module.load_state_dict(mlp(0.0).state_dict(), strict=True)
+    assert torch.equal(chosen.module(x), model(x))
+    model.load_state_dict(mlp(0.0).state_dict(), assign=True)
+    assert torch.equal(chosen.module(x), model(x))
+
+
+@pytest.mark.parametrize("through_plan", [False, True])
+def test_moved_parameters_are_noticed(through_plan: bool) -> None:
+    model, plain = twins(mlp(0.0))
+    chosen = plan(model, batch(8, 32))
+    (chosen.module if through_plan else model).to(torch.float64)
+    plain.to(torch.float64)
+    x = batch(8, 32).double()
+    with pytest.warns(UserWarning, match=r"planning anew: argument 'input': got \(8, 32\) float64"):
+        squares(chosen.module(x)).backward()
+    squares(plain(x)).backward()
+    assert_same_gradients(model, plain)
+    strict = plan(linear(), batch(), on_new_shape="error")
+    strict.module.double()
+    with pytest.raises(InputMismatch, match=r"argument 'weight': got \(8, 8\) float64"):
+        strict.module(batch())
+
+
+def test_a_budget_that_a_later_call_breaks_is_said_then() -> None:
+    model = mlp(0.0)
+    chosen = tight(model, batch(8, 32))
+    model.double()
+    with pytest.warns(UserWarning, match="planning anew"), pytest.raises(BudgetError, match="known to work") as caught:
+        chosen.module(batch(8, 32).double())
+    assert caught.value.budget_bytes == chosen.budget_bytes
+
+
+def test_frozen_and_thawed_parameters_are_noticed() -> None:
+    model, plain = twins(nn.Sequential(linear(), nn.Tanh(), linear()))
+    x = batch()
+    chosen = plan(model, x)
+    for each in (model, plain):
+        each[0].requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"argument '0.weight': got \(8, 8\) float32 on cpu, the plan expects .* req"):
+        squares(chosen.module(x)).backward()
+    squares(plain(x)).backward()
+    assert model[0].weight.grad is None
+    assert_same_gradients(model, plain)
+    for each in (model, plain):
+        each.zero_grad()
+        each[0].requires_grad_(True)
+        squares((chosen.module if each is model else each)(x)).backward()
+    assert_same_gradients(model, plain)
+
+
+def test_a_change_between_forward_and_backward_raises() -> None:
+    model, x = mlp(0.0), batch(8, 32)
+    chosen = tight(model, x)
+    output = squares(chosen.module(x))
+    with torch.no_grad():
+        model[3].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward()
+
+
+# Parameters: tied, unused, frozen, LoRA -------------------------------------------------------------------------
+
+
+def test_tied_weights_are_charged_once_and_get_one_gradient() -> None:
+    def tied(tie: bool) -> nn.Module:
+        model = Wrap(lambda self, i: self.head(self.embedding(i).tanh()), embedding=nn.Embedding(64, 64),
+                     head=nn.Linear(64, 64, bias=False))  # fmt: skip
+        if tie:
+            model.head.weight = model.embedding.weight
+        return model
+
+    tokens = torch.randint(0, 64, (4, 4))
+    model, plain = twins(tied(True))
+    assert model.head.weight is model.embedding.weight
+    chosen = plan(model, tokens)
+    assert plan(tied(False), tokens).static_bytes - chosen.static_bytes == 64 * 64 * 4
+    squares(chosen.module(tokens)).backward()
+    squares(plain(tokens)).backward()
+    assert_same_gradients(model, plain)
+    assert model.head.weight.grad is model.embedding.weight.grad
+    assert list(chosen.module.state_dict()) == list(plain.state_dict())
+
+
+def test_unused_parameters_keep_no_gradient() -> None:
+    model = Wrap(lambda self, x: self.used(x), used=linear(), unused=linear())
+    squares(plan(model, batch()).module(batch())).backward()
+    assert model.unused.weight.grad is None and model.used.weight.grad is not None
+
+
+def test_a_frozen_prefix_is_not_saved_needlessly() -> None:
+    model = nn.Sequential(*(m for _ in range(4) for m in (linear(64), nn.Tanh())), linear(64))
+    x = batch(256, 64)
+    free = plan(model, x)
+    model[:8].requires_grad_(False)
+    frozen = plan(model, x)
+    activation = 256 * 64 * 4
+    assert free.baseline_peak_bytes - free.static_bytes > 5 * activation
+    assert frozen.baseline_peak_bytes - frozen.static_bytes < 5 * activation
+    squares(frozen.module(x)).backward()
+    assert all(p.grad is None for p in model[:8].parameters()) and model[8].weight.grad is not None
+
+
+def test_lora_trains_the_adapters_alone() -> None:
+    model, plain = twins(Wrap(lambda self, x: self.base(x) + self.up(self.down(x)), base=linear(16),
+                              down=nn.Linear(16, 2, bias=False), up=nn.Linear(2, 16, bias=False)))  # fmt: skip
+    for each in (model, plain):
+        each.base.requires_grad_(False)
+    x = batch(8, 16)
+    squares(tight(model, x).module(x)).backward()
+    squares(plain(x)).backward()
+    assert model.base.weight.grad is None
+    assert_same_gradients(model, plain)
+
+
+# Aliases --------------------------------------------------------------------------------------------------------
+
+
+def test_in_place_ops_inside() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        y += 1
+        y[:, :4] *= 2
+        return y.relu_()
+
+    model, plain = twins(Wrap(forward, layer=linear()))
+    x = batch()
+    kept = x.clone()
+    squares(plan(model, x).module(x)).backward()
+    squares(plain(x)).backward()
+    assert_same_gradients(model, plain)
+    assert torch.equal(x, kept)
+
+
+def test_views_as_outputs() -> None:
+    model, plain = twins(Wrap(lambda self, x: self.layer(x).chunk(2, -1), layer=linear()))
+    x = batch()
+    for each in (plan(model, x).module, plain):
+        a, b = each(x)
+        (a * 2 + b).sum().backward()
+    assert_same_gradients(model, plain)
+
+
+def test_an_input_returned_is_that_input() -> None:
+    model = Wrap(lambda self, x: (self.layer(x), x, self.layer.weight), layer=linear())
+    x = batch()
+    y, same, weight = plan(model, x).module(x)
+    assert same is x and weight is model.layer.weight
+    y.sum().backward()
+
+
+def test_the_same_tensor_returned_twice_is_one_object() -> None:
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        y = self.layer(x)
+        return {"a": y, "b": [y, y * 2]}
+
+    model, plain = twins(Wrap(forward, layer=linear()))
+    x = batch()
+    for each in (plan(model, x).module, plain):
+        output = each(x)
+        assert output["a"] is output["b"][0]
+        (output["a"].sum() + output["b"][1].pow(2).sum()).backward()
+    assert_same_gradients(model, plain)
+
+
+# Losses and backward --------------------------------------------------------------------------------------------
+
+
+def two_heads() -> nn.Module:
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        hidden = self.body(x).tanh()
+        return self.first(hidden).pow(2).mean(), self.second(hidden).abs().mean()
+
+    return Wrap(forward, body=linear(), first=linear(), second=linear())
+
+
+def test_several_losses() -> None:
+    model, plain = twins(two_heads())
+    x = batch()
+    for each in (tight(model, x).module, plain):
+        first, second = each(x)
+        (first + 0.3 * second).backward()
+    assert_same_gradients(model, plain)
+
+
+def test_an_unused_output_leaves_no_gradient() -> None:
+    model, plain = twins(two_heads())
+    x = batch()
+    chosen = plan(model, x)
+    with pytest.warns(UserWarning, match=r"backward started from \[0\], which the plan did not expect"):
+        chosen.module(x)[0].backward()
+    plain(x)[0].backward()
+    assert model.second.weight.grad is None and model.first.weight.grad is not None
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("mode", ["replan", "eager", "error"])
+def test_the_next_call_is_planned_for_what_backward_started_from(mode: Any) -> None:
+    model, plain = twins(two_heads())
+    x = batch()
+    chosen = plan(model, x, on_new_shape=mode)
+    with pytest.warns(UserWarning, match="later calls are planned for it"):
+        chosen.module(x)[1].backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chosen.module(x)[1].backward()
+    plain(x)[1].backward()
+    plain(x)[1].backward()
+    assert_same_gradients(model, plain)
+
+
+def test_a_loss_that_is_no_scalar() -> None:
+    model, plain = twins(mlp(0.0))
+    x, weight = batch(8, 32), batch(8, 32)
+    for each in (tight(model, x).module, plain):
+        each(x).backward(weight)
+    assert_same_gradients(model, plain)
+
+
+def test_backward_twice_raises() -> None:
+    model, x = mlp(), batch(8, 32)
+    loss = squares(tight(model, x).module(x))
+    loss.backward(retain_graph=True)
+    with pytest.raises(BackwardTwice, match=r"second time through one forward .* Call the module again"):
+        loss.backward()
+
+
+def test_double_backward_raises() -> None:
+    model, x = mlp(), batch(8, 32)
+    chosen = tight(model, x)
+    with pytest.raises(DoubleBackward, match=r"create_graph=True asks for gradients of gradients, .* original model"):
+        torch.autograd.grad(squares(chosen.module(x)), list(model.parameters()), create_graph=True)
+
+
+def test_a_custom_function_keeps_its_own_backward() -> None:
+    model, plain = twins(Wrap(lambda self, x: StraightThrough.apply(self.layer(x)).tanh(), layer=linear()))
+    x = batch()
+    squares(tight(model, x).module(x)).backward()
+    squares(plain(x)).backward()
+    assert_same_gradients(model, plain)
+
+
+# Models that are not there --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("meta_sample", [False, True])
+def test_a_meta_model_is_planned_and_says_to_materialise(meta_sample: bool) -> None:
+    torch.manual_seed(0)
+    real = mlp(0.0)
+    x = batch(64, 32)
+    model = mlp(0.0).to("meta")
+    chosen = tight(model, x.to("meta") if meta_sample else x)
+    assert chosen.peak_bytes < chosen.baseline_peak_bytes
+    assert all(p.device.type == "meta" for p in model.parameters())
+    with pytest.raises(PlannerError, match=r"'0.weight' is on the meta device.*materialise it first, with model.to_"):
+        chosen.module(x)
+    chosen.module.to_empty(device="cpu")
+    model.load_state_dict(real.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        squares(chosen.module(x)).backward()
+    squares(real(x)).backward()
+    assert_same_gradients(model, real)
+    assert_same_state(model, real)
+
+
+def test_a_model_far_larger_than_memory_is_planned() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(1 << 17, 1 << 17), nn.Tanh())))
+        x = torch.empty(1 << 12, 1 << 17)
+    chosen = plan(model, x)
+    assert chosen.static_bytes > 256 << 30

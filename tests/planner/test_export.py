@@ -1,0 +1,233 @@
+"""Exported folders: they run without this library, train with the same numbers, and say what they cannot do."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from passes.capture import split_sample
+from planner import Plan, PlannerError
+from planner.source import function_name, identifier, literal
+from tests.planner.small import conv_net, mlp, plan_at, python, structured
+from tests.zoo.compare import measured_peak_bytes, run_step
+
+TRAIN = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("planner", "passes", "solvers", "tests", "transformers"):
+            raise ImportError(f"{name} is not to be imported")
+sys.meta_path.insert(0, Blocked())
+sys.path[:] = [p for p in sys.path if p not in ("", REPOSITORY)]
+folder, given, result = sys.argv[1:]
+sys.path.insert(0, folder)
+import torch, exported
+args, kwargs = torch.load(given)
+module = exported.load()
+def loss_of(out):
+    return out["loss"] if isinstance(out, dict) else out[0] if isinstance(out, tuple) else out.float().pow(2).mean()
+def step():
+    out = module(*args, **kwargs)
+    loss_of(out).backward()
+torch.manual_seed(1)
+step()
+gradients = {n: p.grad for n, p in module.named_parameters()}
+buffers = {n: b.clone() for n, b in module.named_buffers()}
+state, random = list(module.state_dict()), torch.get_rng_state()
+module.zero_grad(set_to_none=True)
+config = torch.autograd.ProfilerConfig(torch.autograd.ProfilerState.CPU, False, True, False, False, False,
+                                       torch._C._profiler._ExperimentalConfig())
+torch.autograd._enable_profiler_legacy(config)
+step()
+level = peak = 0
+for thread in torch.autograd._disable_profiler_legacy():
+    for event in thread:
+        if event.kind() == "memory_alloc":
+            level += event.cpu_memory_usage()
+            peak = max(peak, level)
+torch.save((gradients, buffers, state, random, peak), result)
+"""
+
+
+def exported_run(plan: Plan, sample: Any, tmp_path: Path) -> tuple[Any, ...]:
+    plan.export(tmp_path / "exported")
+    torch.save(split_sample(sample), tmp_path / "given.pt")
+    root = str(Path(__file__).resolve().parents[2])
+    arguments = (str(tmp_path), str(tmp_path / "given.pt"), str(tmp_path / "result.pt"))
+    done = python(f"REPOSITORY = {root!r}\n{TRAIN}", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    return tuple(torch.load(tmp_path / "result.pt"))
+
+
+@pytest.mark.parametrize("built", [mlp, conv_net, structured])
+def test_exported_folder_trains_alike_without_the_library(built: Callable[[], Any], tmp_path: Path) -> None:
+    model, sample = built()
+    plan = plan_at((model, sample), 0.3)
+    gradients, buffers, state, random, peak = exported_run(plan, sample, tmp_path)
+    expected = run_step(plan.module, model, sample)
+    assert list(gradients) == list(expected.gradients)
+    for name, gradient in expected.gradients.items():
+        found = gradients[name]
+        assert (found is None) == (gradient is None), name
+        assert found is None or torch.equal(found, gradient), name
+    assert list(buffers) == list(expected.buffers)
+    assert all(torch.equal(buffers[n], b) for n, b in expected.buffers.items())
+    assert state == list(model.state_dict())
+    assert torch.equal(random, expected.rng)
+    planned = measured_peak_bytes(plan.module, model, sample, 0)
+    assert planned - 5056 <= peak <= planned  # the generator's state, kept for backwards that no folder can replay
+
+
+def load(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
+    import importlib
+
+    plan.export(tmp_path / name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return importlib.import_module(name).load()
+
+
+def test_outputs_keep_their_structure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sample = structured()
+    module = load(plan_at((model, sample)), tmp_path, monkeypatch, "structured_out")
+    loss, (x, nested) = module(*sample)
+    expected, (y, more) = model(*sample)
+    assert torch.equal(loss, expected) and torch.equal(x, y) and torch.equal(nested["again"], more["again"])
+    assert loss.requires_grad
+
+
+def test_dict_outputs_and_tied_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sample = conv_net()
+    module = load(plan_at((model, sample)), tmp_path, monkeypatch, "conv_out")
+    output = module(**sample)
+    assert list(output) == ["loss", "logits", "note"] and output["note"] == "fine"
+    assert module.tail.weight is module.head.weight
+    assert [n for n, _ in module.named_parameters()] == [n for n, _ in model.named_parameters()]
+    module.load_state_dict(model.state_dict())
+
+
+def test_wrong_calls_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sample = conv_net()
+    module = load(plan_at((model, sample)), tmp_path, monkeypatch, "conv_calls")
+    image, target = sample["image"], sample["target"]
+    with pytest.raises(RuntimeError, match=r"argument \['image'\]: shape is \[2, 3, 16, 16\], .*\[4, 3, 16, 16\]"):
+        module(image=image[:2], target=target)
+    with pytest.raises(RuntimeError, match="dtype"):
+        module(image=image.double(), target=target)
+    with pytest.raises(RuntimeError, match="planned for"):
+        module(image=image, target=target, extra=3)
+    with pytest.raises(TypeError):
+        module(image)
+    with pytest.raises(RuntimeError, match="training step only"), torch.no_grad():
+        module(**sample)
+    with pytest.raises(RuntimeError, match="training step only"):
+        module.eval()(**sample)
+    module.train()
+    module.head.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"head\.weight: requires_grad"):
+        module(**sample)
+
+
+def test_backward_twice_and_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sample = conv_net()
+    module = load(plan_at((model, sample)), tmp_path, monkeypatch, "conv_back")
+    output = module(**sample)
+    output["loss"].backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        output["loss"].backward()
+    with pytest.raises(RuntimeError, match=r"must start from \['loss'\]"):
+        module(**sample)["logits"].sum().backward()
+
+
+def test_source_says_what_is_recomputed(tmp_path: Path) -> None:
+    plan = plan_at(mlp(), 0.3)
+    folder = plan.export(tmp_path / "readable")
+    backward = (folder / "backward.py").read_text()
+    assert f"It runs {len(plan.recomputed)} ops of the forward again" in backward
+    assert backward.count("again: ") >= len(plan.recomputed)
+    assert "# 3, recomputed" in backward or "# 4, recomputed" in backward or "# 6, recomputed" in backward
+    assert "parameter 3.weight: f32[64, 64]" in (folder / "forward.py").read_text()
+    imported = [n for f in folder.glob("*.py") for n in ast.walk(ast.parse(f.read_text())) if isinstance(n, ast.Import)]
+    assert {a.name.split(".")[0] for n in imported for a in n.names} <= {"torch", "contextlib", "inspect", "json"}
+
+
+def test_a_used_folder_is_refused(tmp_path: Path) -> None:
+    plan = plan_at(mlp(), 0.3)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "mine.txt").write_text("keep")
+    with pytest.raises(PlannerError, match="not an empty folder"):
+        plan.export(tmp_path / "used")
+    assert [p.name for p in tmp_path.iterdir()] == ["used"]
+
+
+class OfAnObject(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, value: Any) -> torch.Tensor:
+        return self.inner(value.x).sum()
+
+
+class Holder:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+def test_inputs_of_other_libraries_are_refused(tmp_path: Path) -> None:
+    plan = plan_at((OfAnObject(), Holder(torch.randn(2, 4))), 1.0)
+    with pytest.raises(PlannerError, match="Holder"):
+        plan.export(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_literals() -> None:
+    assert literal((1, [2.5, None], float("-inf")), {}) == "(1, [2.5, None], float('-inf'))"
+    assert literal(torch.float32, {}) == "torch.float32"
+    assert literal(torch.channels_last, {}) == "torch.channels_last"
+    assert literal(torch.device("cpu"), {}) == "torch.device('cpu')"
+    with pytest.raises(PlannerError, match="object"):
+        literal(object(), {})
+    with pytest.raises(PlannerError, match="no op of torch"):
+        function_name(print)
+    taken = {"a_b"}
+    assert [identifier(t, taken) for t in ("a.b", "a.b", "0.weight", "class", "torch")] == [
+        "a_b_2", "a_b_3", "_0_weight", "_class", "_torch"
+    ]  # fmt: skip
+
+
+class Masked(nn.Module):
+    """Asks whether its mask is full, as attention layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.inner(x))
+        if not mask[:, 1:].eq(0).logical_not().all():
+            hidden = hidden * mask
+        return hidden.pow(2).mean()
+
+
+def test_answers_about_inputs_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, full = torch.randn(4, 16), torch.ones(4, 16, dtype=torch.int64)
+    holes = full.clone()
+    holes[1, 3] = 0
+    for name, mask, other in (("full", full, holes), ("holes", holes, full)):
+        module = load(plan_at((Masked(), (x, mask)), 1.0), tmp_path, monkeypatch, f"masked_{name}")
+        module(x, mask).backward()
+        with pytest.raises(RuntimeError, match="answer the model's"):
+            module(x, other)
+
+
+def test_gradients_of_gradients_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sample = conv_net()
+    module = load(plan_at((model, sample)), tmp_path, monkeypatch, "conv_double")
+    with pytest.raises(RuntimeError, match="create_graph"):
+        module(**sample)["loss"].backward(create_graph=True)

@@ -1,0 +1,147 @@
+"""What a plan shows: figures agree with the plan, pages stand alone, nothing is left in matplotlib's global state."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from planner import Plan, PlannerError, frontier, max_batch
+from planner.curve import plain_curve, planned_curve, thin
+from planner.explain import peak_if_kept
+from planner.tables import live_at_peak, module_rows, op_rows
+from solvers.errors import MIB
+from tests.planner.small import conv_net, mlp, plan_at, python
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_at(mlp(), 0.3)
+
+
+@pytest.fixture(scope="module")
+def loose() -> Plan:
+    return plan_at(conv_net(), 1.0)
+
+
+def test_curves_agree_with_the_plan(plan: Plan) -> None:
+    planned, plain = planned_curve(plan), plain_curve(plan)
+    assert max(planned.timeline.total) == plan.peak_bytes
+    assert max(plain.timeline.total) == plan.baseline_peak_bytes
+    assert planned.end == pytest.approx(1 + plan.overhead)
+    assert plain.end == pytest.approx(1.0)
+    for columns in (1, 7, 50, 10_000):
+        _, rows = thin(planned, columns)
+        assert max(map(sum, zip(*rows.values(), strict=True))) == plan.peak_bytes
+
+
+def test_rows_agree_with_the_plan(plan: Plan) -> None:
+    rows = op_rows(plan)
+    sizes = {t.name: t.bytes for t in plan.problem.tensors}
+    assert sum(r.saved_bytes for r in rows) == sum(sizes[name] for name in plan.saved)
+    assert sum(r.again_cost for r in rows) == plan.planned.solution.added_cost
+    assert sum(r.runs > 1 for r in rows) == len(plan.recomputed)
+    total = module_rows(rows)[0]
+    assert total.module == "" and total.saved_bytes == sum(r.saved_bytes for r in rows)
+
+
+def test_what_is_live_at_the_peak_adds_up(plan: Plan, loose: Plan) -> None:
+    for each in (plan, loose):
+        assert each.static_bytes + sum(r.bytes for r in live_at_peak(each)) == each.peak_bytes
+
+
+def test_tables(plan: Plan) -> None:
+    found = plan.tables()
+    assert set(found) == {"modules", "ops", "peak"}
+    assert found["ops"]["recompute_share"].sum() == pytest.approx(plan.overhead)
+    assert found["modules"].loc["(model)", "recompute_share"] == pytest.approx(plan.overhead)
+    assert "3" in found["modules"].index
+    assert found["peak"]["mib"].sum() == pytest.approx((plan.peak_bytes - plan.static_bytes) / MIB)
+    assert len(plan.table_by_module(depth=0)) == 1
+
+
+def test_figures(plan: Plan, loose: Plan, tmp_path: Path) -> None:
+    figures = [plan.plot(), loose.plot(), plan.plot_graph(), plan.plot_graph("3"), loose.plot_graph()]
+    for i, figure in enumerate(figures):
+        figure.savefig(tmp_path / f"{i}.png")
+        assert (tmp_path / f"{i}.png").stat().st_size > 5000
+    texts = [t.get_text() for t in plan.plot().axes[0].texts]
+    assert any(text.startswith("peak ") and plan.timeline.peak[1] in text for text in texts)
+
+
+def test_figures_leave_pyplot_alone() -> None:
+    done = python("""
+import sys
+from tests.planner.small import mlp, plan_at
+plan = plan_at(mlp(), 0.3)
+plan.plot(), plan.plot_graph(), plan._repr_html_(), str(plan)
+assert "matplotlib.pyplot" not in sys.modules
+""")
+    assert done.returncode == 0, done.stderr
+
+
+def test_notebook_view_stands_alone(plan: Plan) -> None:
+    html = plan._repr_html_()
+    assert len(html) < 200_000
+    assert not re.search(r"https?://|src=|@import|url\(", html)
+    svg = re.search(r"<svg.*?</svg>", html, re.DOTALL)
+    assert svg is not None
+    ElementTree.fromstring(svg[0])
+    assert "prefers-color-scheme:dark" in html
+    assert plan.timeline.peak[1] in svg[0]
+    assert html.count("<details") == html.count("</details>")
+
+
+def test_report_stands_alone(plan: Plan, tmp_path: Path) -> None:
+    page = plan.report(tmp_path / "report.html").read_text()
+    assert not re.search(r"https?://|src=|@import|<link", page)
+    assert page.count("<script") == page.count("</script>") == 2
+    assert "Memory plan of Sequential" in page
+
+
+def test_terminal_view(plan: Plan, loose: Plan) -> None:
+    text = str(plan)
+    assert "recompute costs" in text and "planned" in text and "Resident then:" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert "nothing is recomputed" in str(loose)
+    assert repr(plan).startswith("Plan (")
+
+
+def test_explain_says_why(plan: Plan) -> None:
+    name = plan.recomputed[0]
+    told = plan.explain(name)
+    assert "recomputed before" in told and "Kept instead" in told
+    assert "saved, read by" in plan.explain()
+    index = next(i for i, op in enumerate(plan.problem.ops) if op.name == name)
+    assert peak_if_kept(plan, index) >= plan.static_bytes
+    with pytest.raises(PlannerError, match="no op of the step belongs to 'nothing'"):
+        plan.explain("nothing")
+    with pytest.raises(PlannerError, match="no op of the step"):
+        plan.plot_graph("nothing")
+
+
+def test_frontier_falls_with_memory(tmp_path: Path) -> None:
+    found = frontier(*mlp(), points=4, solver="greedy", time_limit=2, progress=False)
+    overheads = [p.overhead for p in found.points]
+    assert overheads == sorted(overheads, reverse=True) and overheads[-1] == 0
+    assert all(p.peak_bytes <= p.budget_bytes for p in found.points)
+    assert found.floor_bytes <= found.minimum_bytes <= found.plain_peak_bytes
+    assert list(found.table()["budget_mib"]) == [p.budget_bytes / MIB for p in found.points]
+    found.plot().savefig(tmp_path / "frontier.png")
+    for points in (1, 2.5, True):
+        with pytest.raises(PlannerError, match="points"):
+            frontier(*mlp(), points=points)  # type: ignore[arg-type]
+
+
+def test_max_batch_is_the_largest() -> None:
+    model, _ = mlp()
+    options = {"solver": "greedy", "time_limit": 2, "progress": False}
+    found = max_batch(model, lambda n: mlp(batch=n)[1], 0.75, **options)
+    assert found.plan.peak_bytes <= 0.75 * MIB
+    assert found.plain_batch <= found.batch
+    tried = dict(found.tried)
+    assert tried[found.batch] and not tried[found.batch + 1]
+    with pytest.raises(PlannerError, match="not even a batch of one"):
+        max_batch(model, lambda n: mlp(batch=n)[1], 0.01, **options)

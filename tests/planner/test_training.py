@@ -1,0 +1,699 @@
+"""Training life: whatever a training loop does with a module, it may do with a planned one."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from passes import runtime
+from passes._torch import allocator_events
+from planner import CaptureError, Plan, PlannerError
+from tests.planner.steps import (
+    SmallGPT,
+    Wrap,
+    assert_same_gradients,
+    assert_same_state,
+    batch,
+    conv_net,
+    linear,
+    mlp,
+    plan,
+    squares,
+    tight,
+    twins,
+)
+
+
+@contextmanager
+def no_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def planned_twins(model: nn.Module, x: Any, **options: Any) -> tuple[Plan, nn.Module, nn.Module]:
+    """A plan that recomputes, its model, and the same model to be trained plainly."""
+    model, plain = twins(model)
+    chosen = tight(model, x, **options)
+    assert chosen.recomputed
+    return chosen, model, plain
+
+
+# The loop -------------------------------------------------------------------------------------------------------
+
+
+def train(
+    module: nn.Module, owner: nn.Module, data: list[Any], make: Callable[..., Any], *, clip: bool = False
+) -> list[float]:
+    """Adam (or another) over `data`, seeded; the losses."""
+    optimizer = make(owner.parameters())
+    torch.manual_seed(11)
+    losses = []
+    for x in data:
+        optimizer.zero_grad()
+        output = module(x)
+        loss = output if output.dim() == 0 else squares(output)
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(owner.parameters(), 0.1)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 64, (4, 16))
+
+
+def images() -> torch.Tensor:
+    return torch.randn(4, 3, 12, 12)
+
+
+def steps_are_bitwise_equal(make: Callable[[], nn.Module], sample: Callable[[], Any], count: int) -> None:
+    torch.manual_seed(0)
+    chosen, model, plain = planned_twins(make(), sample())
+    data = [sample() for _ in range(count)]
+    with no_warning():
+        planned_losses = train(chosen.module, model, data, adam, clip=True)
+    rng = torch.get_rng_state()
+    assert planned_losses == train(plain, plain, data, adam, clip=True)
+    assert torch.equal(rng, torch.get_rng_state())
+    assert_same_state(model, plain)
+
+
+@pytest.mark.parametrize(("make", "sample"), [(SmallGPT, tokens), (conv_net, images)])
+def test_20_adam_steps(make: Callable[[], nn.Module], sample: Callable[[], Any]) -> None:
+    steps_are_bitwise_equal(make, sample, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "sample"), [(SmallGPT, tokens), (conv_net, images)])
+def test_200_adam_steps(make: Callable[[], nn.Module], sample: Callable[[], Any]) -> None:
+    steps_are_bitwise_equal(make, sample, 200)
+
+
+def test_gradient_accumulation() -> None:
+    chosen, model, plain = planned_twins(mlp(), batch(8, 32))
+    data = [batch(8, 32) for _ in range(4)]
+    for module in (chosen.module, plain):
+        torch.manual_seed(1)
+        for x in data:
+            (squares(module(x)) / len(data)).backward()
+    assert_same_gradients(model, plain)
+
+
+def test_zero_grad_that_keeps_the_buffers() -> None:
+    chosen, model, plain = planned_twins(mlp(), batch(8, 32))
+    x = batch(8, 32)
+    for module in (chosen.module, plain):
+        torch.manual_seed(1)
+        squares(module(x)).backward()
+        held = [p.grad for p in module.parameters()]
+        module.zero_grad(set_to_none=False)
+        squares(module(x)).backward()
+        assert all(p.grad is g for p, g in zip(module.parameters(), held, strict=True))
+    assert_same_gradients(model, plain)
+
+
+def test_clipping_where_one_value_is_the_gradient_of_several_parameters() -> None:
+    """Their `.grad` must not share memory, or clipping would scale it twice."""
+
+    class Shares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+            self.c, self.layer = nn.Parameter(torch.randn(64)), linear()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer((self.a + self.b + self.c.view(8, 8)).tanh() + x)
+
+    model, plain = twins(Shares())
+    x = batch(8)
+    for each in (plan(model, x).module, plain):
+        squares(each(x)).backward()
+        nn.utils.clip_grad_norm_(each.parameters(), 1e-3)
+        nn.utils.clip_grad_value_(each.parameters(), 1e-5)
+    assert_same_gradients(model, plain)
+    places = [len({p.grad.data_ptr() for p in m.parameters() if p.grad is not None}) for m in (model, plain)]
+    assert places[0] >= places[1]
+
+
+def test_gradients_that_share_no_memory_after_accumulation() -> None:
+    model, plain = twins(Wrap(lambda self, x: self.a(x) + self.b(x), a=linear(), b=linear()))
+    x = batch()
+    for each in (plan(model, x).module, plain):
+        for _ in range(3):
+            squares(each(x)).backward()
+    assert_same_gradients(model, plain)
+
+
+def test_several_forwards_before_one_backward() -> None:
+    chosen, model, plain = planned_twins(mlp(), batch(8, 32))
+    data = [batch(8, 32) for _ in range(3)]
+    for module in (chosen.module, plain):
+        torch.manual_seed(1)
+        sum(squares(module(x)) for x in data).backward()  # type: ignore[union-attr]
+    assert_same_gradients(model, plain)
+
+
+def test_backwards_in_the_other_order() -> None:
+    chosen, model, plain = planned_twins(mlp(), batch(8, 32))
+    data = [batch(8, 32) for _ in range(3)]
+    for module in (chosen.module, plain):
+        torch.manual_seed(1)
+        losses = [squares(module(x)) for x in data]
+        for loss in reversed(losses):
+            loss.backward()
+    assert_same_gradients(model, plain)
+
+
+def test_two_planned_modules_in_one_loss() -> None:
+    x = batch(8, 32)
+    first, second = planned_twins(mlp(), x), planned_twins(mlp(), x)
+    for a, b in ((first[0].module, second[0].module), (first[2], second[2])):
+        torch.manual_seed(1)
+        (squares(b(a(x))) + squares(a(x) * b(x))).backward()
+    assert_same_gradients(first[1], first[2])
+    assert_same_gradients(second[1], second[2])
+
+
+def test_a_planned_module_as_a_layer_of_another() -> None:
+    chosen, model, plain = planned_twins(mlp(), batch(8, 32))
+    head, plain_head = twins(nn.Linear(32, 4))
+    outer, plain_outer = nn.Sequential(chosen.module, head), nn.Sequential(plain, plain_head)
+    data = [batch(8, 32) for _ in range(3)]
+    assert train(outer, outer, data, adam) == train(plain_outer, plain_outer, data, adam)
+    assert_same_state(model, plain)
+    outer.eval()
+    plain_outer.eval()
+    assert not model.training
+    assert torch.equal(outer(data[0]), plain_outer(data[0]))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("rows", [8, 5])
+def test_a_planned_module_inside_a_checkpoint(reentrant: bool, rows: int) -> None:
+    chosen, model, plain = planned_twins(mlp(), batch(8, 32))
+    x = batch(rows, 32).requires_grad_()
+    got = []
+    for module in (chosen.module, plain):
+        torch.manual_seed(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            squares(checkpoint(module, x, use_reentrant=reentrant)).backward()
+        got.append(x.grad)
+        x.grad = None
+    assert torch.equal(*got)
+    assert_same_gradients(model, plain)
+
+
+def test_the_last_smaller_batch_of_an_epoch() -> None:
+    chosen, model, plain = planned_twins(mlp(), batch(8, 32))
+    epoch = [batch(8, 32), batch(8, 32), batch(3, 32)]
+    with pytest.warns(UserWarning, match="planning anew") as said:
+        planned_losses = train(chosen.module, model, epoch * 2, adam)
+    assert len([w for w in said if "planning anew" in str(w.message)]) == 1
+    assert said[0].filename == __file__
+    assert planned_losses == train(plain, plain, epoch * 2, adam)
+    assert_same_state(model, plain)
+
+
+def test_an_unexpected_start_of_backward_is_replayed_then_planned() -> None:
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        hidden = self.body(x)
+        return {"loss": squares(hidden), "hidden": hidden}
+
+    chosen, model, plain = planned_twins(Wrap(forward, body=nn.Sequential(mlp(0.3), nn.BatchNorm1d(32))), batch(8, 32))
+    data = [batch(8, 32) for _ in range(3)]
+
+    def run(module: nn.Module) -> None:
+        torch.manual_seed(1)
+        for x in data:
+            module(x)["hidden"].sin().sum().backward()
+
+    with pytest.warns(UserWarning, match=r"backward started from \['hidden'\].*replays the plain forward") as said:
+        run(chosen.module)
+    assert sum("backward started" in str(w.message) for w in said) == 1
+    rng = torch.get_rng_state()
+    run(plain)
+    assert torch.equal(rng, torch.get_rng_state())
+    assert_same_gradients(model, plain)
+    assert_same_state(model, plain)
+
+
+def test_inputs_get_their_gradients() -> None:
+    chosen, model, plain = planned_twins(mlp(), batch(8, 32).requires_grad_())
+    leaf = batch(8, 32).requires_grad_()
+    found = []
+    for module in (chosen.module, plain):
+        torch.manual_seed(1)
+        squares(module(leaf)).backward()
+        squares(module(leaf * 2)).backward()
+        found.append(leaf.grad)
+        leaf.grad = None
+    assert torch.equal(*found)
+    assert_same_gradients(model, plain)
+
+
+def test_an_input_that_requires_grad_later_is_noticed() -> None:
+    chosen, _, plain = planned_twins(mlp(0.0), batch(64, 32))
+    x = batch(64, 32).requires_grad_()
+    with pytest.warns(UserWarning, match=r"got \(64, 32\) float32 on cpu, requires_grad, the plan expects"):
+        (planned_grad,) = torch.autograd.grad(squares(chosen.module(x)), x)
+    assert torch.equal(planned_grad, torch.autograd.grad(squares(plain(x)), x)[0])
+
+
+def test_a_loss_function_with_its_target() -> None:
+    x, y = batch(8, 32), torch.randint(0, 32, (8,))
+    loss_fn = nn.CrossEntropyLoss(label_smoothing=0.1)
+    chosen, model, plain = planned_twins(mlp(), (x, y), loss_fn=loss_fn)
+    torch.manual_seed(1)
+    loss = chosen.module(x, y)
+    loss.backward()
+    torch.manual_seed(1)
+    expected = loss_fn(plain(x), y)
+    expected.backward()
+    assert loss.dim() == 0 and torch.equal(loss, expected)
+    assert_same_gradients(model, plain)
+    chosen.module.eval()
+    plain.eval()
+    with torch.no_grad():
+        assert torch.equal(chosen.module(x, y), loss_fn(plain(x), y))
+
+
+def test_a_loss_function_of_the_output_alone() -> None:
+    chosen, model, plain = planned_twins(mlp(), batch(8, 32), loss_fn=squares)
+    x = batch(8, 32)
+    torch.manual_seed(1)
+    chosen.module(x).backward()
+    torch.manual_seed(1)
+    squares(plain(x)).backward()
+    assert_same_gradients(model, plain)
+
+
+def test_the_random_stream_has_a_witness_without_a_twin() -> None:
+    """For `loss = sum(dropout(x) * exp(a))`, d loss / d a = dropout(x) * exp(a): it sums to the loss."""
+
+    class Witness(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.randn(64, 64))
+            self.tail = nn.Sequential(*(nn.Dropout(0.5) for _ in range(3)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.tail(F.dropout(x, 0.5) + 1) * self.a.exp()).sum()
+
+    model, x = Witness().double(), torch.randn(64, 64).double()
+    chosen = tight(model, x, 0.5)
+    for _ in range(3):
+        model.zero_grad()
+        loss = chosen.module(x)
+        loss.backward()
+        torch.testing.assert_close(model.a.grad.sum(), loss.detach(), rtol=1e-12, atol=0)
+
+
+# The module as an object ----------------------------------------------------------------------------------------
+
+
+def test_it_is_a_drop_in_graph_module() -> None:
+    model = SmallGPT()
+    chosen = tight(model, tokens())
+    assert isinstance(chosen.module, fx.GraphModule)
+    assert list(chosen.module.state_dict()) == list(model.state_dict())
+    assert [n for n, _ in chosen.module.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert all(a is b for a, b in zip(chosen.module.parameters(), model.parameters(), strict=True))
+    assert dict(chosen.module.named_modules()).keys() == dict(model.named_modules()).keys()
+    assert chosen.module.head is model.head
+    assert chosen.module.training
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_optimizers_made_before_and_after(before: bool) -> None:
+    model, plain = twins(mlp())
+    x = batch(8, 32)
+    optimizer = adam(model.parameters()) if before else None
+    chosen = tight(model, x)
+    optimizer = optimizer or adam(chosen.module.parameters())
+    plain_optimizer = adam(plain.parameters())
+    for module, each in ((chosen.module, optimizer), (plain, plain_optimizer)):
+        torch.manual_seed(1)
+        for _ in range(3):
+            each.zero_grad()
+            squares(module(x)).backward()
+            each.step()
+    assert_same_state(model, plain)
+
+
+def test_deepcopy_is_independent_and_trains_the_same() -> None:
+    chosen, model, plain = planned_twins(mlp(), batch(8, 32))
+    other = copy.deepcopy(chosen.module)
+    assert not {id(p) for p in other.parameters()} & {id(p) for p in model.parameters()}
+    data = [batch(8, 32) for _ in range(3)]
+    expected = train(plain, plain, data, adam)
+    with no_warning():
+        assert train(other, other, data, adam) == expected
+        assert all(p.grad is None for p in model.parameters())
+        assert train(chosen.module, model, data, adam) == expected
+    assert_same_state(model, other)
+
+
+def test_a_deepcopy_plans_for_its_own_model() -> None:
+    chosen, _, _ = planned_twins(nn.Sequential(mlp(0.0), nn.Linear(32, 32)), batch(64, 32))
+    other = copy.deepcopy(chosen.module)
+    head = other.get_submodule("1")
+    head.requires_grad_(False)
+    reference = copy.deepcopy(other._plan_model)
+    x = batch(64, 32)
+    with pytest.warns(UserWarning, match="planning anew: argument '1.weight'"):
+        squares(other(x)).backward()
+    squares(reference(x)).backward()
+    assert_same_gradients(other, reference)
+    assert head.weight.grad is None
+
+
+def test_a_shallow_copy_shares_the_model() -> None:
+    chosen, model, _ = planned_twins(mlp(), batch(8, 32))
+    other = copy.copy(chosen.module)
+    squares(other(batch(8, 32))).backward()
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("dump", [pickle.dumps, lambda m: torch.save(m, "/dev/null")])
+def test_pickling_is_refused_with_what_to_do(dump: Callable[[Any], Any]) -> None:
+    chosen = plan(linear(), batch())
+    with pytest.raises(PlannerError, match=r"not pickled: it holds generated code. Save the weights \(state_dict\)"):
+        dump(chosen.module)
+
+
+def test_state_dicts_go_both_ways() -> None:
+    chosen, model, plain = planned_twins(SmallGPT(), tokens())
+    plain.load_state_dict(chosen.module.state_dict())
+    chosen.module.load_state_dict(plain.state_dict())
+    assert_same_state(model, plain)
+    torch.manual_seed(2)
+    x = tokens()
+    fresh = SmallGPT()
+    chosen.module.load_state_dict(fresh.state_dict())
+    for module in (chosen.module, fresh):
+        torch.manual_seed(1)
+        module(x).backward()
+    assert_same_gradients(model, fresh)
+
+
+# Hooks ----------------------------------------------------------------------------------------------------------
+
+
+def test_parameter_hooks_fire_once_a_backward() -> None:
+    chosen, model, plain = planned_twins(SmallGPT(), tokens())
+    fired: dict[int, list[str]] = {}
+    for each in (model, plain):
+        log = fired.setdefault(id(each), [])
+        for name, parameter in each.named_parameters():
+            parameter.register_hook(lambda g, name=name, log=log: log.append(name))
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name, log=log: log.append(f"post {name}"))
+    x = tokens()
+    for module in (chosen.module, plain):
+        torch.manual_seed(1)
+        module(x).backward()
+    assert sorted(fired[id(model)]) == sorted(fired[id(plain)])
+    assert len(fired[id(model)]) == len(set(fired[id(model)])) == 2 * len(list(model.parameters()))
+
+
+def test_a_hook_that_changes_the_gradient() -> None:
+    chosen, model, plain = planned_twins(mlp(0.0), batch(64, 32))
+    for each in (model, plain):
+        each[0].weight.register_hook(lambda g: g * 2)
+    x = batch(64, 32)
+    for module in (chosen.module, plain):
+        squares(module(x)).backward()
+    assert_same_gradients(model, plain)
+
+
+def test_an_optimizer_step_inside_the_backward() -> None:
+    """A hook that updates each parameter as its gradient arrives, and drops the gradient."""
+    chosen, model, plain = planned_twins(mlp(), batch(8, 32))
+    for each in (model, plain):
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in each.parameters()}
+
+        def update(p: torch.Tensor, optimizers: Any = optimizers) -> None:
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for parameter in each.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+    data = [batch(8, 32) for _ in range(3)]
+    for module in (chosen.module, plain):
+        torch.manual_seed(1)
+        for x in data:
+            squares(module(x)).backward()
+    assert_same_state(model, plain)
+
+
+def test_hooks_on_the_planned_module_itself() -> None:
+    chosen = plan(linear(), batch())
+    seen = []
+    chosen.module.register_forward_hook(lambda m, a, out: seen.append(out))
+    output = chosen.module(batch())
+    assert seen == [output] or seen[0] is output
+
+
+# Memory ---------------------------------------------------------------------------------------------------------
+
+
+class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    """Weak references to every tensor that ops of the block return, by op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.made += [weakref.ref(t) for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        return result
+
+    @property
+    def alive(self) -> int:
+        return sum(r() is not None for r in self.made)
+
+
+def saved_of(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
+    """Weak references to what planned forwards hand to their backwards, from now on."""
+    references: list[weakref.ref[torch.Tensor]] = []
+    apply = runtime._PlannedStep.forward
+
+    def forward(ctx: Any, step: Any, fallback: Any, *primals: torch.Tensor) -> Any:
+        outputs = apply(ctx, step, fallback, *primals)
+        references.extend(weakref.ref(t) for t in ctx.saved)
+        return outputs
+
+    monkeypatch.setattr(runtime._PlannedStep, "forward", staticmethod(forward))
+    return references
+
+
+def test_saved_activations_die_during_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, model, _ = planned_twins(mlp(), batch(8, 32))
+    references = saved_of(monkeypatch)
+    alive: list[int] = []
+    loss = squares(chosen.module(batch(8, 32)))
+    assert references and all(r() is not None for r in references)
+    gc.disable()
+    try:
+        for op in _spy_on_backward(chosen, monkeypatch):
+            op.append(lambda: alive.append(sum(r() is not None for r in references)))
+        loss.backward()
+        assert alive == sorted(alive, reverse=True)
+        assert alive[0] > alive[-1]
+        assert all(r() is None for r in references)
+    finally:
+        gc.enable()
+    assert model[0].weight.grad is not None
+
+
+def _spy_on_backward(chosen: Plan, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], None]]]:
+    """Lists of functions to be called as the backward runs each of its ops."""
+    calls: list[Callable[[], None]] = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            result = func(*args, **(kwargs or {}))
+            del args
+            for call in calls:
+                call()
+            return result
+
+    graph = chosen.module.backward_graph
+    original = graph.forward
+
+    def forward(values: list[torch.Tensor]) -> Any:
+        with Spy():
+            return original(values)
+
+    monkeypatch.setattr(graph, "forward", forward)
+    yield calls
+
+
+def test_saved_activations_die_with_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, _, _ = planned_twins(mlp(), batch(8, 32))
+    references = saved_of(monkeypatch)
+    gc.disable()
+    try:
+        output = chosen.module(batch(8, 32))
+        assert any(r() is not None for r in references)
+        del output
+        assert all(r() is None for r in references)
+    finally:
+        gc.enable()
+
+
+def test_the_input_dies_with_the_output() -> None:
+    chosen, _, _ = planned_twins(mlp(), batch(8, 32))
+    gc.disable()
+    try:
+        x = batch(8, 32)
+        watched = weakref.ref(x)
+        output = chosen.module(x)
+        squares(output).backward()
+        del x, output
+        assert watched() is None
+    finally:
+        gc.enable()
+
+
+def test_memory_returns_to_where_it_was() -> None:
+    chosen, model, _ = planned_twins(mlp(), batch(64, 32))
+    x = batch(64, 32)
+
+    def step() -> None:
+        squares(chosen.module(x)).backward()
+        model.zero_grad()
+
+    def dropped() -> None:
+        chosen.module(x)
+
+    step()
+    for run in (step, dropped):
+        assert sum(allocator_events(run)) == 0
+
+
+# No residue -----------------------------------------------------------------------------------------------------
+
+
+def snapshot(model: nn.Module) -> tuple[Any, ...]:
+    modules = list(model.modules())
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
+        torch.get_default_dtype(), torch.compiler.is_compiling(), torch.compiler.is_exporting(),
+        [m.training for m in modules],
+        [[(k, id(v), len(v) if isinstance(v, (dict, list, set)) else None) for k, v in m.__dict__.items()]
+         for m in modules],
+        [[(k, id(v)) for d in (m._parameters, m._buffers, m._modules) for k, v in d.items()] for m in modules],
+        [(n, id(p), p._version, p.grad, p.requires_grad) for n, p in model.named_parameters()],
+        [(n, id(b), b._version) for n, b in model.named_buffers()],
+        len(torch.nn.modules.module._global_forward_hooks), len(torch.nn.modules.module._global_forward_pre_hooks),
+        torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack(),
+    )  # fmt: skip
+
+
+class Fails(nn.Module):
+    """Does all that leaves traces, then reads a value."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.body, self.norm, self.fails = mlp(), nn.BatchNorm1d(32), fails
+        self.history: list[torch.Tensor] = []
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps = self.steps + 1
+        self.history.append(x)
+        self.late = nn.Linear(32, 32)
+        y = self.norm(self.body(x))
+        return y * y.sum().item() if self.fails else y
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "mixed"])
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.filterwarnings("ignore:forward sets self")
+def test_planning_leaves_no_residue(fails: bool, mode: str) -> None:
+    model, x = Fails(fails), batch(8, 32)
+    model.train(mode != "eval")
+    model.norm.train(mode == "train")
+    values = copy.deepcopy(model.state_dict())
+    before, rng = snapshot(model), torch.get_rng_state()
+    if fails:
+        with pytest.raises(CaptureError):
+            plan(model, x)
+    else:
+        tight(model, x)
+    assert snapshot(model) == before
+    assert all(torch.equal(values[k], v) for k, v in model.state_dict().items())
+    assert torch.equal(rng, torch.get_rng_state())
+
+
+def test_planning_draws_nothing_from_the_generator() -> None:
+    model, x = mlp(), batch(8, 32)
+    before = torch.get_rng_state()
+    tight(model, x)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_planning_under_no_grad_leaves_it_off() -> None:
+    model, x = mlp(), batch(8, 32)
+    with torch.no_grad():
+        chosen = plan(model, x)
+        assert not torch.is_grad_enabled()
+    squares(chosen.module(x)).backward()
+    assert model[0].weight.grad is not None
+
+
+def test_an_interrupt_leaves_no_residue(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(Fails):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            super().forward(x)
+            raise KeyboardInterrupt
+
+    model, x = Interrupted(False), batch(8, 32)
+    before, rng = snapshot(model), torch.get_rng_state()
+    with pytest.raises(KeyboardInterrupt):
+        plan(model, x)
+    assert snapshot(model) == before
+    assert torch.equal(rng, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("stage", ["capture", "alias", "profile", "lower", "solve", "rewrite", "verify"])
+def test_an_interrupt_in_any_stage_leaves_no_residue(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from planner import pipeline
+
+    model, x = mlp(), batch(8, 32)
+    budget = tight(model, x).budget_bytes
+    assert budget is not None
+    original = getattr(pipeline, stage)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        original(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, stage, interrupted)
+    before, rng = snapshot(model), torch.get_rng_state()
+    with pytest.raises(KeyboardInterrupt):
+        plan(model, x, budget / (1 << 20))
+    assert snapshot(model) == before
+    assert torch.equal(rng, torch.get_rng_state())

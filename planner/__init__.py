@@ -1,7 +1,7 @@
 """Train under a memory budget: `auto_checkpoint(model, sample, budget_mb=...)`."""
 
 from passes.errors import CaptureError, InputMismatch, Unsupported, VerificationError
-from passes.runtime import BackwardTwice
+from passes.runtime import BackwardTwice, DoubleBackward
 from solvers.errors import BudgetError, PlannerError, SolverUnavailable
 
 from .api import auto_checkpoint, minimum_budget
@@ -13,6 +13,7 @@ __all__ = [
     "BackwardTwice",
     "BudgetError",
     "CaptureError",
+    "DoubleBackward",
     "Frontier",
     "InputMismatch",
     "MaxBatch",

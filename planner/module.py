@@ -96,7 +96,7 @@ class PlannedModule(fx.GraphModule):
     # What belongs to the model ----------------------------------------------------------------------------------
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         model = self.__dict__.get("_plan_model")
         return True if model is None else model.training
 
@@ -157,10 +157,11 @@ class PlannedModule(fx.GraphModule):
         """The planned backward, with the recomputes in it."""
         return self._plan_state.latest.step.backward
 
-    def print_readable(self, print_output: bool = True, **kwargs: Any) -> str:
+    def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
         """The call graph and both halves as source."""
         parts = [super().print_readable(print_output=False)]
-        parts += [g.print_readable(print_output=False, **kwargs) for g in (self.forward_graph, self.backward_graph)]
+        halves = (self.forward_graph, self.backward_graph)
+        parts += [half.print_readable(False, *args, **kwargs) for half in halves]
         text = "\n".join(parts)
         if print_output:
             print(text)
@@ -175,7 +176,7 @@ class _StepCall(nn.Module):
         self.__dict__["owner"] = owner
 
     def forward(self, **bound: Any) -> Any:
-        return self.owner._plan_state.run(bound)
+        return self.__dict__["owner"]._plan_state.run(bound)
 
 
 class _PlanState:
@@ -354,7 +355,7 @@ def _call_graph(signature: Any, traced: Traced) -> fx.Graph:
     graph = fx.Graph()
     used = [name.split("]")[0].strip("['\"") for name in traced.input_names]
     names = dict.fromkeys(n for n in signature.parameters if n in used)
-    values = {n: graph.placeholder(n) for n in names}
+    values: dict[str, Any] = {n: graph.placeholder(n) for n in names}
     graph.output(graph.call_module("planned_step", (), values))
     return graph
 

@@ -46,7 +46,7 @@ class Taste:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Recomputes that free `gain` bytes at one moment for `cost`."""
+    """Recomputes that free `gain` bytes (in `Live.unit`s) at one moment for `cost`."""
 
     recomputes: tuple[Recompute, ...]
     gain: int
@@ -191,7 +191,7 @@ def plan_eviction(live: Live, tensor: int, key: int, keep_ratio: float) -> Evict
                 stack.append(producer[t])
     if gain <= 0:
         return None
-    return Eviction(tuple((slot, i) for i in sorted(chosen)), gain, sum(ops[i].cost for i in chosen))
+    return Eviction(tuple((slot, i) for i in sorted(chosen)), gain // live.unit, sum(ops[i].cost for i in chosen))
 
 
 def _spans(live: Live, tensor: int, key: int, moment: int) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from math import gcd
 
 import numpy as np
 
@@ -38,6 +39,7 @@ class Live:
         self.alloc = [op.workspace + sum(self.bytes[t] for t in op.outputs) for op in problem.ops]
         self.reuse = [op.reuse for op in problem.ops]
         self.pinned = [t in problem.pinned for t in range(len(problem.tensors))]
+        self.unit = gcd(*self.bytes) or 1  # scores count bytes in it, so that scaling all sizes changes no rounding
         self.evictable = self._evictable()
         self.events: list[list[int]] = [[] for _ in problem.tensors]
         self.items: list[list[int]] = [[] if op.optional else [i] for i, op in enumerate(problem.ops)]
@@ -146,7 +148,7 @@ class Live:
         ops, producer = self.problem.ops, self.problem.producer
         allowed = [t for t, p in enumerate(producer) if ops[p].recomputable and not self.pinned[t] and self.bytes[t]]
         if len(ops) <= LARGE:
-            return sorted(allowed, key=lambda t: (ops[producer[t]].cost / self.bytes[t], t))
+            return sorted(allowed, key=lambda t: (ops[producer[t]].cost / (self.bytes[t] // self.unit), t))
         # Equals are scattered over the step, else a look at the first few sees one corner of it only.
         scatter = {t: t * 2654435761 % (1 << 32) for t in allowed}
         return sorted(allowed, key=lambda t: (round(ops[producer[t]].cost / self.bytes[t], 2), scatter[t]))

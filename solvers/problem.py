@@ -171,7 +171,7 @@ def _validate(problem: Problem) -> None:
         if i >= problem.num_forward and op.recomputable:
             raise PlannerError(f"backward op {i} ({op.name!r}) is marked recomputable")
         if op.reuse is not None and (op.reuse not in op.inputs or not _same_size(problem, op)):
-            raise PlannerError(f"op {i} ({op.name!r}) takes over tensor {op.reuse}, no input of its first output's size")
+            raise PlannerError(f"op {i} ({op.name!r}) takes over tensor {op.reuse}, no input of its output's size")
         if op.optional and op.inputs:
             raise PlannerError(f"optional op {i} ({op.name!r}) must not have inputs")
     if len(written) != len(problem.tensors):

@@ -1,7 +1,8 @@
 """`python -m tests.bench.solver [names] [--shares 80,60,50,40]`: recompute share, proved bound and seconds per budget.
 
 A budget is a share of the simulated no-recompute peak of everything the step allocates (gradients included,
-parameters and inputs not), the outputs besides the loss being dropped (`.loss`); the cost is the roofline with ridge 10 FLOP per byte.
+parameters and inputs not), the outputs besides the loss being dropped (`.loss`); the cost is the roofline with
+ridge 10 FLOP per byte.
 """
 
 from __future__ import annotations

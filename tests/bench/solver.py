@@ -18,7 +18,7 @@ from passes.alias import alias
 from passes.capture import bind_sample, capture
 from passes.lower import lower
 from passes.profile import profile, roofline
-from solvers import BudgetError, Problem, plain_order, simulate, solve, with_frees
+from solvers import BudgetError, Problem, Solution, plain_order, simulate, solve, with_frees
 from tests.zoo.models import ZOO, build
 
 # Issue targets: recompute share of step cost, in percent, by model and budget share.
@@ -50,13 +50,41 @@ def main() -> None:
     parser.add_argument("--shares", default="80,60,50,40")
     parser.add_argument("--solver", default="auto")
     parser.add_argument("--time-limit", type=float, default=30.0)
+    parser.add_argument("--compare", action="store_true", help="every solver beside the ILP's bound")
     options = parser.parse_args()
+    if options.compare:
+        compare(options.names or list(ZOO), [int(s) for s in options.shares.split(",")], options.time_limit)
+        return
     table = Table("model", "ops", "budget", "recompute", "target", "bound", "gap", "status", "seconds")
     for name in options.names or list(ZOO):
         problem = problem_of(name)
         for share in map(int, options.shares.split(",")):
             table.add_row(name, str(len(problem.ops)), f"{share} %", *_solve(problem, share, name, options))
     Console(width=140).print(table)
+
+
+def compare(names: list[str], shares: list[int], time_limit: float) -> None:
+    """Chen's and greedy's plans beside the ILP's plan and proved bound."""
+    table = Table("model", "budget", "chen", "greedy", "ilp", "bound of the ilp")
+    for name in names:
+        problem = problem_of(name)
+        for share in shares:
+            found = {s: _answer(problem, share, s, time_limit) for s in ("chen", "greedy", "ilp")}
+            bound = None if isinstance(found["ilp"], str) else found["ilp"].bound
+            costs = [a.added_cost for a in found.values() if not isinstance(a, str)]
+            assert bound is None or all(cost >= bound for cost in costs), (name, share)
+            cells = [a if isinstance(a, str) else f"{problem.overhead(a.added_cost):.2%}" for a in found.values()]
+            table.add_row(name, f"{share} %", *cells, "-" if bound is None else f"{problem.overhead(bound):.2%}")
+    Console(width=140).print(table)
+
+
+def _answer(problem: Problem, share: int, solver: str, time_limit: float) -> Solution | str:
+    """The solution, or the smallest share of the plain peak that the solver reaches."""
+    try:
+        return solve(problem, budget_of(problem, share), solver=solver, time_limit=time_limit)
+    except BudgetError as error:
+        whole = budget_of(problem, 100) - problem.static_bytes
+        return f"min {((error.minimum_bytes or 0) - problem.static_bytes) / whole:.1%}"
 
 
 def _solve(problem: Problem, share: int, name: str, options: argparse.Namespace) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,9 @@ from torch import nn
 from passes.capture import split_sample
 from passes.memory import measure_peak
 from passes.structure import flatten
+from planner import BudgetError, Plan, auto_checkpoint
+
+MIB = 1 << 20
 
 
 @dataclass
@@ -91,4 +93,14 @@ def measured_peak_bytes(module: nn.Module, state_of: nn.Module, sample: Any, sta
     return static_bytes + peak
 
 
-Runner = Callable[[], Any]
+def plan_at(model: nn.Module, sample: Any, share: int) -> Plan:
+    """A plan at `share` % of what the step needs above static, or at the minimum that the refusal states."""
+    free = auto_checkpoint(model, sample)
+    budget = free.static_bytes + (free.baseline_peak_bytes - free.static_bytes) * share // 100
+    try:
+        return auto_checkpoint(model, sample, budget / MIB, time_limit=5)
+    except BudgetError as error:
+        stated = error
+    assert stated.floor_bytes is not None
+    assert stated.floor_bytes <= (stated.minimum_bytes or 0)
+    return auto_checkpoint(model, sample, stated.minimum_mb, time_limit=5)

@@ -9,11 +9,9 @@ import torch
 from torch import nn
 
 from passes.structure import flatten
-from planner import BudgetError, Plan, auto_checkpoint
+from planner import Plan
 from tests.zoo import compare
 from tests.zoo.hazards import HAZARDS
-
-MIB = 1 << 20
 
 
 def build(name: str) -> tuple[nn.Module, Any]:
@@ -28,18 +26,6 @@ def total_loss(output: Any) -> torch.Tensor:
     return sum(t.float().pow(2).mean() for t in tensors if t.requires_grad)  # type: ignore[return-value]
 
 
-def plan_at(model: nn.Module, sample: Any, share: int) -> Plan:
-    free = auto_checkpoint(model, sample)
-    budget = free.static_bytes + (free.baseline_peak_bytes - free.static_bytes) * share // 100
-    try:
-        return auto_checkpoint(model, sample, budget / MIB, time_limit=5)
-    except BudgetError as error:
-        stated = error
-    assert stated.floor_bytes is not None
-    assert stated.floor_bytes <= (stated.minimum_bytes or 0)
-    return auto_checkpoint(model, sample, stated.minimum_mb, time_limit=5)
-
-
 @pytest.mark.parametrize("name", HAZARDS)
 def test_same_numbers_and_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "scalar_loss", total_loss)
@@ -47,7 +33,7 @@ def test_same_numbers_and_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     for share in (80, 60, 40):
         model, _ = build(name)
         plain.load_state_dict(model.state_dict())
-        plan = plan_at(model, sample, share)
+        plan = compare.plan_at(model, sample, share)
         assert plan.budget_bytes is not None
         assert plan.peak_bytes <= plan.budget_bytes
         for seed in (1, 2):

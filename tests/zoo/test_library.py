@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from planner import BudgetError, Plan, auto_checkpoint
 from tests.zoo import compare
 from tests.zoo.library import LIBRARY
 
-MIB = 1 << 20
 QUICK = ("qwen2_masked", "whisper", "diffusion_u_net", "monai_u_net")
 
 
@@ -22,21 +20,11 @@ def build(name: str) -> tuple[nn.Module, Any]:
     return model.train(), sample
 
 
-def plan_at(model: nn.Module, sample: Any, share: int) -> Plan:
-    free = auto_checkpoint(model, sample)
-    budget = free.static_bytes + (free.baseline_peak_bytes - free.static_bytes) * share // 100
-    try:
-        return auto_checkpoint(model, sample, budget / MIB, time_limit=5)
-    except BudgetError as error:
-        stated = error
-    return auto_checkpoint(model, sample, stated.minimum_mb, time_limit=5)
-
-
 def check(name: str, share: int) -> None:
     plain, sample = build(name)
     model, _ = build(name)
     model.load_state_dict(plain.state_dict())
-    plan = plan_at(model, sample, share)
+    plan = compare.plan_at(model, sample, share)
     expected = compare.run_step(plain, plain, sample)
     assert compare.differences(expected, compare.run_step(plan.module, model, sample)) == []
     measured = compare.measured_peak_bytes(plan.module, model, sample, plan.static_bytes)

@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test check lint types demo table bench notebooks clean
+.PHONY: help venv test check lint types demo table bench clean
 
 help:  ## say what each target does
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 12
@@ -40,9 +40,6 @@ table: $(STAMP)  ## every zoo model at several budgets: predicted and measured p
 
 bench: $(STAMP)  ## the benchmarks of the README
 	$(PY) -m tests.bench
-
-notebooks: $(STAMP)  ## run every notebook; the executed copies go to build/notebooks
-	$(PY) -m nbconvert --to notebook --execute --output-dir build/notebooks notebooks/*.ipynb
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

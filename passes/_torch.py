@@ -15,7 +15,6 @@ from torch import fx, nn
 
 try:
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-    from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.nn.utils.stateless import _reparametrize_module
     from torch.utils.flop_counter import flop_registry
@@ -31,7 +30,6 @@ __all__ = [
     "allocator_events",
     "below_autograd",
     "compiling_flags",
-    "detect_fake_mode",
     "eager_kernels",
     "export_joint",
     "flop_registry",
@@ -60,7 +58,6 @@ class JointGraph:
     num_forward_outputs: int
     output_kinds: tuple[str, ...]
     output_bases: tuple[int | None, ...]
-    traced_tangents: tuple[Any, ...]
 
 
 class _FlatFunction(nn.Module):
@@ -87,7 +84,6 @@ def export_joint(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequen
         num_forward_outputs=metadata.num_forward_returns,
         output_kinds=tuple(info.output_type.name for info in infos),
         output_bases=tuple(info.base_idx for info in infos),
-        traced_tangents=tuple(metadata.traced_tangents),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils import _pytree as pytree
 
 from .errors import Unsupported
 from .ops import FUNCTIONAL
@@ -79,9 +80,12 @@ def is_compute(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is not operator.getitem and not is_view(node)
 
 
-def tensor_args(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments, each once, in order."""
-    return node.all_input_nodes
+def device_of(node: fx.Node) -> torch.device:
+    """Where the node's value lives; the CPU for a node without tensors."""
+    for value in pytree.tree_leaves(node.meta.get("val")):
+        if isinstance(value, torch.Tensor):
+            return value.device
+    return torch.device("cpu")
 
 
 def _of_call(node: fx.Node, known: Aliases) -> Storage | tuple[Storage | None, ...] | None:

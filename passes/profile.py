@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ._torch import FakeTensor, below_autograd, flop_registry
-from .alias import is_compute
+from .alias import device_of, is_compute
 from .memory import high_water
 from .ops import OPAQUE_RESULTS
 
@@ -155,8 +155,8 @@ def _measure(node: fx.Node, timed: bool) -> tuple[int, tuple[int, ...] | None, f
     made: dict[fx.Node, Any] = {}
     try:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made))
-        workspace, results = high_water(lambda: target(*args, **kwargs), _device(node))
-        seconds = _time(lambda: target(*args, **kwargs), _device(node)) if timed else None
+        workspace, results = high_water(lambda: target(*args, **kwargs), device_of(node))
+        seconds = _time(lambda: target(*args, **kwargs), device_of(node)) if timed else None
     except (RuntimeError, IndexError, ValueError):
         return 0, None, 0.0 if timed else None
     return workspace, results, seconds
@@ -210,12 +210,5 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _device(node: fx.Node) -> torch.device:
-    for value in pytree.tree_leaves(node.meta.get("val")):
-        if isinstance(value, torch.Tensor):
-            return value.device
-    return torch.device("cpu")
-
-
 def _cuda_devices(nodes: Sequence[fx.Node]) -> list[int]:
-    return sorted({d.index or 0 for d in map(_device, nodes) if d.type == "cuda"})
+    return sorted({d.index or 0 for d in map(device_of, nodes) if d.type == "cuda"})

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from solvers.schedule import Schedule
+from solvers.schedule import Schedule, freed_after
 from solvers.simulate import takes_over
 
-from .alias import Aliases, Storage, is_view
+from .alias import Aliases, Storage, device_of, is_view
 from .capture import Traced
 from .codegen import boxed
 from .errors import VerificationError
@@ -161,7 +161,7 @@ class _Emitter:
         for position in positions:
             kind, i = schedule[position]
             if kind == "compute":
-                self._compute(i, takes_over(self.lowered.problem, schedule, position), _freed_after(schedule, position))
+                self._compute(i, takes_over(self.lowered.problem, schedule, position), freed_after(schedule, position))
             else:
                 self.live.discard(i)
 
@@ -228,7 +228,7 @@ class _Emitter:
             return
         owner = self.lowered.nodes[i + 1]
         assert owner is not None
-        state = self.graph.call_function(get_rng_state, (_device(owner),))
+        state = self.graph.call_function(get_rng_state, (str(device_of(owner)),))
         size = self.lowered.problem.tensors[tensors[0]].bytes
         state.meta["val"] = torch.empty(size, dtype=torch.uint8, device="meta")
         self.current[tensors[0]] = state
@@ -238,7 +238,7 @@ class _Emitter:
         state = self.current[self.lowered.rng_state[i]]
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.resolve)
         target: Any = node.target
-        return self.graph.call_function(run_with_rng_state, (state, _device(node), target, *args), kwargs)
+        return self.graph.call_function(run_with_rng_state, (state, str(device_of(node)), target, *args), kwargs)
 
     @staticmethod
     def _copy_meta(new: fx.Node, old: fx.Node) -> fx.Node:
@@ -246,19 +246,3 @@ class _Emitter:
         new.meta = {k: old.meta[k] for k in kept if k in old.meta}
         new.meta["source"] = old.meta.get("source", old.name)
         return new
-
-
-def _freed_after(schedule: Schedule, position: int) -> frozenset[int]:
-    """Tensors freed between the compute at `position` and the next one."""
-    freed = []
-    following = position + 1
-    while following < len(schedule) and schedule[following].kind == "free":
-        freed.append(schedule[following].index)
-        following += 1
-    return frozenset(freed)
-
-
-def _device(node: fx.Node) -> str:
-    from .profile import _device as device_of
-
-    return str(device_of(node))

@@ -7,7 +7,7 @@ Parameters and inputs go through `save_for_backward`, so that a change between f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,7 +59,6 @@ class Step:
     keep_primals: tuple[int, ...] = ()
     rng_devices: tuple[str, ...] = ()
     hold_outputs: bool = True
-    constants: tuple[Any, ...] = field(default=())
 
     def __call__(self, primals: Sequence[torch.Tensor], fallback: Fallback) -> tuple[Any, ...]:
         """Run the forward; gradients flow when `backward` is called on an output."""

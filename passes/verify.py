@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .alias import aliased_argument, is_view
+from .alias import aliased_argument, device_of, is_view
 from .capture import Traced
 from .errors import VerificationError
 from .ops import FUNCTIONAL, is_random, result_ignores
@@ -140,9 +140,7 @@ class _Walk:
             return self._getitem(node, node.args[0], numbers)
         extra: tuple[Any, ...] = ()
         if is_random(node):
-            from .rewrite import _device
-
-            device_name = _device(node)
+            device_name = str(device_of(node))
             extra = ("drawn", self._state(device_name))
             self.draws[device_name] = self.draws.get(device_name, 0) + 1
         target = FUNCTIONAL.get(node.target, node.target)
@@ -202,12 +200,7 @@ class _Walk:
                 numbered.append(("value", numbers[leaf]))
             else:
                 numbered.append((type(leaf).__name__, repr(leaf)))
-        return self.numbering.number((str(target), id(target), spec_key(spec), tuple(numbered), extra))
-
-
-def spec_key(spec: Any) -> str:
-    """A pytree's structure as text."""
-    return str(spec)
+        return self.numbering.number((str(target), id(target), str(spec), tuple(numbered), extra))
 
 
 def _fetch(root: fx.GraphModule, target: str) -> Any:

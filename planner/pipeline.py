@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes.alias import Aliases, alias
+from passes.alias import Aliases, alias, device_of
 from passes.capture import Traced, capture
 from passes.lower import Lowered, lower, stateful_primals
 from passes.ops import is_random
 from passes.profile import OpProfile, profile
-from passes.rewrite import Rewritten, _device, rewrite
+from passes.rewrite import Rewritten, rewrite
 from passes.runtime import Step
 from passes.verify import verify
 from solvers import solve
 from solvers.schedule import Schedule, plain_order, with_frees
 from solvers.simulate import simulate
-from solvers.solution import Solution, plain_solution
+from solvers.solution import Solution, plain_solution, solution
 
 from .options import Options
 from .progress import Progress
@@ -89,8 +89,6 @@ def emit(prepared: Prepared, solution: Solution, progress: Progress) -> Planned:
 
 def emit_schedule(prepared: Prepared, schedule: Schedule, solver: str = "given") -> Planned:
     """`emit` for a schedule from elsewhere (a plan file, a test)."""
-    from solvers.solution import solution
-
     return emit(prepared, solution(prepared.lowered.problem, schedule, solver), Progress(False))
 
 
@@ -134,4 +132,4 @@ def model_device(model: nn.Module) -> torch.device:
 
 def _rng_devices(traced: Traced) -> tuple[str, ...]:
     drawing = [n for n in traced.graph_module.graph.nodes if is_random(n)]
-    return tuple(dict.fromkeys(_device(n) for n in drawing))
+    return tuple(dict.fromkeys(str(device_of(n)) for n in drawing))

@@ -24,6 +24,16 @@ def computes(schedule: Schedule) -> tuple[int, ...]:
     return tuple(step.index for step in schedule if step.kind == "compute")
 
 
+def freed_after(schedule: Schedule, position: int) -> frozenset[int]:
+    """Tensors freed between the compute at `position` and the next one."""
+    freed = []
+    following = position + 1
+    while following < len(schedule) and schedule[following].kind == "free":
+        freed.append(schedule[following].index)
+        following += 1
+    return frozenset(freed)
+
+
 def plain_order(problem: Problem) -> tuple[int, ...]:
     """Every required op once: the step without recompute."""
     return tuple(problem.required())

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from .errors import ScheduleError
 from .problem import Problem
-from .schedule import Schedule
+from .schedule import Schedule, freed_after
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,7 @@ def peak_and_cost(problem: Problem, schedule: Schedule) -> tuple[int, int]:
 def takes_over(problem: Problem, schedule: Schedule, position: int) -> bool:
     """Whether the compute at `position` writes its first output into the memory of its `reuse` input."""
     reuse = problem.ops[schedule[position].index].reuse
-    if reuse is None:
-        return False
-    following = position + 1
-    while following < len(schedule) and schedule[following].kind == "free":
-        if schedule[following].index == reuse:
-            return True
-        following += 1
-    return False
+    return reuse is not None and reuse in freed_after(schedule, position)
 
 
 def _replay(problem: Problem, schedule: Schedule) -> Iterator[tuple[int, int, int, int]]:

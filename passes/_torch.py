@@ -16,6 +16,7 @@ from torch import fx, nn
 try:
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.nn.utils.stateless import _reparametrize_module
     from torch.utils.flop_counter import flop_registry
 except ImportError as error:  # pragma: no cover - depends on the installed torch
@@ -26,7 +27,9 @@ except ImportError as error:  # pragma: no cover - depends on the installed torc
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionalTensor",
     "JointGraph",
+    "active_saving_hooks",
     "allocator_events",
     "below_autograd",
     "compiling_flags",
@@ -72,7 +75,10 @@ class _FlatFunction(nn.Module):
 def export_joint(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> JointGraph:
     """Trace `function(*inputs)` and its backward into one ATen graph (`aot_export_joint_with_descriptors`)."""
     with contextlib.ExitStack() as stack:
-        joint = aot_export_joint_with_descriptors(stack, _FlatFunction(function), tuple(inputs), {})
+        joint = aot_export_joint_with_descriptors(
+            stack, _FlatFunction(function), tuple(inputs), {},
+            decompositions={torch.ops.aten.native_dropout_backward.default: _dropout_backward},
+        )  # fmt: skip
         metadata = joint._aot_state.fw_metadata
         graph_module = joint._aot_graph_capture.graph_module
     infos = metadata.output_info
@@ -143,6 +149,16 @@ def _kineto_events(run: Callable[[], Any]) -> list[int]:
     return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
 
 
+def active_saving_hooks() -> str:
+    """Who changes what autograd saves: `torch.utils.checkpoint`, `torch.autograd.graph.save_on_cpu`, ..., or ""."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None else top(False)
+    if not hooks:
+        return ""
+    module, name = hooks[0].__module__, hooks[0].__qualname__.partition(".")[0]
+    return module if module == "torch.utils.checkpoint" else f"{module}.{name}"
+
+
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
     """Run ops straight on their kernels: no autograd graph, no view bookkeeping, no autocast.
@@ -175,19 +191,20 @@ def eager_kernels() -> Iterator[None]:
     """
     keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
     dropout = torch.ops.aten.dropout.default
-    saved: list[tuple[Any, Any, Any]] = []
-    for op in _loaded_overloads():
-        if op.overloadpacket.__name__ not in _KEPT_DECOMPOSITIONS:
-            saved += [(op, key, op.py_kernels.pop(key)) for key in keys if key in op.py_kernels]
-            op._dispatch_cache.clear()
-    if any(op is dropout for op, _, _ in saved):
-        for key in keys:
-            dropout.py_kernels[key] = _dropout
+    replaced = [op for op in _loaded_overloads() if op.overloadpacket.__name__ not in _KEPT_DECOMPOSITIONS]
+    saved = [(op, key, op.py_kernels[key]) for op in replaced for key in keys if key in op.py_kernels]
     meta: Any = torch._meta_registrations
     grouped = getattr(meta, "_meta_grouped_mm_common", None)
-    if grouped is not None:
-        meta._meta_grouped_mm_common = _grouped_mm_of_any_type(grouped, meta)
-    try:
+    try:  # from here on, so that an interrupt in between leaves nothing set aside
+        for op, key, _ in saved:
+            del op.py_kernels[key]
+        for op in replaced:
+            op._dispatch_cache.clear()
+        if any(op is dropout for op, _, _ in saved):
+            for key in keys:
+                dropout.py_kernels[key] = _dropout
+        if grouped is not None:
+            meta._meta_grouped_mm_common = _grouped_mm_of_any_type(grouped, meta)
         yield
     finally:
         if grouped is not None:
@@ -231,6 +248,11 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         return torch.ops.aten.native_dropout.default(x, p, train)[0]
     noise = torch.empty_like(x).bernoulli_(1 - p)
     return x * noise.div_(1 - p)
+
+
+def _dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
+    """The two multiplications of the CPU's `native_dropout_backward`, each of which can work in place."""
+    return gradient * mask * scale if gradient.device.type == "cpu" else NotImplemented
 
 
 def _same_scale(dtype: torch.dtype, p: float) -> bool:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from solvers.order import backward_order, in_order
 from solvers.problem import Op, Problem, Tensor
 
 from .alias import Aliases, Storage, is_compute
 from .capture import Traced
 from .errors import Unsupported
 from .memory import granule, round_up
-from .ops import INPLACE, RUNNING_STATISTICS, is_random, must_run_once, result_ignores
+from .ops import RUNNING_STATISTICS, is_collective, is_random, must_run_once, result_ignores, takeovers
 from .profile import OpProfile
 
 RNG_STATE_BYTES = 5056  # the CPU generator's state; a CUDA generator's is 16 bytes, kept on the CPU
@@ -82,13 +83,15 @@ def lower(
     device: torch.device,
     reserve_bytes: int = 0,
     keep_outputs: bool = True,
+    once: Collection[fx.Node] = (),
 ) -> Lowered:
     """Make the Problem of a traced step.
 
     Args:
         keep_outputs: whether what the model returns stays alive through the backward, besides what it starts from.
+        once: kernels that the user does not want to run again.
     """
-    return _Lowering(traced, aliases, profiles, cost, device).build(reserve_bytes, keep_outputs)
+    return _Lowering(traced, aliases, profiles, cost, device, frozenset(once)).build(reserve_bytes, keep_outputs)
 
 
 class _Lowering:
@@ -99,8 +102,10 @@ class _Lowering:
         profiles: dict[fx.Node, OpProfile],
         cost: Callable[[OpProfile], float],
         device: torch.device,
+        once: frozenset[fx.Node],
     ) -> None:
         self.traced, self.aliases, self.profiles, self.cost, self.device = traced, aliases, profiles, cost, device
+        self.once = once
         self.granule = granule(device)
         self.ops: list[Op] = []
         self.tensors: list[Tensor] = []
@@ -125,25 +130,34 @@ class _Lowering:
         for node in backward:
             self._add_node(node, False, mutated)
         outputs = self._outputs(keep_outputs)
-        copies = self._add_gradient_copies(primals)
+        copies, let_go = self._add_gradient_copies(primals)
         static = sum(self._bytes(self.aliases.of[p]) for p in self._distinct(primals))
         problem = Problem(
             ops=tuple(self.ops),
             tensors=tuple(self.tensors),
             num_forward=num_forward,
-            outputs=tuple(dict.fromkeys([*kept, *outputs, *tangent_tensors, *copies])),
+            outputs=tuple(dict.fromkeys([*kept, *(t for t in outputs if t not in let_go), *tangent_tensors, *copies])),
             static_bytes=static + reserve_bytes,
         )
+        order = backward_order(problem, self._movable(num_forward))
+        nodes = tuple(self.nodes[i] for i in order)
         return Lowered(
-            problem, tuple(self.nodes), tuple(self.storages), self.rng_state, tangent_tensors, num_forward,
-            {n: i for i, n in enumerate(self.nodes) if n is not None}, self.storage_tensor,
+            in_order(problem, order), nodes, tuple(self.storages), self.rng_state, tangent_tensors, num_forward,
+            {n: i for i, n in enumerate(nodes) if n is not None}, self.storage_tensor,
         )  # fmt: skip
+
+    def _movable(self, num_forward: int) -> list[int]:
+        """Backward kernels whose place among the others is free: they draw nothing and talk to no other device."""
+        return [
+            i for i in range(num_forward, len(self.nodes))
+            if (node := self.nodes[i]) is not None and not is_random(node) and not is_collective(node)
+        ]  # fmt: skip
 
     def _add_node(self, node: fx.Node, forward: bool, mutated: set[Any]) -> None:
         read = [s for a in node.all_input_nodes for s in self.aliases.storages(a)]
         inputs = tuple(dict.fromkeys(self.storage_tensor[s] for s in read if s in self.storage_tensor))
         replay: tuple[int, ...] = ()
-        recomputable = forward and must_run_once(node, self.device.type) is None
+        recomputable = forward and node not in self.once and must_run_once(node, self.device.type) is None
         if _reads_overwritten(node, mutated, self.aliases):
             recomputable = False
             if not forward:
@@ -170,9 +184,12 @@ class _Lowering:
         self._add_op(Op(f"{node.name}_rng", (), (tensor,), 0, 0, False, optional=True), None)
         return tensor
 
-    def _reuse(self, node: fx.Node, outputs: list[int]) -> int | None:
-        """The tensor of the first argument, where the op's in-place twin could write its result there."""
-        source = node.args[0] if node.target in INPLACE and node.args else None
+    def _reuse(self, node: fx.Node, outputs: list[int]) -> tuple[int, ...]:
+        """The tensors of arguments whose memory the op could write its result into."""
+        found = (self._taken(node, node.args[p], outputs) for p in sorted(takeovers(node)) if p < len(node.args))
+        return tuple(dict.fromkeys(t for t in found if t is not None))
+
+    def _taken(self, node: fx.Node, source: Any, outputs: list[int]) -> int | None:
         if not isinstance(source, fx.Node):
             return None
         storage = self.aliases.of[source]
@@ -212,22 +229,34 @@ class _Lowering:
             self._add_op(Op("return_outputs", read, (), 0, 0, False), None)
 
     def _add_tangents(self, tangents: list[fx.Node]) -> tuple[int, ...]:
-        indices = []
+        """What autograd hands over is dense and lives on; where the trace wants gaps (a view's), a copy is made."""
+        given, written = [], []
         for node in tangents:
-            storage = self.aliases.of[node]
+            storage, value = self.aliases.of[node], node.meta["val"]
             assert isinstance(storage, Storage)
-            index = self._new_tensor(Tensor(node.name, self._bytes(storage), "tangent"), storage)
+            size = round_up(value.numel() * value.element_size(), self.granule)
+            index = self._new_tensor(Tensor(node.name, size, "tangent"), storage)
+            given.append(index)
+            if not torch._prims_common.is_non_overlapping_and_dense_or_false(value):
+                laid_out = Tensor(f"{node.name}_laid_out", round_up(_span_bytes(value), self.granule), "temporary")
+                index = self._new_tensor(laid_out, storage)
+                written.append(index)
             self.storage_tensor[storage] = index
-            indices.append(index)
-        self._add_op(Op("tangents", (), tuple(indices), 0, 0, False), None)
-        return tuple(indices)
+        self._add_op(Op("tangents", (), (*given, *written), 0, 0, False), None)
+        return tuple(given)
 
-    def _add_gradient_copies(self, primals: list[fx.Node]) -> list[int]:
-        """`AccumulateGrad` copies a gradient that is no dense tensor of its own (shared, expanded, other strides)."""
+    def _add_gradient_copies(self, primals: list[fx.Node]) -> tuple[list[int], frozenset[int]]:
+        """`AccumulateGrad` copies a gradient that is no dense tensor of its own (shared, expanded, other strides).
+
+        Returns:
+            The copies, and the tensors of which nothing but copies stays: each is let go when its last copy is made.
+        """
         outputs: Any = self.traced.graph_module.graph.output_node().args[0]
         gradients = outputs[self.traced.num_forward_outputs :]
         seen: set[Storage] = set()
         copies = []
+        copied: set[int] = set()
+        kept = {self.storage_tensor[s] for s in self.returned if s in self.storage_tensor}
         for primal, gradient in zip(primals, gradients, strict=False):
             if not isinstance(gradient, fx.Node):
                 continue
@@ -235,14 +264,18 @@ class _Lowering:
             assert isinstance(storage, Storage)
             shared = storage in seen or storage.static
             seen.add(storage)
+            index = self.storage_tensor.get(storage)
+            read = () if index is None else (index,)
             if shared or not _stolen(gradient.meta["val"], primal.meta["val"]):
                 value = gradient.meta["val"]
                 size = round_up(value.numel() * value.element_size(), self.granule)
                 tensor = self._new_tensor(Tensor(f"{primal.name}_grad", size, "gradient"), None)
-                read = (self.storage_tensor[storage],) if storage in self.storage_tensor else ()
+                copied.update(read)
                 self._add_op(Op(f"{primal.name}_grad", read, (tensor,), 0, 0, False), None)
                 copies.append(tensor)
-        return copies
+            else:
+                kept.update(read)
+        return copies, frozenset(copied - kept)
 
     def _add_tensor(self, name: str, storage: Storage, forward: bool) -> int:
         suffix = f"[{storage.index}]" if isinstance(self.aliases.of[storage.node], tuple) else ""
@@ -302,6 +335,14 @@ def _same_layout(source: torch.Tensor, result: torch.Tensor) -> bool:
     )  # fmt: skip
 
 
+def _span_bytes(value: torch.Tensor) -> int:
+    """What a tensor of this size and stride takes in a storage of its own."""
+    if not value.numel():
+        return 0
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return span * value.element_size()
+
+
 def stateful_primals(traced: Traced) -> tuple[int, ...]:
     """Overwritten primals whose old value decides a result (all but running statistics of batch norms)."""
     primals = traced.placeholders
@@ -311,6 +352,13 @@ def stateful_primals(traced: Traced) -> tuple[int, ...]:
         if not all(u.target in RUNNING_STATISTICS for u in readers):
             found.append(i)
     return tuple(found)
+
+
+def why_once(node: fx.Node, traced: Traced, aliases: Aliases, device: torch.device) -> str | None:
+    """Why a forward kernel may not run again whatever the user wants, or None."""
+    mutated = {aliases.of[traced.placeholders[i]] for i in traced.mutated}
+    changed = "it reads what the forward changes" if _reads_overwritten(node, mutated, aliases) else None
+    return must_run_once(node, device.type) or changed
 
 
 def _reads_overwritten(node: fx.Node, mutated: set[Any], aliases: Aliases) -> bool:

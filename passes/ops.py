@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,19 +29,64 @@ OPAQUE_RESULTS = frozenset(
     {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_thnn_fused_lstm_cell", "_cudnn_ctc_loss", "_embedding_bag"}
 )
 
-# Element-wise ops with an in-place twin that runs the same kernel: where the first argument dies, the twin writes the
-# same bits into its memory.
-INPLACE: dict[Any, Any] = {
-    getattr(getattr(aten, name), overload): getattr(getattr(aten, name + "_"), overload)
-    for name, overload in (
-        ("add", "Tensor"), ("add", "Scalar"), ("sub", "Tensor"), ("sub", "Scalar"), ("mul", "Tensor"),
-        ("mul", "Scalar"), ("div", "Tensor"), ("div", "Scalar"), ("neg", "default"), ("relu", "default"),
-        ("sigmoid", "default"), ("tanh", "default"), ("exp", "default"), ("silu", "default"), ("gelu", "default"),
-        ("clamp", "default"), ("clamp_min", "default"), ("clamp_max", "default"), ("leaky_relu", "default"),
-        ("hardtanh", "default"), ("masked_fill", "Scalar"), ("rsqrt", "default"), ("sqrt", "default"),
-    )
-}  # fmt: skip
-FUNCTIONAL = {inplace: functional for functional, inplace in INPLACE.items()}
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """The op that writes the same bits into the memory of one of its arguments.
+
+    Attributes:
+        target: runs the same kernel.
+        out: the keyword that takes the memory; None for an op that writes its first argument.
+    """
+
+    target: OpOverload
+    out: str | None
+
+
+def _takeovers() -> dict[Any, dict[int, Takeover]]:
+    """Element-wise kernels read each element before they write it: op -> argument position -> who takes it over."""
+    table: dict[Any, dict[int, Takeover]] = {}
+    in_place = {
+        "Tensor": ("add", "sub", "mul", "div"),
+        "Scalar": ("add", "sub", "mul", "div", "masked_fill"),
+        "default": (
+            "neg", "relu", "sigmoid", "tanh", "exp", "silu", "gelu", "clamp", "clamp_min", "clamp_max", "leaky_relu",
+            "hardtanh", "rsqrt", "sqrt", "elu", "hardswish", "hardsigmoid", "erf", "reciprocal",
+        ),
+    }  # fmt: skip
+    for overload, names in in_place.items():
+        for name in names:
+            twin = Takeover(getattr(getattr(aten, name + "_"), overload), None)
+            table[getattr(getattr(aten, name), overload)] = {0: twin}
+    with_out: tuple[tuple[str, str, str, tuple[int, ...]], ...] = (
+        *((name, "Tensor", "out", (1,)) for name in ("add", "sub", "mul", "div")),
+        ("pow", "Tensor_Scalar", "Tensor_Scalar_out", (0,)),
+        ("where", "self", "self_out", (1, 2)),
+        *((f"{name}_backward", "default", "grad_input", (0, 1)) for name in (
+            "threshold", "tanh", "sigmoid", "silu", "gelu", "leaky_relu", "hardtanh", "hardsigmoid", "softplus",
+        )),
+        ("elu_backward", "default", "grad_input", (0, 5)),
+        *((name, "default", "out", (0,)) for name in ("_softmax", "_log_softmax")),
+        *((name, "default", "out", (0, 1)) for name in ("_softmax_backward_data", "_log_softmax_backward_data")),
+    )  # fmt: skip
+    for name, overload, twin_overload, positions in with_out:
+        target = getattr(getattr(aten, name), twin_overload)
+        twin = Takeover(target, next(a.name for a in target._schema.arguments if a.kwarg_only and a.is_write))
+        table.setdefault(getattr(getattr(aten, name), overload), {}).update(dict.fromkeys(positions, twin))
+    return table
+
+
+TAKEOVERS = _takeovers()
+FUNCTIONAL: dict[Any, Any] = {twin.target: op for op, twins in TAKEOVERS.items() for twin in twins.values()}
+
+# Not element-wise, but the CPU's kernel is done reading a row before it writes it: op -> position of `dim`.
+ROWWISE = {
+    aten._softmax.default: 1,
+    aten._log_softmax.default: 1,
+    aten._softmax_backward_data.default: 2,
+    aten._log_softmax_backward_data.default: 2,
+}
 
 # Choices between equal values may fall differently when run again on a GPU: never recomputed.
 TIES = frozenset(
@@ -81,6 +127,36 @@ def _dropout_probability(node: fx.Node) -> float | None:
     return None
 
 
+def takeovers(node: fx.Node) -> dict[int, Takeover]:
+    """Which argument's memory the node's result could be written into, by position, whatever else reads it."""
+    functional: Any = FUNCTIONAL.get(node.target, node.target)
+    found = TAKEOVERS.get(functional, {})
+    if functional not in ROWWISE:
+        return found
+    value = node.meta["val"]
+    last = node.args[ROWWISE[functional]] in (-1, value.dim() - 1)
+    return found if last and value.device.type == "cpu" and value.is_contiguous() else {}
+
+
+def written_argument(node: fx.Node) -> fx.Node | None:
+    """The argument whose memory an op of `FUNCTIONAL` writes its result into; None for other ops."""
+    functional = FUNCTIONAL.get(node.target)
+    if functional is None:
+        return None
+    outs = dict.fromkeys(twin.out for twin in TAKEOVERS[functional].values() if twin.target is node.target)
+    written = next((node.kwargs[out] for out in outs if out is not None and out in node.kwargs), node.args[0])
+    return written if isinstance(written, fx.Node) else None
+
+
+def functional_form(node: fx.Node) -> tuple[Any, dict[str, Any]]:
+    """The op that computes the node's value out of place, and its keyword arguments."""
+    functional = FUNCTIONAL.get(node.target)
+    if functional is None:
+        return node.target, dict(node.kwargs)
+    outs = {twin.out for twin in TAKEOVERS[functional].values() if twin.target is node.target}
+    return functional, {name: value for name, value in node.kwargs.items() if name not in outs}
+
+
 def result_ignores(target: Any, args: tuple[Any, ...], index: Any) -> frozenset[int]:
     """Positions of arguments that result `index` (None: the op as a whole) does not depend on."""
     rule = RUNNING_STATISTICS.get(target)
@@ -94,6 +170,12 @@ def result_ignores(target: Any, args: tuple[Any, ...], index: Any) -> frozenset[
     return positions if index in results else frozenset()
 
 
+def is_collective(node: fx.Node) -> bool:
+    """Whether the op talks to other ranks, in an order that all share."""
+    collectives = ("_c10d_functional", "c10d", "c10d_functional")
+    return isinstance(node.target, OpOverload) and node.target.namespace in collectives
+
+
 def must_run_once(node: fx.Node, device_type: str) -> str | None:
     """Why an op may not be recomputed, or None."""
     target = node.target
@@ -103,7 +185,7 @@ def must_run_once(node: fx.Node, device_type: str) -> str | None:
         return "ties could fall differently"
     if device_type == "cuda" and target.overloadpacket in ATOMIC_ON_CUDA:
         return "not deterministic on CUDA"
-    if target.namespace in ("_c10d_functional", "c10d", "c10d_functional"):
+    if is_collective(node):
         return "collective"
     if torch.Tag.nondeterministic_bitwise in target.tags:
         return "not bitwise deterministic"

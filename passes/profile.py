@@ -17,8 +17,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ._torch import FakeTensor, below_autograd, flop_registry
+from ._torch import FakeTensor, below_autograd
 from .alias import device_of, is_compute
+from .flops import listed_flops, unlisted_flops
 from .memory import high_water
 from .ops import OPAQUE_RESULTS
 
@@ -35,10 +36,12 @@ class OpProfile:
         name, target: the node's name and its op, e.g. `aten.addmm.default`.
         flops: floating-point operations by torch's registry; 0 for ops that it does not list.
         elements: elements written.
+        unlisted_flops: floating-point operations that the registry leaves out but costs must not.
         bytes_read, bytes_written: logical bytes of the tensors read and written.
-        seconds: measured median time, or None when it was not measured.
+        seconds: shortest measured time, or None when it was not measured.
         workspace_bytes: memory above inputs and outputs while it runs, measured; 0 when it was not.
         result_bytes: measured size of each result's storage; None when it was not measured.
+        dtype: what it computes in, `bfloat16`: that of the first floating-point tensor read, else written; "" for none.
     """
 
     name: str
@@ -50,6 +53,13 @@ class OpProfile:
     seconds: float | None = None
     workspace_bytes: int = 0
     result_bytes: tuple[int, ...] | None = None
+    dtype: str = ""
+    unlisted_flops: int = 0
+
+    @property
+    def work(self) -> int:
+        """All floating-point operations known of."""
+        return self.flops + self.unlisted_flops
 
 
 def roofline(op: OpProfile, ridge: float = RIDGE) -> float:
@@ -57,12 +67,12 @@ def roofline(op: OpProfile, ridge: float = RIDGE) -> float:
 
     Source: the roofline model (Williams, Waterman, Patterson 2009); `ridge` is the device's FLOP per byte.
     """
-    return max(op.flops / ridge, op.bytes_read + op.bytes_written)
+    return max(op.work / ridge, op.bytes_read + op.bytes_written)
 
 
 def flop_cost(op: OpProfile) -> float:
     """FLOPs, an op outside the registry counting one per element written."""
-    return op.flops or op.elements
+    return op.work or op.elements
 
 
 def measured_cost(op: OpProfile) -> float:
@@ -132,21 +142,17 @@ def _count(node: fx.Node) -> OpProfile:
     return OpProfile(
         name=node.name,
         target=str(node.target),
-        flops=_flops(node, result),
+        flops=listed_flops(node, result),
+        unlisted_flops=unlisted_flops(node, result),
         elements=sum(t.numel() for t in written),
         bytes_read=sum(t.numel() * t.element_size() for t in read),
         bytes_written=sum(t.numel() * t.element_size() for t in written),
+        dtype=_dtype([*read, *written]),
     )
 
 
-def _flops(node: fx.Node, result: Any) -> int:
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if count is None:
-        return 0
-    args, kwargs = pytree.tree_map(
-        lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, dict(node.kwargs))
-    )
-    return int(count(*args, **kwargs, out_val=result))
+def _dtype(tensors: Sequence[torch.Tensor]) -> str:
+    return next((str(t.dtype).removeprefix("torch.") for t in tensors if t.is_floating_point()), "")
 
 
 def _measure(node: fx.Node, timed: bool) -> tuple[int, tuple[int, ...] | None, float | None]:
@@ -155,7 +161,9 @@ def _measure(node: fx.Node, timed: bool) -> tuple[int, tuple[int, ...] | None, f
     made: dict[fx.Node, Any] = {}
     try:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made))
-        workspace, results = high_water(lambda: target(*args, **kwargs), device_of(node))
+        value = node.meta.get("val")
+        expected = value if isinstance(value, (tuple, list)) else None
+        workspace, results = high_water(lambda: target(*args, **kwargs), device_of(node), expected)
         seconds = _time(lambda: target(*args, **kwargs), device_of(node)) if timed else None
     except (RuntimeError, IndexError, ValueError):
         return 0, None, 0.0 if timed else None
@@ -202,7 +210,7 @@ def _time(run: Callable[[], Any], device: torch.device) -> float:
         run()
         _synchronize(device)
         samples.append(time.perf_counter() - start)
-    return sorted(samples)[REPEATS // 2]
+    return min(samples)  # whatever else the machine does can only add to it
 
 
 def _synchronize(device: torch.device) -> None:

@@ -15,14 +15,14 @@ import torch
 from torch import fx
 
 from solvers.schedule import Schedule, freed_after
-from solvers.simulate import takes_over
+from solvers.simulate import taken_over
 
 from .alias import Aliases, Storage, device_of, is_view
 from .capture import Traced
 from .codegen import boxed
 from .errors import VerificationError
 from .lower import Lowered
-from .ops import INPLACE, is_random
+from .ops import is_random, takeovers
 from .random import get_rng_state, run_with_rng_state
 
 
@@ -161,7 +161,7 @@ class _Emitter:
         for position in positions:
             kind, i = schedule[position]
             if kind == "compute":
-                self._compute(i, takes_over(self.lowered.problem, schedule, position), freed_after(schedule, position))
+                self._compute(i, taken_over(self.lowered.problem, schedule, position), freed_after(schedule, position))
             else:
                 self.live.discard(i)
 
@@ -192,7 +192,7 @@ class _Emitter:
             self.views[key] = self._copy_meta(self.graph.node_copy(node, lambda a: mapping[a]), node)
         return self.views[key]
 
-    def _compute(self, i: int, in_place: bool, dropped: frozenset[int]) -> None:
+    def _compute(self, i: int, taken: int | None, dropped: frozenset[int]) -> None:
         op, node = self.lowered.problem.ops[i], self.lowered.nodes[i]
         if node is None:
             self._special(i)
@@ -200,19 +200,31 @@ class _Emitter:
         again = self.executed.get(i, 0) > 0
         self.executed[i] = self.executed.get(i, 0) + 1
         new = self._replay(i, node) if again and is_random(node) else self.graph.node_copy(node, self.resolve)
-        if in_place:
-            new.target = INPLACE[node.target]
+        if taken is not None and op.outputs[0] not in self.live:
+            self._write_over(taken, node, new)
         self._copy_meta(new, node)
         new.meta["recompute_of"] = node.name if again else None
         for t in op.outputs:
-            if t in self.live and t in self.lowered.problem.pinned:
-                continue  # an output keeps its first copy
+            if t in self.live:
+                continue  # what is live keeps its copy, as simulated
             if t in dropped:
                 continue  # a result that nobody reads
             storage = self.lowered.storages[t]
             assert storage is not None
             self.current[t] = self._output(new, storage)
             self.live.add(t)
+
+    def _write_over(self, taken: int, node: fx.Node, new: fx.Node) -> None:
+        """Make `new` write its result into the memory of the argument that lives in tensor `taken`."""
+        for position, twin in takeovers(node).items():
+            source = node.args[position]
+            storage = self.aliases.of[source] if isinstance(source, fx.Node) else None
+            if isinstance(storage, Storage) and self.lowered.storage_tensor.get(storage) == taken:
+                new.target = twin.target
+                if twin.out is not None:
+                    new.kwargs = {**new.kwargs, twin.out: new.args[position]}
+                return
+        raise VerificationError(f"{node.name!r} cannot write over {taken}", node=node.name)
 
     def _output(self, new: fx.Node, storage: Storage) -> fx.Node:
         if not isinstance(self.aliases.of[storage.node], tuple):

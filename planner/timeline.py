@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from solvers.problem import Problem
 from solvers.schedule import Schedule
-from solvers.simulate import takes_over
+from solvers.simulate import taken_over
 
 CATEGORIES = ("parameters", "gradients", "saved", "recomputed", "temporary")
 
@@ -55,7 +55,9 @@ def timeline(problem: Problem, schedule: Schedule) -> Timeline:
         if i == problem.num_forward:
             backward_from = len(labels)
         transient = op.workspace
-        taken = op.reuse if takes_over(problem, schedule, position) and op.outputs[0] not in holder else None
+        taken = taken_over(problem, schedule, position)
+        if taken is not None and op.outputs[0] in holder:
+            taken = None
         for t in op.outputs:
             if t in holder:
                 transient += problem.tensors[t].bytes

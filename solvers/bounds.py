@@ -23,7 +23,7 @@ def required_bytes(problem: Problem) -> list[int]:
     for s, op in enumerate(problem.ops):
         current += sum(sizes[t] for t in held[0][s])
         own = sum(sizes[t] for t in dict.fromkeys(op.inputs) if not _is_held(problem, t))
-        reused = 0 if op.reuse is None else sizes[op.reuse]
+        reused = sizes[op.reuse[0]] if op.reuse else 0
         extra = 0 if op.optional else own + op.workspace + sum(sizes[t] for t in op.outputs) - reused
         moments.append(0 if op.optional else current + extra)
         current -= sum(sizes[t] for t in held[1][s])

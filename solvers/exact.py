@@ -71,8 +71,9 @@ class _Search:
     def runs(self, op: int, mask: int, here: int, cost: int) -> Iterator[Move]:
         """Running `op` with `here` bytes resident: into new memory, or into that of the input it takes over."""
         yield Move(op, mask | self.writes[op], here + self.alloc[op], cost)
-        t = self.problem.ops[op].reuse
-        if t is not None and not self.pinned >> t & 1 and not mask >> self.problem.ops[op].outputs[0] & 1:
+        for t in self.problem.ops[op].reuse:
+            if self.pinned >> t & 1 or mask >> self.problem.ops[op].outputs[0] & 1:
+                continue
             given = mask & ~(1 << t)
             yield Move(op, given | self.writes[op], here + self.alloc[op] - self.sizes[t], cost)
 

@@ -253,16 +253,19 @@ class Live:
 
     def _needs(self, event: int, op: int) -> int:
         """Bytes that a run allocates: an in-place op takes over the input that it is the last to read."""
-        t = self.reuse[op]
-        if t is None or self.pinned[t]:
+        candidates = self.reuse[op]
+        if not candidates:
             return self.alloc[op]
         written = self.problem.ops[op].outputs[0]
         if self.pinned[written] and self.events[written][0] < event:
             return self.alloc[op]
+        dying = any(self._is_last_read(t, event) for t in candidates)
+        return self.alloc[op] - (self.bytes[written] if dying else 0)
+
+    def _is_last_read(self, t: int, event: int) -> bool:
         events = self.events[t]
         j = bisect_left(events, event)
-        last = j + 1 == len(events) or events[j + 1] & 1
-        return self.alloc[op] - (self.bytes[t] if last else 0)
+        return not self.pinned[t] and (j + 1 == len(events) or bool(events[j + 1] & 1))
 
     def _change(self, event: int, op: int, slot: int) -> int:
         """Bytes that become resident by running `op`, less those that its last reads set free."""
@@ -275,9 +278,7 @@ class Live:
             elif j + 1 < len(events) and not events[j + 1] & 1:
                 change += self.bytes[t]
         for t in self.inputs[op] if op == slot else self.replays[op]:
-            events = self.events[t]
-            j = bisect_left(events, event)
-            if not self.pinned[t] and (j + 1 == len(events) or events[j + 1] & 1):
+            if self._is_last_read(t, event):
                 change -= self.bytes[t]
         return change
 

@@ -45,8 +45,8 @@ class Op:
         recomputable: whether it may run more than once. A backward op never is.
         replay_inputs: tensors that the second and later executions read besides `inputs` (a saved RNG state).
         optional: the op may be left out altogether (taking an RNG state that nobody replays).
-        reuse: an input whose memory the first output takes over (an in-place op), when this run is its last read;
-            the first output is as large as that input. None: never.
+        reuse: inputs whose memory the first output may take over (in place), each as large as it. The first of them
+            whose last read is this run is taken.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Op:
     recomputable: bool = True
     replay_inputs: tuple[int, ...] = ()
     optional: bool = False
-    reuse: int | None = None
+    reuse: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Problem:
             "tensors": [[t.name, t.bytes, t.category] for t in self.tensors],
             "ops": [
                 [o.name, list(o.inputs), list(o.outputs), o.cost, o.workspace, o.recomputable,
-                 list(o.replay_inputs), o.optional, o.reuse]
+                 list(o.replay_inputs), o.optional, list(o.reuse)]
                 for o in self.ops
             ],
         }  # fmt: skip
@@ -145,8 +145,8 @@ class Problem:
         """Inverse of `to_dict`."""
         return cls(
             ops=tuple(
-                Op(name, tuple(ins), tuple(outs), cost, workspace, recomputable, tuple(replay), optional, *reuse)
-                for name, ins, outs, cost, workspace, recomputable, replay, optional, *reuse in data["ops"]
+                Op(name, tuple(ins), tuple(outs), cost, workspace, recomputable, tuple(replay), optional, tuple(reuse))
+                for name, ins, outs, cost, workspace, recomputable, replay, optional, reuse in data["ops"]
             ),
             tensors=tuple(Tensor(*t) for t in data["tensors"]),
             num_forward=data["num_forward"],
@@ -170,8 +170,9 @@ def _validate(problem: Problem) -> None:
             raise PlannerError(f"op {i} ({op.name!r}) has a negative cost or workspace")
         if i >= problem.num_forward and op.recomputable:
             raise PlannerError(f"backward op {i} ({op.name!r}) is marked recomputable")
-        if op.reuse is not None and (op.reuse not in op.inputs or not _same_size(problem, op)):
-            raise PlannerError(f"op {i} ({op.name!r}) takes over tensor {op.reuse}, no input of its output's size")
+        for t in op.reuse:
+            if t not in op.inputs or not op.outputs or problem.tensors[op.outputs[0]].bytes != problem.tensors[t].bytes:
+                raise PlannerError(f"op {i} ({op.name!r}) takes over tensor {t}, no input of its output's size")
         if op.optional and op.inputs:
             raise PlannerError(f"optional op {i} ({op.name!r}) must not have inputs")
     if len(written) != len(problem.tensors):
@@ -180,7 +181,3 @@ def _validate(problem: Problem) -> None:
         raise PlannerError("bytes are negative")
     if not set(problem.outputs) <= written:
         raise PlannerError("an output is no tensor of the problem")
-
-
-def _same_size(problem: Problem, op: Op) -> bool:
-    return bool(op.outputs) and problem.tensors[op.outputs[0]].bytes == problem.tensors[op.reuse or 0].bytes

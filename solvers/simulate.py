@@ -5,8 +5,8 @@ Rules (they are the rewritten code's own):
 1. `compute` allocates every output of the op anew while its inputs are still held; while it runs, the op's
    workspace comes on top. An output that was already live keeps its old copy, and the new one is dropped as
    soon as the op returns.
-   An op with a `reuse` input that is freed right after it, before the next compute, writes its first output into
-   that input's memory: nothing is allocated for it.
+   An op one of whose `reuse` inputs is freed right after it, before the next compute, writes its first output into
+   the memory of the first such input: nothing is allocated for it.
 2. `free` drops a tensor that is live.
 3. Required ops run for the first time in problem order; recomputes stand anywhere between.
 """
@@ -63,10 +63,11 @@ def peak_and_cost(problem: Problem, schedule: Schedule) -> tuple[int, int]:
     return simulation.peak_bytes, simulation.added_cost
 
 
-def takes_over(problem: Problem, schedule: Schedule, position: int) -> bool:
-    """Whether the compute at `position` writes its first output into the memory of its `reuse` input."""
+def taken_over(problem: Problem, schedule: Schedule, position: int) -> int | None:
+    """The input into whose memory the compute at `position` writes its first output, unless that is live already."""
     reuse = problem.ops[schedule[position].index].reuse
-    return reuse is not None and reuse in freed_after(schedule, position)
+    freed = freed_after(schedule, position) if reuse else ()
+    return next((t for t in reuse if t in freed), None)
 
 
 def _replay(problem: Problem, schedule: Schedule) -> Iterator[tuple[int, int, int, int]]:
@@ -108,11 +109,11 @@ def _replay(problem: Problem, schedule: Schedule) -> Iterator[tuple[int, int, in
             latest = i
         done.add(i)
         moment = live_bytes + op.workspace + sum(problem.tensors[t].bytes for t in op.outputs)
-        if takes_over(problem, schedule, index) and op.outputs[0] not in live:
-            assert op.reuse is not None
-            given.add(op.reuse)
-            live_bytes -= problem.tensors[op.reuse].bytes
-            moment -= problem.tensors[op.reuse].bytes
+        taken = taken_over(problem, schedule, index)
+        if taken is not None and op.outputs[0] not in live:
+            given.add(taken)
+            live_bytes -= problem.tensors[taken].bytes
+            moment -= problem.tensors[taken].bytes
         for t in op.outputs:
             if t not in live:
                 live.add(t)

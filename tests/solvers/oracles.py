@@ -56,9 +56,10 @@ def replay(problem: Problem, schedule: Schedule) -> Replay:
             if missing:
                 raise Broken(f"{op.name} misses {problem.tensors[missing[0]].name}")
             fresh = {t: problem.tensors[t].bytes for t in op.outputs}
-            if op.reuse in _freed_next(schedule, position) and op.outputs[0] not in buffers:
-                given.add(op.reuse)  # in place: the buffer changes hands, its free is a formality
-                del buffers[op.reuse]
+            taken = [t for t in op.reuse if t in _freed_next(schedule, position)][:1]
+            if taken and op.outputs[0] not in buffers:
+                given.add(taken[0])  # in place: the buffer changes hands, its free is a formality
+                del buffers[taken[0]]
             moments.append(held() + op.workspace + sum(fresh.values()))
             buffers = fresh | buffers
         resident.append(held())
@@ -158,16 +159,15 @@ class _Search:
             for i in self.required[:position]:
                 reads, writes = self.second_reads[i], self.writes[i]
                 if self.problem.ops[i].recomputable and reads & ~live == 0 and writes & ~live:
-                    cost, taken = self.problem.ops[i].cost, self._taken(i, live)
+                    cost = self.problem.ops[i].cost
                     yield cost, held + self.size[i], position, live | writes
-                    if taken is not None:
+                    for taken in self._may_take(i, live):
                         moment = held + self.size[i] - self.problem.tensors[taken].bytes
                         yield cost, moment, position, live & ~(1 << taken) | writes
         if self.first_reads[due] & ~live == 0:
             for prelude in self._preludes(due):
                 yield self._run((*prelude, due), position, live, None)
-                taken = self._taken(due, live)
-                if taken is not None:
+                for taken in self._may_take(due, live):
                     yield self._run((*prelude, due), position, live, taken)
 
     def _run(
@@ -181,12 +181,10 @@ class _Search:
             live |= self.writes[i]
         return 0, moment, position + 1, live
 
-    def _taken(self, i: int, live: int) -> int | None:
-        """The input whose memory op `i` may write its first output into, if it is let go."""
+    def _may_take(self, i: int, live: int) -> list[int]:
+        """Inputs into whose memory op `i` may write its first output, if they are let go."""
         op = self.problem.ops[i]
-        if op.reuse is None or self.outputs >> op.reuse & 1 or live >> op.outputs[0] & 1:
-            return None
-        return op.reuse
+        return [t for t in op.reuse if not self.outputs >> t & 1 and not live >> op.outputs[0] & 1]
 
     def _preludes(self, due: int) -> Iterator[tuple[int, ...]]:
         writers = {t: i for i, op in enumerate(self.problem.ops) for t in op.outputs}

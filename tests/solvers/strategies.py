@@ -97,10 +97,10 @@ class _Builder:
                    reuse=self._reuse(tuple(reads), (gradient,)))
             )
 
-    def _reuse(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> int | None:
-        """Sometimes an input of the first output's size: the op then works in place where it may."""
+    def _reuse(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> tuple[int, ...]:
+        """Sometimes inputs of the first output's size, the latest first: the op then works in place where it may."""
         same = [t for t in inputs if outputs and self.tensors[t].bytes == self.tensors[outputs[0]].bytes]
-        return same[-1] if same and self.pick(0, 1) else None
+        return tuple(dict.fromkeys(reversed(same)))[: self.pick(0, 2)]
 
     def _tensor(self, name: str, size: int, category: str) -> int:
         self.tensors.append(Tensor(name, size, category))

@@ -1,0 +1,67 @@
+"""FLOPs of an op: by torch's registry (`torch.utils.flop_counter`), and of a few that it does not list.
+
+They are kept apart, so that a plan's FLOPs are those that `FlopCounterMode` counts, while the roofline does not take
+a fused LSTM layer for a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from ._torch import flop_registry
+
+aten = torch.ops.aten
+
+
+def listed_flops(node: fx.Node, result: Any) -> int:
+    """Floating-point operations by torch's registry; 0 for ops that it does not list."""
+    return _apply(flop_registry.get(getattr(node.target, "overloadpacket", None)), node, result)
+
+
+def unlisted_flops(node: fx.Node, result: Any) -> int:
+    """Floating-point operations of the ops below; 0 for all others."""
+    return _apply(_UNLISTED.get(str(getattr(node.target, "overloadpacket", ""))), node, result)
+
+
+def _apply(formula: Callable[..., Any] | None, node: fx.Node, result: Any) -> int:
+    if formula is None:
+        return 0
+    args, kwargs = pytree.tree_map(
+        lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, dict(node.kwargs))
+    )
+    return int(formula(*args, **kwargs, out_val=result))
+
+
+def _rnn_layer(x: torch.Tensor, input_weight: torch.Tensor, hidden_weight: torch.Tensor, *_: Any, out_val: Any) -> int:
+    """Two matrix products per position: of the input, and of the hidden state, with all gates' weights."""
+    positions = x.numel() // max(1, x.shape[-1])
+    return 2 * positions * (input_weight.numel() + hidden_weight.numel())
+
+
+def _rnn_layer_backward(*args: Any, out_val: Any) -> int:
+    """Each product has two in the backward: for what it read and for its weight."""
+    return 2 * _rnn_layer(*args, out_val=out_val)
+
+
+def _like(name: str) -> Callable[..., Any]:
+    """The registry's formula for an op of the same arguments."""
+    packet = getattr(aten, name, None)
+
+    def formula(*args: Any, **kwargs: Any) -> int:
+        listed = flop_registry.get(packet)
+        return int(listed(*args, **kwargs)) if listed is not None else 0
+
+    return formula
+
+
+_UNLISTED: dict[str, Callable[..., Any]] = {
+    "aten.mkldnn_rnn_layer": _rnn_layer,
+    "aten.mkldnn_rnn_layer_backward": _rnn_layer_backward,
+    "aten._scaled_dot_product_flash_attention_for_cpu": _like("_scaled_dot_product_flash_attention"),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _like("_scaled_dot_product_flash_attention_backward"),
+}

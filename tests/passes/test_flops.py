@@ -1,0 +1,51 @@
+"""FLOPs of ops that torch's registry leaves out, against the same computation in ops that it lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from passes.capture import bind_sample, capture
+from passes.profile import OpProfile, profile
+
+
+def profiles(model: nn.Module, sample: Any) -> list[OpProfile]:
+    graph = capture(model, bind_sample(model, sample)).graph_module.graph
+    return list(profile(graph, measure=False).values())
+
+
+def test_an_lstm_layer_counts_its_matrix_products() -> None:
+    steps, batch, width, hidden = 7, 3, 10, 6
+    found = profiles(nn.LSTM(width, hidden), (torch.randn(steps, batch, width),))
+    forward = next(p for p in found if p.target == "aten.mkldnn_rnn_layer.default")
+    gates = 4 * hidden
+    assert forward.flops == 0
+    assert forward.work == 2 * steps * batch * gates * (width + hidden)
+    backward = next(p for p in found if p.target == "aten.mkldnn_rnn_layer_backward.default")
+    assert backward.work == 2 * forward.work
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, q: torch.Tensor) -> torch.Tensor:
+        q = q * self.scale
+        return F.scaled_dot_product_attention(q, q, q)
+
+
+def test_attention_on_the_cpu_counts_what_its_matrix_products_would() -> None:
+    q = torch.randn(2, 4, 16, 8)
+    fused = [p for p in profiles(Attention(), (q,)) if "flash_attention_for_cpu" in p.target]
+    forward = next(p for p in fused if "backward" not in p.target)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        torch.softmax(q @ q.mT, -1) @ q
+    assert forward.flops == 0
+    assert forward.work == counter.get_total_flops()
+    assert any(p.work > forward.work for p in fused)

@@ -11,12 +11,13 @@ from .greedy import Greedy
 from .ilp import Ilp
 from .minimum import Minimum, minimum_budget
 from .problem import Op, Problem, Tensor
+from .rotor import Rotor
 from .schedule import Schedule, Step, computes, plain_order, with_frees
 from .simulate import Simulation, peak_and_cost, simulate
 from .solution import Solution, Status, plain_solution, solution
 from .sweep import frontier as _frontier
 
-SOLVERS: dict[str, type[Solver]] = {"auto": Auto, "chen": Chen, "greedy": Greedy, "ilp": Ilp}
+SOLVERS: dict[str, type[Solver]] = {"auto": Auto, "chen": Chen, "greedy": Greedy, "ilp": Ilp, "rotor": Rotor}
 
 
 def get_solver(name: str) -> Solver:

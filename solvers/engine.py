@@ -1,4 +1,7 @@
-"""PuLP's program solved by HiGHS inside this process, peak rows added as they are violated; CBC where HiGHS is missing.
+"""PuLP's program solved by HiGHS inside this process; CBC where HiGHS is missing.
+
+The relaxation is solved with every peak row. The few rows that decide it go into the integer program, and others as
+its solutions violate them. A program too large for that gets all rows so, and its relaxation alone is solved.
 
 The status words of the engines are not trusted: an answer is a bound and a vector of values, and both are judged
 elsewhere. HiGHS runs in a thread, so that Ctrl-C interrupts it at once and no child process exists.
@@ -9,14 +12,15 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pulp
 
-from .staged import Row, StagedModel
+from .cbc import solve_by_cbc
+from .errors import SolverUnavailable
+from .staged import StagedModel
 
 try:
     import highspy
@@ -24,10 +28,11 @@ except ImportError:  # the fallback is CBC; `Answer.notes` says so
     highspy = None  # type: ignore[assignment]
 
 ROWS_PER_ROUND = 24
-ROUNDS = 60
 TOLERANCE = 1e-6
+SLACK = 1e-4
 SPREAD = 1000
 LARGE_MODEL = 30_000
+ROUNDS = 20
 LARGE_ROUNDS = 3
 
 
@@ -40,12 +45,14 @@ class Answer:
         values: variable values of the best solution found, or None.
         infeasible: the engine proved that the program has no solution.
         timed_out: the clock ended the solve.
+        failed: the engine gave no answer that could be trusted; `notes` says why.
     """
 
     bound: int | None
     values: dict[str, float] | None
     infeasible: bool = False
     timed_out: bool = False
+    failed: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -54,7 +61,7 @@ class PeakRows:
     """Which peak rows a model has, and which it still lacks."""
 
     model: StagedModel
-    rows: dict[int, Row] = field(default_factory=dict)
+    present: dict[int, None] = field(default_factory=dict)
 
     def violated(self, values: np.ndarray) -> list[int]:
         """Slots whose rows `values` break, worst first, and not all of them side by side."""
@@ -65,7 +72,7 @@ class PeakRows:
         for slot in np.argsort(-excess, kind="stable").tolist():
             if excess[slot] <= TOLERANCE * budget or len(chosen) == ROWS_PER_ROUND:
                 break
-            if slot in self.rows or problem.ops[slot].optional or any(abs(slot - s) <= apart for s in chosen):
+            if slot in self.present or problem.ops[slot].optional or any(abs(slot - s) <= apart for s in chosen):
                 continue
             chosen.append(slot)
         return chosen
@@ -76,7 +83,7 @@ def solve_staged(
 ) -> Answer:
     """Bound the program from below and look for a solution, within the time limit."""
     if highspy is None:
-        return _solve_cbc(model, time_limit)
+        return _solve_cbc(model, time_limit, incumbent)
     return _HighsRun(model, time.monotonic() + time_limit).solve(gap_cost, incumbent)
 
 
@@ -90,25 +97,19 @@ class _HighsRun:
         solver.createAndConfigureSolver(model.program)
         solver.buildSolverModel(model.program)
         self.highs: Any = model.program.solverModel
-        self.index = {v.name: v.index for v in model.program.variables()}
+        self.index = model.column
         self.peak = PeakRows(model)
         self.large = len(self.index) > LARGE_MODEL
 
     def solve(self, gap_cost: int, incumbent: dict[str, float] | None) -> Answer:
-        if self.large:
-            self.highs.setOptionValue("solver", "ipm")
-            self.highs.setOptionValue("run_crossover", "off")
-        relaxed = self._relax()
-        if relaxed is not None and (relaxed.infeasible or self.large):
+        relaxed = self._relax_large() if self.large else self._relax()
+        if relaxed.infeasible or relaxed.timed_out or self.large:
             return relaxed
-        bound = relaxed.bound if relaxed is not None else None
         self._make_integer()
         self.highs.setOptionValue("mip_abs_gap", max(0.999, gap_cost / self.model.cost_unit))
         self.highs.setOptionValue("mip_rel_gap", 0.0)
-        values: dict[str, float] | None = None
+        bound, values = relaxed.bound, None
         for _ in range(ROUNDS):
-            if time.monotonic() > self.deadline:
-                break
             if incumbent is not None:
                 self._start_from(incumbent)
             self._run()
@@ -120,34 +121,70 @@ class _HighsRun:
             if solution is None:
                 break
             values = {name: float(solution[j]) for name, j in self.index.items()}
-            if not self._add_rows(solution) or status != highspy.HighsModelStatus.kOptimal:
+            if time.monotonic() > self.deadline or not self._add_violated(solution):
                 break
         return Answer(bound, values, timed_out=time.monotonic() > self.deadline)
 
-    def _relax(self) -> Answer | None:
-        """Solve the linear relaxation until no peak row is violated; None when the clock ended it."""
-        bound = None
-        for _ in range(LARGE_ROUNDS if self.large else ROUNDS):
-            self._run()
-            status = self.highs.getModelStatus()
-            if status == highspy.HighsModelStatus.kInfeasible:
-                return Answer(None, None, infeasible=True)
-            if status != highspy.HighsModelStatus.kOptimal:
-                return None if bound is None else Answer(bound, None)
-            bound = _larger(bound, self._as_bound(self._safe_bound()))
-            if not self._add_rows(np.array(self.highs.getSolution().col_value)) or time.monotonic() > self.deadline:
-                break
-        return Answer(bound, None)
+    def _relax(self) -> Answer:
+        """Solve the linear relaxation with every peak row, then keep the rows that decide it: a handful."""
+        first = self.highs.getNumRow()
+        self._add_rows(list(self.model.problem.required()))
+        answer = self._relaxation()
+        if answer.bound is not None:
+            solution = self.highs.getSolution()
+            prices = np.array(solution.row_dual)[first:]
+            limits = np.array(self.highs.getLp().row_upper_)[first:]
+            slack = limits - np.array(solution.row_value)[first:]
+            spare = (np.abs(prices) < TOLERANCE) & (slack > SLACK * np.maximum(1.0, np.abs(limits)))
+            self.highs.deleteRows(int(spare.sum()), (np.flatnonzero(spare) + first).astype(np.int32))
+            slots = np.array(list(self.peak.present))
+            self.peak.present = dict.fromkeys(slots[~spare].tolist())
+        self.highs.setOptionValue("solver", "choose")
+        self.highs.setOptionValue("run_crossover", "on")
+        return answer
 
-    def _add_rows(self, values: np.ndarray) -> bool:
+    def _relax_large(self) -> Answer:
+        """Solve the linear relaxation with the peak rows that its solutions violate, for a few rounds."""
+        best = Answer(None, None)
+        for _ in range(LARGE_ROUNDS):
+            answer = self._relaxation()
+            best = replace(answer, bound=_larger(best.bound, answer.bound))
+            if answer.bound is None or time.monotonic() > self.deadline:
+                break
+            if not self._add_violated(np.array(self.highs.getSolution().col_value)):
+                break
+        return best
+
+    def _relaxation(self) -> Answer:
+        self.highs.setOptionValue("solver", "ipm")
+        self.highs.setOptionValue("run_crossover", "off")
+        self._run()
+        status = self.highs.getModelStatus()
+        if status == highspy.HighsModelStatus.kInfeasible:
+            return Answer(None, None, infeasible=True)
+        if status != highspy.HighsModelStatus.kOptimal:
+            return Answer(None, None, timed_out=True)
+        return Answer(self._as_bound(self._safe_bound()), None)
+
+    def _add_violated(self, values: np.ndarray) -> bool:
         slots = self.peak.violated(values)
-        for slot in slots:
-            self.peak.rows[slot] = self.model.peak_row(slot)
-            terms, limit = self.model.scaled(self.peak.rows[slot])
-            columns = np.array([self.index[v.name] for v, _ in terms], dtype=np.int32)
-            coefficients = np.array([c for _, c in terms], dtype=float)
-            self.highs.addRow(-highspy.kHighsInf, limit, len(terms), columns, coefficients)
+        self._add_rows(slots)
         return bool(slots)
+
+    def _add_rows(self, slots: list[int]) -> None:
+        rows = self.model.peak_rows(np.array(sorted(slots), dtype=np.int64))
+        self.peak.present.update(dict.fromkeys(rows.slots.tolist()))
+        count = len(rows.limits)
+        if not count:
+            return
+        lower = np.full(count, -highspy.kHighsInf)
+        starts, columns = rows.starts[:-1].astype(np.int32), rows.columns.astype(np.int32)
+        values = rows.coefficients.astype(float)
+        status = self.highs.addRows(
+            count, lower, rows.limits.astype(float), len(columns), starts, columns, values
+        )
+        if status == highspy.HighsStatus.kError:
+            raise SolverUnavailable("HiGHS did not take the peak rows of the program", solver="ilp")
 
     def _make_integer(self) -> None:
         for v in self.model.program.variables():
@@ -207,33 +244,49 @@ def _larger(a: int | None, b: int | None) -> int | None:
 def _interruptible(highs: Any) -> None:
     """Run HiGHS in a thread and wait for it; an exception here (Ctrl-C) stops it and goes on."""
     highs.HandleUserInterrupt = True
-    thread = threading.Thread(target=highs.run, daemon=True)
-    thread.start()
-    wait: Callable[[], None] = thread.join
+    done = threading.Event()  # Python 3.11 takes a thread for ended once Ctrl-C has interrupted a join of it
+
+    def run() -> None:
+        try:
+            highs.run()
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=run, daemon=True)
     try:
-        while thread.is_alive():
-            thread.join(0.05)
+        thread.start()
+        while not done.wait(0.05):
+            pass
     except BaseException:
-        highs.cancelSolve()
-        wait()
+        while thread.ident is not None and not done.is_set():  # one that has not begun does not hear the first call
+            highs.cancelSolve()
+            done.wait(0.05)
         raise
 
 
-def _solve_cbc(model: StagedModel, time_limit: float) -> Answer:
+def _solve_cbc(model: StagedModel, time_limit: float, incumbent: dict[str, float] | None) -> Answer:
     """The same program with all peak rows by CBC; only an answer proved optimal bounds anything."""
     note = ("highspy is not installed: CBC solved the program",)
-    for slot in model.problem.required():
-        terms, limit = model.scaled(model.peak_row(slot))
-        expression = pulp.LpAffineExpression(dict(terms)) if terms else None
-        if expression is None:
-            if limit < 0:
-                return Answer(None, None, infeasible=True, notes=note)
-            continue
+    costs = {v.name: c for v, c in model.program.objective.items()}
+    rows = model.peak_rows(np.array(list(model.problem.required()), dtype=np.int64))
+    variables = model.program.variables()
+    for j, limit in enumerate(rows.limits.tolist()):
+        inside = slice(rows.starts[j], rows.starts[j + 1])
+        columns, coefficients = rows.columns[inside].tolist(), rows.coefficients[inside].tolist()
+        if not columns:
+            return Answer(None, None, infeasible=True, notes=note)
+        expression = pulp.LpAffineExpression({variables[c]: x for c, x in zip(columns, coefficients, strict=True)})
         model.program.addConstraint(pulp.LpConstraint(expression, pulp.LpConstraintLE, rhs=limit))
-    model.program.solve(pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit))
-    if model.program.sol_status == pulp.LpSolutionInfeasible:
-        return Answer(None, None, infeasible=True, notes=note)
-    values = {v.name: v.varValue or 0.0 for v in model.program.variables()}
-    optimal = model.program.sol_status == pulp.LpSolutionOptimal
-    bound = math.ceil(pulp.value(model.program.objective) - 1e-3) if optimal else None
-    return Answer(bound, values, timed_out=not optimal, notes=note)
+    found = solve_by_cbc(model.program, time_limit)
+    least = sum(c * found.values[name] for name, c in costs.items()) if found.values else 0.0
+    known = sum(c * incumbent[name] for name, c in costs.items()) if incumbent else math.inf
+    failure = found.failure
+    if (found.infeasible and incumbent) or (found.optimal and least > known + 1e-3):
+        failure = "it calls impossible what a known plan does"
+    if failure:
+        return Answer(None, None, failed=True, notes=(f"highspy is not installed, and CBC failed: {failure}",))
+    if found.infeasible or found.values is None:
+        return Answer(None, None, infeasible=found.infeasible, timed_out=not found.infeasible, notes=note)
+    return Answer(
+        math.ceil(least - 1e-3) if found.optimal else None, found.values, timed_out=not found.optimal, notes=note
+    )

@@ -35,6 +35,8 @@ ALL_SCHEDULES = "all schedules that run the required ops in this order, whatever
 FIRST_ENDS = 5
 NEW_ENDS = 4
 LOCAL_STEPS = 300
+FRUITLESS_ROUNDS = 3
+PROGRAM_SHARE = 0.4
 CLOCK = "the time limit ended the search; another run may find another plan"
 
 
@@ -50,7 +52,6 @@ class Hunt:
     live: Live | None = None
     bound: int = 0
     notes: dict[str, None] = field(default_factory=dict)
-    proved_infeasible: bool = False
 
     @property
     def cost(self) -> int:
@@ -124,13 +125,16 @@ def refine(state: Hunt) -> None:
     while not state.finished and state.seconds_left > 0.5:
         seed += 1
         model = StagedModel(state.problem, state.budget_bytes, ends)
+        known = state.bound
         answer = bound_with(state, model)
-        if answer.infeasible:
-            state.proved_infeasible = state.live is None
+        if answer.infeasible or answer.failed:
             break
         extra = offer_solution(state, model, answer)
         state.tell(f"{len(ends)} stages")
         if state.finished:
+            break
+        if answer.timed_out and state.bound == known:  # a larger program would do no better
+            polish_on(state, seed)
             break
         state.polish(local_steps(state.problem), seed, share=0.3)
         if not extra:
@@ -140,10 +144,21 @@ def refine(state: Hunt) -> None:
         ends = tuple(sorted({*ends, *extra}))
 
 
+def polish_on(state: Hunt, seed: int) -> None:
+    """Rounds of local search until a few in a row find nothing or the time is up."""
+    fruitless = 0
+    while fruitless < FRUITLESS_ROUNDS and not state.finished and state.seconds_left > 0.5:
+        cost, seed = state.cost, seed + 1
+        state.polish(local_steps(state.problem), seed)
+        fruitless = fruitless + 1 if state.cost == cost else 0
+
+
 def bound_with(state: Hunt, model: StagedModel) -> Answer:
     """Solve one program, starting from the best plan."""
     incumbent = model.values_of(state.live) if state.live is not None else None
-    answer = solve_staged(model, max(0.5, 0.6 * state.seconds_left), state.gap_cost // 10, incumbent)
+    # What the program leaves open is worth less time than what its stages leave out.
+    gap_cost = max(state.gap_cost // 10, (state.cost - state.bound) // 20 if state.live is not None else 0)
+    answer = solve_staged(model, max(0.5, PROGRAM_SHARE * state.seconds_left), gap_cost, incumbent)
     if answer.bound is not None:
         state.bound = max(state.bound, answer.bound * model.cost_unit)
     state.notes.update(dict.fromkeys(answer.notes))

@@ -82,8 +82,8 @@ def fit_by_minimum(problem: Problem, budget_bytes: int) -> Live:
 def budget_error(budget_bytes: int, minimum_bytes: int, floor: int) -> BudgetError:
     """Nothing fits: say what was asked, what works and what cannot."""
     message = (
-        f"no schedule found within {_size(budget_bytes)}; the smallest budget known to work is "
-        f"{_size(minimum_bytes)}, and none below {_size(floor)} can work"
+        f"no schedule found within {_size(budget_bytes)}; the smallest budget known to work is {_size(minimum_bytes)}: "
+        f"ask for that, or for a smaller batch. None below {_size(floor)} can work"
     )
     return BudgetError(message, budget_bytes=budget_bytes, minimum_bytes=minimum_bytes, floor_bytes=floor)
 

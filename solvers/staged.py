@@ -18,7 +18,7 @@ Constraints
     1. need     A[t, k] + R[prod(t), k] >= 1           a required op of stage k reads t        (`_need`)
     2. closure  A[t, k] + R[prod(t), k] >= R[i, k]     i reads t, k >= 1                       (`_closure`)
     3. keep     A[t, k+1] <= H[t, k] + R[prod(t), k],  H[t, k] <= A[t, k]                      (`_keep`)
-    4. peak     at each slot s, bytes surely live <= budget; added only where violated         (`peak_row`)
+    4. peak     at each slot s, bytes surely live <= budget                                     (`peak_rows`)
                   - what s reads and writes, its workspace, outputs of the step, backward tensors
                   - t is read later in the stage:       bytes[t] * (1 - R[prod(t), k])
                   - else, at the end slot of a stage:   bytes[t] * A[t, k+1]
@@ -36,6 +36,7 @@ tighter and slower.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -49,11 +50,27 @@ COEFFICIENT_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True)
-class Row:
-    """sum(coefficient * variable) <= limit, in bytes."""
+class Rows:
+    """Peak rows in compressed form: row j is sum(coefficients * columns over its range of `starts`) <= limits[j].
 
-    terms: tuple[tuple[pulp.LpVariable, int], ...]
-    limit: int
+    Scaled so that coefficients stay small, and rounded so that each row stays valid: sizes down, budgets up.
+    """
+
+    slots: np.ndarray
+    starts: np.ndarray
+    columns: np.ndarray
+    coefficients: np.ndarray
+    limits: np.ndarray
+
+
+@dataclass(frozen=True)
+class Holds:
+    """Bytes surely held: from slot `first` until `stop`, `size` times the value of `column` (1 where it is -1)."""
+
+    first: np.ndarray
+    stop: np.ndarray
+    column: np.ndarray
+    size: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -117,66 +134,82 @@ class StagedModel:
         for s, op in enumerate(problem.ops):
             fixed[s] += op.workspace + sum(int(sizes[t]) for t in op.outputs)
             fixed[s] += sum(int(sizes[t]) for t in dict.fromkeys(op.inputs) if self.decided[t])
-            fixed[s] -= 0 if op.reuse is None else int(sizes[op.reuse])
+            fixed[s] -= int(sizes[op.reuse[0]]) if op.reuse else 0
         return [int(b) for b in fixed]
 
-    def peak_row(self, slot: int) -> Row:
-        """Constraint 4 at one slot."""
-        problem, k = self.problem, self.stage[slot]
-        touched = {*problem.ops[slot].inputs, *problem.ops[slot].outputs}
-        constant = self.fixed_bytes[slot]
-        terms: list[tuple[pulp.LpVariable, int]] = []
-        for t in self._decided_tensors:
-            p, size = problem.producer[t], problem.tensors[t].bytes
-            if p >= slot or t in touched or not size:
-                continue
-            if self._is_read_later(t, slot):
-                constant += size
-                terms.append((self.R[p, k], -size))
-            elif k == 0 and (t, 1) in self.A:
-                terms += [(self.A[t, 1], size), (self.R[p, 0], -size)]
-            elif k and slot == self.ends[k] and (t, k + 1) in self.A:
-                terms.append((self.A[t, k + 1], size))
-            elif k and slot != self.ends[k] and (t, k) in self.H:
-                terms.append((self.H[t, k], size))
-        return Row(tuple(terms), self.budget_bytes - constant)
+    def peak_rows(self, slots: np.ndarray) -> Rows:
+        """Constraint 4 at some slots (ascending), without the rows that no solution can break."""
+        holds, columns = self.holds, len(self.column)
+        low, high = np.searchsorted(slots, holds.first), np.searchsorted(slots, holds.stop)
+        counts = np.maximum(high - low, 0)
+        before = np.cumsum(counts) - counts
+        row = np.repeat(low - before, counts) + np.arange(counts.sum())
+        column, size = np.repeat(holds.column, counts), np.repeat(holds.size, counts)
+        constant = np.array(self.fixed_bytes, dtype=np.int64)[slots]
+        np.add.at(constant, row[column < 0], size[column < 0])
+        # Tensors of one op share a column: its coefficients are added up.
+        keys, place = np.unique((row * columns + column)[column >= 0], return_inverse=True)
+        sums = np.zeros(len(keys), dtype=np.int64)
+        np.add.at(sums, place, size[column >= 0])
+        row, column = keys // columns, keys % columns
+        highest = constant.copy()
+        np.add.at(highest, row, np.maximum(sums, 0))
+        kept = np.flatnonzero(highest > self.budget_bytes)
+        chosen = np.isin(row, kept)
+        row, column, sums = np.searchsorted(kept, row[chosen]), column[chosen], sums[chosen]
+        largest = np.ones(len(kept), dtype=np.int64)
+        np.maximum.at(largest, row, np.abs(sums))
+        unit = -(-largest // COEFFICIENT_LIMIT)
+        limits = -(-(self.budget_bytes - constant[kept]) // unit)
+        starts = np.searchsorted(row, np.arange(len(kept) + 1))
+        # A negative coefficient belongs to a size that was also added to the constant, so it is rounded down too.
+        return Rows(slots[kept], starts, column, sums // unit[row], limits)
 
     def surely_live(self, values: np.ndarray) -> np.ndarray:
-        """The left-hand sides of all peak rows at once, constants included; `values` go by `LpVariable.index`."""
+        """The left-hand sides of all peak rows at once, constants included; `values` go by `column`."""
+        holds = self.holds
+        held = holds.size * np.append(values, 1.0)[holds.column]
         change = np.zeros(len(self.problem.ops) + 1)
+        np.add.at(change, holds.first, held)
+        np.add.at(change, holds.stop, -held)
+        result: np.ndarray = np.cumsum(change[:-1]) + np.array(self.fixed_bytes)
+        return result
 
-        def hold(first: int, stop: int, held: float) -> None:
-            if first < stop and held:
-                change[first] += held
-                change[stop] -= held
+    @cached_property
+    def column(self) -> dict[str, int]:
+        """The place of each variable, by name, in the program's own order."""
+        return {v.name: j for j, v in enumerate(self.program.variables())}
 
+    @cached_property
+    def holds(self) -> Holds:
+        """Constraint 4's terms, each over the slots that it stands for."""
+        found: list[tuple[int, int, int, int]] = []
         for t in self._decided_tensors:
-            p, size = self.problem.producer[t], self.problem.tensors[t].bytes
-            if not size:
-                continue
-            for k in range(self._last_stage(t) + 1):
-                first, end = (p + 1 if k == 0 else self.ends[k - 1] + 1), self.ends[k]
-                readers = [r for r in self.problem.readers[t] if first <= r <= end]
-                last = readers[-1] if readers else first - 1
-                again = values[self.R[p, k].index]
-                hold(first, last, size * (1 - again))
-                for r in readers[:-1]:
-                    hold(r, r + 1, -size * (1 - again))
-                following = values[self.A[t, k + 1].index] if (t, k + 1) in self.A else 0.0
-                if k == 0:
-                    hold(last + 1, end + 1, size * (following - again) if (t, 1) in self.A else 0.0)
-                    continue
-                hold(last + 1, end, size * values[self.H[t, k].index] if (t, k) in self.H else 0.0)
-                hold(max(last + 1, end), end + 1, size * following)
-        held: np.ndarray = np.cumsum(change[:-1]) + np.array(self.fixed_bytes)
-        return held
+            if self.problem.tensors[t].bytes:
+                found += (hold for k in range(self._last_stage(t) + 1) for hold in self._holds_in(t, k))
+        table = np.array([hold for hold in found if hold[0] < hold[1]], dtype=np.int64).reshape(-1, 4)
+        return Holds(*(np.ascontiguousarray(table[:, c]) for c in range(4)))
 
-    def scaled(self, row: Row) -> tuple[list[tuple[pulp.LpVariable, int]], int]:
-        """The row in units that keep coefficients small, rounded so that it stays valid: sizes down, budget up."""
-        largest = max((abs(c) for _, c in row.terms), default=1)
-        unit = max(1, -(-largest // COEFFICIENT_LIMIT))
-        # A negative coefficient belongs to a size that was also added to the constant, so it is rounded down too.
-        return [(v, c // unit) for v, c in row.terms], -(-row.limit // unit)
+    def _holds_in(self, t: int, k: int) -> Iterator[tuple[int, int, int, int]]:
+        """Where tensor t is surely held in stage k, by which variable."""
+        p, size = self.problem.producer[t], self.problem.tensors[t].bytes
+        first, end = (p + 1 if k == 0 else self.ends[k - 1] + 1), self.ends[k]
+        readers = [r for r in self.problem.readers[t] if first <= r <= end]
+        last = readers[-1] if readers else first - 1
+        again = self.column[self.R[p, k].name]
+        begin = first
+        for stop in readers:  # at its readers it is counted as an input
+            yield begin, stop, -1, size
+            yield begin, stop, again, -size
+            begin = stop + 1
+        following = self.column[self.A[t, k + 1].name] if (t, k + 1) in self.A else None
+        if k == 0 and (t, 1) in self.A:
+            yield last + 1, end + 1, self.column[self.A[t, 1].name], size
+            yield last + 1, end + 1, again, -size
+        elif k and following is not None:
+            if (t, k) in self.H:
+                yield last + 1, end, self.column[self.H[t, k].name], size
+            yield max(last + 1, end), end + 1, following, size
 
     def to_live(self, values: dict[str, float]) -> Live:
         """The recomputes of a solution, each right before its first reader of the stage."""
@@ -220,11 +253,6 @@ class StagedModel:
     def _is_decided(self, t: int) -> bool:
         p = self.problem.producer[t]
         return p < self.problem.num_forward and self.problem.ops[p].recomputable and t not in self.problem.pinned
-
-    def _is_read_later(self, t: int, slot: int) -> bool:
-        readers = self.problem.readers[t]
-        j = bisect_left(readers, slot + 1)
-        return j < len(readers) and self.stage[readers[j]] == self.stage[slot]
 
     def _last_stage(self, t: int) -> int:
         last = self.reach.last_use[t]

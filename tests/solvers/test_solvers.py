@@ -21,7 +21,7 @@ from tests.solvers.oracles import Frontier, brute_force, replay
 from tests.solvers.problems import SOLVED, Solved
 from tests.solvers.strategies import scaled, seeded_problem
 
-NAMES = tuple(solvers.SOLVERS)
+NAMES = tuple(name for name in solvers.SOLVERS if name != "rotor")  # it takes chains only: test_rotor.py
 EXACT = ("auto", "ilp")  # these prove what they can; the others only search
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[2]
@@ -211,7 +211,7 @@ from tests.solvers.strategies import seeded_problem
 for seed in (0, 2, 15):
     problem = seeded_problem(seed)
     for _, peak in brute_force(problem).points:
-        for name in SOLVERS:
+        for name in sorted(set(SOLVERS) - {"rotor"}):
             for budget in (peak - 1, peak):
                 try:
                     print(seed, solve(problem, budget, solver=name, gap=0.0))
@@ -237,4 +237,4 @@ def test_an_unknown_solver_is_refused_by_name() -> None:
     with pytest.raises(SolverUnavailable, match="simplex") as caught:
         solvers.get_solver("simplex")
     assert caught.value.solver == "simplex"
-    assert set(caught.value.available) == set(NAMES)
+    assert set(caught.value.available) == set(solvers.SOLVERS)

@@ -21,8 +21,11 @@ from .ops import FUNCTIONAL
 
 aten = torch.ops.aten
 
-# Ops that return a view of their first argument although their schema does not say so.
-HIDDEN_VIEWS = frozenset({aten._unsafe_view.default, aten._reshape_alias.default, aten.lift_fresh.default})
+# Ops that return views of their first argument although their schema does not say so.
+HIDDEN_VIEWS = frozenset(
+    {aten._unsafe_view.default, aten._reshape_alias.default, aten.lift_fresh.default, aten.unsafe_split.Tensor,
+     aten.unsafe_split_with_sizes.default}
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,21 @@ def _of_call(node: fx.Node, known: Aliases) -> Storage | tuple[Storage | None, .
     if isinstance(value, torch.Tensor):
         return Storage(node, 0, _storage_bytes(value), static=False)
     if isinstance(value, (list, tuple)):
+        wanted = _output_mask(node, len(value))
         return tuple(
-            Storage(node, i, _storage_bytes(v), static=False) if isinstance(v, torch.Tensor) else None
+            Storage(node, i, _storage_bytes(v), static=False) if isinstance(v, torch.Tensor) and wanted[i] else None
             for i, v in enumerate(value)
         )
     return None
+
+
+def _output_mask(node: fx.Node, count: int) -> tuple[bool, ...]:
+    """Which results a backward kernel computes; some shape rules show a tensor for the others too."""
+    schema = getattr(node.target, "_schema", None)
+    for argument, value in zip(schema.arguments if schema else (), node.args, strict=False):
+        if argument.name == "output_mask" and isinstance(value, (list, tuple)) and len(value) == count:
+            return tuple(bool(v) for v in value)
+    return (True,) * count
 
 
 def aliased_argument(node: fx.Node) -> fx.Node | None:

@@ -13,7 +13,6 @@ import inspect
 import linecache
 import operator
 import os
-import re
 import traceback
 import warnings
 from collections import OrderedDict
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from ._torch import (
     FakeTensorMode,
@@ -35,9 +35,11 @@ from ._torch import (
 )
 from .constants import Guard, KnownValues
 from .errors import CaptureError, Unsupported
-from .modules import fill_forward_paths, module_paths
+from .layouts import EagerLayouts
+from .modules import fill_forward_paths, module_path, module_paths
 from .ops import RUNNING_STATISTICS, result_ignores
-from .structure import Template, Tree, constants, flatten, slots, unflatten
+from .refuse import storage_kind
+from .structure import Template, Tree, argument_path, constants, flatten, slots, unflatten
 
 Sample = Any
 COMPILING = "traced as torch.compiler.is_compiling(), because the ordinary code asks for the values of its inputs"
@@ -285,7 +287,7 @@ class _StepTracer:
         state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
         bound = unflatten(self.input_template, flat[len(self.entries) :])
         known = KnownValues(flat[len(self.entries) :], self.sample)
-        with swapped_state(self.model, state), known:
+        with swapped_state(self.model, state), known, EagerLayouts():
             value = run_model(self.model, self.loss_fn, self.signature, bound)
             _write_back_reassigned(self.model, self.entries, state)
         self.guard = known.guard
@@ -323,6 +325,8 @@ def _choose_differentiated(
 
 def _write_back_reassigned(model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor]) -> None:
     """`self.buffer = new` becomes an update of the buffer in place, as `state_dict` shows it."""
+    originals = {id(t) for t in state.values()}
+    updates: list[tuple[torch.Tensor, torch.Tensor]] = []
     for entry in entries:
         current = _attribute(model, entry.name)
         given = state[entry.name]
@@ -333,7 +337,10 @@ def _write_back_reassigned(model: nn.Module, entries: list[StateEntry], state: d
                 "buffer replaced in forward", entry.name, "its shape or type changes between steps",
                 "Keep the buffer's shape and dtype, or update it outside forward.",
             )  # fmt: skip
-        with torch.no_grad():
+        # Two buffers may have changed places: take both values before either is overwritten.
+        updates.append((given, current.detach().clone() if id(current) in originals else current))
+    with torch.no_grad():
+        for given, current in updates:
             given.copy_(current)
 
 
@@ -341,7 +348,7 @@ def argument_names(template: Template) -> list[str]:
     """What the user calls each input tensor: `labels`, `batch.mask`, `x[0]`."""
     names: dict[int, str] = {}
     for path, i in slots(template):
-        names.setdefault(i, re.sub(r"^\['(\w+)'\]", r"\1", path))
+        names.setdefault(i, argument_path(path))
     return [names[i] for i in sorted(names)]
 
 
@@ -351,6 +358,11 @@ def _check_inputs(tensors: list[torch.Tensor], names: list[str], template: Templ
             raise Unsupported(
                 "tensor subclass", f"argument {name} ({type(tensor).__name__})", "what it stores cannot be seen from "
                 "the graph", "Pass a plain tensor.",
+            )  # fmt: skip
+        if kind := storage_kind(tensor):
+            raise Unsupported(
+                f"{kind} tensor", f"argument {name}", "its memory is not one dense block",
+                "Pass a dense tensor (to_dense(), dequantize(), or padding with a mask).",
             )  # fmt: skip
     for value in constants(template):
         if type(value).__module__ == "numpy":
@@ -378,6 +390,14 @@ def _check(joint: JointGraph, names: list[str], num_state: int) -> None:
         raise Unsupported(
             "sparse gradient", "the backward", "its memory depends on the batch", "Use sparse=False in F.embedding."
         )
+    for node in joint.graph_module.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.Tensor) and (kind := storage_kind(value)):
+                place = module_path(node)
+                raise Unsupported(
+                    f"{kind} tensor", f"{place}/{node.name}" if place else node.name, "its memory depends on the data",
+                    "Use dense tensors in forward, or keep this part out of the planned module.",
+                )  # fmt: skip
     if not any(g is not None for g in gradients):
         raise CaptureError(
             "the step has no backward: no output depends on a parameter that requires a gradient, so there is "
@@ -389,6 +409,12 @@ def _check_constants(graph_module: fx.GraphModule) -> None:
     """Tensors that the forward reads without being given them are constants: fine, unless they should be trained."""
     for node in graph_module.graph.find_nodes(op="get_attr"):
         value = getattr(graph_module, str(node.target), None)
+        if isinstance(value, torch.Generator):
+            raise Unsupported(
+                "random generator of its own", ", ".join(u.name for u in node.users) or node.name,
+                "only the default generators' state is kept for what is computed again",
+                "Draw from the default generator (torch.manual_seed), or pass the random tensor as an argument.",
+            )  # fmt: skip
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise Unsupported(
                 "a tensor to be trained that is no parameter of the model", f"shape {tuple(value.shape)}",
@@ -466,10 +492,10 @@ def _fake_inputs(tensors: list[torch.Tensor], device: torch.device | None) -> li
 def _isolated(model: nn.Module) -> Iterator[None]:
     """Trace in training mode with gradients on, and leave flags, RNG and attributes as they were."""
     before = [_Attributes(m) for m in model.modules()]
-    if not model.training:
-        model.train()
     devices = sorted({t.device.index or 0 for t in model.parameters() if t.device.type == "cuda"})
     try:
+        if not model.training:
+            model.train()
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             yield
         _check_attributes(model, before)
@@ -504,8 +530,7 @@ class _Attributes:
         return list(dict.fromkeys(new + grown))
 
     def restore(self) -> None:
-        self.module.__dict__.clear()
-        self.module.__dict__.update(self.attributes)
+        _refill(self.module.__dict__, self.attributes)
         for name, content in self.containers.items():
             _refill(self.attributes[name], content)
         for tensor, version, data in self.tensors:
@@ -518,11 +543,16 @@ _OF_MODULE = frozenset(nn.Module().__dict__)
 
 
 def _refill(container: Any, content: Any) -> None:
-    container.clear()
+    """Give a container its content back; at no moment, not even for an interrupt, is what it held and holds missing."""
     if isinstance(container, list):
-        container.extend(content)
-    else:
-        container.update(content)
+        container[:] = content
+        return
+    container.update(content)
+    for extra in [k for k in container if k not in content]:
+        container.remove(extra) if isinstance(container, set) else container.pop(extra)
+    if isinstance(container, dict) and list(container) != list(content):
+        for key in content:
+            container[key] = container.pop(key)
 
 
 def _same(now: Any, before: Any) -> bool:
@@ -606,6 +636,11 @@ def _explain(kind: str, text: str) -> tuple[str, str]:
         )
     if "no autograd formula" in text:
         return f"{_first_line(text)}.", "Add one with register_autograd (torch.library.register_autograd)."
+    if "Sparse" in text:
+        return (
+            f"A sparse tensor is made or read here, whose memory depends on the data ({_first_line(text)}).",
+            "Use dense tensors, or keep this part out of the planned module.",
+        )
     if "numpy" in text.lower():
         return "The tensor is turned into a numpy array here.", "Use torch functions instead."
     return f"{kind}: {_first_line(text) or kind}.", "Check that the model runs on the sample."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ def round_up(size: int, multiple: int) -> int:
 def measure_peak(run: Callable[[], Any], device: torch.device | None = None) -> int:
     """Bytes of the highest point of memory *above its level at the start* while `run()` executes.
 
-    On the CPU every allocator event of the block is replayed, so the figure is exact; on CUDA it is
-    `max_memory_allocated` less what was allocated before.
+    On the CPU every allocator event of the block is replayed, each rounded to the granule in which sizes are
+    predicted, so the figure is exact; on CUDA it is `max_memory_allocated` less what was allocated before.
     """
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -34,17 +34,28 @@ def measure_peak(run: Callable[[], Any], device: torch.device | None = None) -> 
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     level = peak = 0
+    multiple = granule(torch.device("cpu"))
     for change in allocator_events(run):
-        level += change
+        level += round_up(change, multiple) if change > 0 else -round_up(-change, multiple)
         peak = max(peak, level)
     return peak
 
 
-def high_water(run: Callable[[], Any], device: torch.device) -> tuple[int, tuple[int, ...]]:
-    """`(workspace, sizes)` of one op: its highest point above its start less what it returns, and what it returns."""
+def high_water(
+    run: Callable[[], Any], device: torch.device, expected: Sequence[Any] | None = None
+) -> tuple[int, tuple[int, ...]]:
+    """`(workspace, sizes)` of one op: its highest point above its start less what it returns, and what it returns.
+
+    Args:
+        expected: the op's results by its shape rule. One that is no tensor there is not kept by anybody, so what the
+            kernel returns in its place (a gradient that was not asked for) is workspace.
+    """
     kept: list[Any] = []
     peak = measure_peak(lambda: kept.append(run()), device)
     result = kept[0] if isinstance(kept[0], (tuple, list)) else kept
     sizes = tuple(t.untyped_storage().nbytes() if isinstance(t, torch.Tensor) else 0 for t in result)
-    distinct = {t.untyped_storage().data_ptr(): s for t, s in zip(result, sizes, strict=True) if s}
+    distinct = {
+        t.untyped_storage().data_ptr(): size for i, (t, size) in enumerate(zip(result, sizes, strict=True))
+        if size and (expected is None or i >= len(expected) or isinstance(expected[i], torch.Tensor))
+    }  # fmt: skip
     return max(0, peak - sum(round_up(s, granule(device)) for s in distinct.values())), sizes

@@ -39,13 +39,11 @@ def module_paths(model: nn.Module) -> Iterator[None]:
             stack.pop()
             show()
 
-    hooks = module_hooks.register_module_forward_pre_hook(enter), module_hooks.register_module_forward_hook(leave)
-    try:
+    with contextlib.ExitStack() as hooks:
+        hooks.callback(module_hooks.register_module_forward_pre_hook(enter).remove)
+        hooks.callback(module_hooks.register_module_forward_hook(leave).remove)
         with fx_traceback.preserve_node_meta():
             yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def fill_forward_paths(nodes: Iterable[fx.Node]) -> None:
@@ -68,3 +66,9 @@ def module_path(node: fx.Node | None) -> str:
     stack = meta.get(STACK) or meta.get(FORWARD_STACK) or {}
     paths = [path for path, _ in stack.values()]
     return paths[-1] if paths else ""
+
+
+def ancestors(path: str) -> list[str]:
+    """A module path and all paths above it, from the model itself ("") down."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:i]) for i in range(len(parts) + 1)]

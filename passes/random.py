@@ -23,7 +23,7 @@ def set_rng_state(state: torch.Tensor, device: str) -> None:
         torch.set_rng_state(state)
 
 
-def run_with_rng_state(state: torch.Tensor, device: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_with_rng_state(state: torch.Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run `op` as if the generator were in `state`; the generator itself is left where it was."""
     current = get_rng_state(device)
     set_rng_state(state, device)

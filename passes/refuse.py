@@ -57,6 +57,21 @@ def _subclasses(model: nn.Module) -> Iterator[str]:
             yield f"{name} ({type(tensor).__name__})"
 
 
+def storage_kind(tensor: torch.Tensor) -> str:
+    """What makes a tensor's memory other than one strided block; "" for an ordinary tensor."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout is not torch.strided:
+        return "sparse"
+    return "quantized" if tensor.is_quantized else ""
+
+
+def _not_dense(model: nn.Module) -> Iterator[str]:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if kind := storage_kind(tensor):
+            yield f"{name} ({kind})"
+
+
 def _uninitialized(model: nn.Module) -> Iterator[str]:
     return (n for n, p in model.named_parameters() if torch.nn.parameter.is_lazy(p))
 
@@ -76,10 +91,17 @@ def _compiled(model: nn.Module) -> Iterator[str]:
             yield f"{name or 'the model'} ({type(module).__name__})"
 
 
+def _runs_a_plan(model: nn.Module) -> Iterator[str]:
+    return (n for n, m in model.named_modules() if getattr(m.__dict__.get("forward"), "runs_plan", False))
+
+
 TABLE: tuple[Refusal, ...] = (
     Refusal(
         "compiled, scripted or DataParallel module", "its Python cannot be traced",
         "Plan the module inside it, and compile or wrap plan.module afterwards.", _compiled,
+    ),
+    Refusal(
+        "module that runs a plan", "its planned step cannot be traced", "Call plan.remove(module) first.", _runs_a_plan,
     ),
     Refusal(
         "lazy parameter", "its shape is not known yet", "Run the model once on a sample before planning.",
@@ -100,6 +122,10 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "tensor subclass", "what it stores cannot be seen from the graph",
         "Convert the parameter to a plain tensor before planning.", _subclasses,
+    ),
+    Refusal(
+        "sparse, nested or quantized parameter or buffer", "its memory is not one dense block",
+        "Convert it to a dense tensor before planning.", _not_dense,
     ),
     Refusal(
         "parameters on several devices", "one budget covers one device", "Move the model to one device.",

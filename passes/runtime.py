@@ -84,6 +84,8 @@ class _PlannedStep(torch.autograd.Function):
         returned = {id(t) for t in outputs}
         ctx.saved = [s.detach() if id(s) in returned else s for s in results[count + step.num_outputs :]]
         ctx.held = [o.detach() for o in outputs] if step.hold_outputs else None
+        kept = {s.untyped_storage().data_ptr() for s in ctx.saved}
+        ctx.shared = [(o.detach(), o._version) for o in outputs if o.untyped_storage().data_ptr() in kept]
         overwritten = set(step.mutated)
         ctx.save_for_backward(*(primals[i] for i in step.saved_primals if i not in overwritten))
         ctx.mark_non_differentiable(*(o for o, d in zip(outputs, step.differentiable, strict=True) if not d))
@@ -95,14 +97,21 @@ class _PlannedStep(torch.autograd.Function):
         step: Step = ctx.step
         if ctx.saved is None:
             raise BackwardTwice(
-                "backward was called a second time through one forward of a planned module; its saved tensors are "
-                "freed as the first backward reads them. Call the module again, or add the losses before backward."
+                "backward was called a second time through one forward of a planned module: its saved tensors are "
+                "freed as the first backward reads them, whatever retain_graph says. Call the module again for every "
+                "backward, or add the losses and call backward once."
             )
         if torch.is_grad_enabled():
             raise DoubleBackward(
                 "create_graph=True asks for gradients of gradients, which a planned step does not keep what is needed "
                 "for. Compute this loss with the original model, or leave create_graph out."
             )
+        if any(output._version != version for output, version in ctx.shared):
+            raise RuntimeError(
+                "an output of the planned step was changed in place between forward and backward, and the backward "
+                "needs its old value. Change a clone() of it, or use the out-of-place form."
+            )
+        ctx.shared = None
         present = tuple(i for i, g in enumerate(gradients) if g is not None)
         if present != step.expected:
             return (None, None, *_run_fallback(ctx, {i: gradients[i] for i in present}))
@@ -142,6 +151,7 @@ def _run_fallback(ctx: Any, gradients: dict[int, Any]) -> list[Any]:
 
 def _laid_out(gradient: Any, stride: tuple[int, ...]) -> torch.Tensor:
     """The gradient in the layout that was traced (an expanded `ones` becomes dense)."""
-    if gradient.stride() == stride:
-        return gradient.detach()
+    steps = zip(gradient.shape, gradient.stride(), stride, strict=True)
+    if all(size == 1 or given == traced for size, given, traced in steps):
+        return gradient.detach().as_strided(gradient.shape, stride)
     return torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)

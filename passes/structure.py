@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 MAX_DEPTH = 8
+LONGEST = 60
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,33 @@ def slots(template: Template) -> list[tuple[str, int]]:
             return [(names.get(i, f"[{i}]") + path, index) for i, c in enumerate(children) for path, index in slots(c)]
         case Opaque(_, attributes):
             return [(f".{name}{path}", index) for name, child in attributes for path, index in slots(child)]
+
+
+def outline(template: Template) -> dict[str, str]:
+    """What stands in every place of a call's arguments, in words; places are named by `argument_path`."""
+    return {argument_path(path): text for path, text in _outline(template, "", {})}
+
+
+def argument_path(path: str) -> str:
+    """A path into the bound arguments as the user writes it: `batch.mask` for `['batch'].mask`."""
+    return re.sub(r"^\['(\w+)'\]", r"\1", path)
+
+
+def _outline(template: Template, path: str, first: dict[int, str]) -> Iterator[tuple[str, str]]:
+    match template:
+        case Slot(index):
+            same = first.setdefault(index, path)
+            yield path, "a tensor" if same == path else f"the same tensor as {argument_path(same)}"
+        case Constant(value):
+            text = repr(value)
+            yield path, text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+        case Tree(spec, children):
+            names = _child_names(pytree.tree_unflatten(list(range(len(children))), spec))
+            for i, child in enumerate(children):
+                yield from _outline(child, path + names.get(i, f"[{i}]"), first)
+        case Opaque(_, attributes):
+            for name, child in attributes:
+                yield from _outline(child, f"{path}.{name}", first)
 
 
 def constants(template: Template) -> list[Any]:

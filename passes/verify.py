@@ -4,9 +4,10 @@ A rewrite only duplicates and reorders, so value numbering decides it. The numbe
 arguments); two nodes with one number hold the same value. Every random op draws a ticket: the k-th execution on a
 generator depends on that generator's k-th state, so dropped, repeated or reordered draws change numbers, and a
 replay has its original's number exactly if it runs under the state taken right before it. A primal that the
-forward overwrites has another number in the backward. An in-place op has its functional twin's number; every other
-value in the memory it writes is gone, and a later read of one breaks the proof, as does writing where a caller can
-see it. What must agree: every forward output and every gradient.
+forward overwrites has another number in the backward. An in-place op has its functional twin's number if its result
+is laid out as its argument; every other value in the memory it writes is gone, and a later read of one breaks the
+proof, as does writing where a caller can see it. What must agree: every forward output and every gradient. And
+nothing else may run: each call has the number of a traced one, also where nobody reads it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,21 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from .alias import aliased_argument, device_of, is_view
 from .capture import Traced
 from .errors import VerificationError
-from .ops import FUNCTIONAL, is_random, result_ignores
+from .ops import (
+    RUNNING_STATISTICS,
+    functional_form,
+    is_random,
+    result_ignores,
+    takeovers,
+    written_argument,
+)
 from .random import get_rng_state, run_with_rng_state
 from .rewrite import Rewritten
 
@@ -28,10 +37,17 @@ Number = int
 
 
 class _Numbering:
-    """Hash-consing: equal keys get equal numbers, across all graphs numbered with this object."""
+    """Hash-consing: equal keys get equal numbers, across all graphs numbered with this object.
+
+    Attributes:
+        layouts: how a traced value is laid out, by number: a rewritten node's own metadata proves nothing.
+        traced: numbers of the traced calls, and of the generator states that they draw from.
+    """
 
     def __init__(self) -> None:
         self.numbers: dict[Any, Number] = {}
+        self.layouts: dict[Number, str] = {}
+        self.traced: set[Number] = set()
 
     def number(self, key: Any) -> Number:
         return self.numbers.setdefault(key, len(self.numbers))
@@ -44,13 +60,14 @@ def verify(traced: Traced, rewritten: Rewritten) -> None:
         VerificationError: an output has another number, or a node breaks a rule; names the node.
     """
     numbering = _Numbering()
-    joint = _Walk(numbering, traced.graph_module)
+    joint = _Walk(numbering, traced.graph_module, trusted=True)
     primals = {n: numbering.number(("primal", i)) for i, n in enumerate(traced.placeholders[: traced.num_primals])}
     tangents = {n: numbering.number(("tangent", n.name)) for n in traced.placeholders[traced.num_primals :]}
+    for node, number in (*primals.items(), *tangents.items()):
+        numbering.layouts[number] = _layout(node)
     expected = joint.run(traced.graph_module.graph, {**primals, **tangents})
 
-    step = _Walk(numbering, traced.graph_module)
-    step.root = rewritten.forward
+    step = _Walk(numbering, rewritten.forward)
     forward_inputs = _placeholders(rewritten.forward)
     numbers = list(primals.values())
     if len(forward_inputs) != len(numbers):
@@ -59,19 +76,24 @@ def verify(traced: Traced, rewritten: Rewritten) -> None:
     count = rewritten.num_forward_outputs
     _compare(expected[:count], produced[:count], "forward output", rewritten.forward)
 
-    mutated = set(traced.mutated)
-    visible = {step.root_of[n] for n in _returned(rewritten.forward)[:count] if isinstance(n, fx.Node)}
-    saved = _returned(rewritten.forward)[count:]
+    returned = _returned(rewritten.forward)
+    step.protected = {step.root_of[n] for n in returned[:count] if isinstance(n, fx.Node)}
+    overwritten = {i: numbering.number(("overwritten", i)) for i in traced.mutated}
+    for i, number in overwritten.items():
+        numbering.layouts[number] = numbering.layouts[numbers[i]]
+        if forward_inputs[i] in [step.root_of.get(n) for n in returned[count:]]:
+            raise VerificationError(f"saves {forward_inputs[i].name!r}, which is overwritten when the forward ends")
     handed = [
         *produced[count:],
-        *(numbering.number(("overwritten", i)) if i in mutated else numbers[i] for i in rewritten.saved_primals),
+        *(overwritten.get(i, numbers[i]) for i in rewritten.saved_primals),
         *tangents.values(),
     ]
     backward_inputs = _placeholders(rewritten.backward)
     if len(backward_inputs) != len(handed):
         raise VerificationError("the backward does not take what the forward saves")
     step.root = rewritten.backward
-    step.writable = {b for b, s in zip(backward_inputs, saved, strict=False) if step.root_of.get(s) not in visible}
+    for node, source in zip(backward_inputs, returned[count:], strict=False):
+        step.root_of[node] = step.root_of.get(source, node)
     gradients = step.run(rewritten.backward.graph, dict(zip(backward_inputs, handed, strict=True)))
     _compare(expected[count:], gradients, "gradient", rewritten.backward)
     if step.draws != joint.draws:
@@ -100,11 +122,11 @@ def _compare(expected: list[Any], got: list[Any], what: str, module: fx.GraphMod
 class _Walk:
     """Numbers the values of one execution, which may span several graphs (forward, then backward)."""
 
-    def __init__(self, numbering: _Numbering, root: fx.GraphModule) -> None:
-        self.numbering, self.root = numbering, root
+    def __init__(self, numbering: _Numbering, root: fx.GraphModule, *, trusted: bool = False) -> None:
+        self.numbering, self.root, self.trusted = numbering, root, trusted
         self.draws: dict[str, int] = {}
         self.root_of: dict[Any, Any] = {}  # node -> the memory it lives in, named by the node that made it
-        self.writable: set[fx.Node] = set()  # inputs that the graph may overwrite
+        self.protected: set[Any] = set()  # memory that the caller sees
         self.lost: set[fx.Node] = set()
 
     def run(self, graph: fx.Graph, inputs: dict[fx.Node, Number]) -> list[Any]:
@@ -116,7 +138,8 @@ class _Walk:
             elif node.op == "call_function":
                 self._check_read(node)
                 numbers[node] = self._call(node, numbers)
-                self._place(node)
+                self._admit(node, numbers)
+                self._place(node, numbers)
             elif node.op == "output":
                 self._check_read(node)
                 values: Any = node.args[0]
@@ -126,26 +149,47 @@ class _Walk:
             elif node not in numbers:
                 raise VerificationError(f"input {node.name!r} is not handed over", node=node.name)
             else:
-                self.root_of[node] = node
+                self.root_of.setdefault(node, node)
         raise VerificationError("the graph has no output")
+
+    def _admit(self, node: fx.Node, numbers: dict[fx.Node, Number]) -> None:
+        """Remember what the traced graph computes; refuse a call that it does not make."""
+        number = numbers[node]
+        if node.target is operator.getitem:
+            parent, index = node.args
+            results = parent.meta.get("val") if isinstance(parent, fx.Node) else None
+            if not isinstance(results, (list, tuple)) or index not in range(len(results)):
+                raise VerificationError(f"{node.name!r} takes a result that there is not", node=node.name)
+            self.numbering.layouts.setdefault(number, _layout(node)) if self.trusted else None
+            return
+        if node.target in RUNNING_STATISTICS:  # a recompute is handed the updated statistics and ignores them
+            positions = RUNNING_STATISTICS[node.target][0]
+            number = self._key(node.target, node.args, dict(node.kwargs), numbers, ("any statistics",), positions)
+        if self.trusted:
+            self.numbering.traced.add(number)
+            self.numbering.layouts[numbers[node]] = _layout(node)
+        elif number not in self.numbering.traced:
+            raise VerificationError(f"{node.name!r} computes what the traced step does not", node=node.name)
 
     def _call(self, node: fx.Node, numbers: dict[fx.Node, Number]) -> Number:
         if node.target is get_rng_state:
             return self._state(str(node.args[0]))
         if node.target is run_with_rng_state:
-            state, _, target, *rest = node.args
-            assert isinstance(state, fx.Node)
-            return self._key(target, tuple(rest), dict(node.kwargs), numbers, ("drawn", numbers[state]))
+            state, device, target, *rest = node.args
+            drawn = ("drawn", str(device), numbers.get(state))  # type: ignore[arg-type]
+            return self._key(target, tuple(rest), dict(node.kwargs), numbers, drawn)
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             return self._getitem(node, node.args[0], numbers)
         extra: tuple[Any, ...] = ()
         if is_random(node):
             device_name = str(device_of(node))
-            extra = ("drawn", self._state(device_name))
+            extra = ("drawn", device_name, self._state(device_name))
+            if self.trusted:
+                self.numbering.traced.add(self._state(device_name))
             self.draws[device_name] = self.draws.get(device_name, 0) + 1
-        target = FUNCTIONAL.get(node.target, node.target)
+        target, kwargs = functional_form(node)
         ignored = result_ignores(target, node.args, None)
-        return self._key(target, node.args, dict(node.kwargs), numbers, extra, ignored)
+        return self._key(target, node.args, kwargs, numbers, extra, ignored)
 
     def _check_read(self, node: fx.Node) -> None:
         for argument in node.all_input_nodes:
@@ -153,14 +197,21 @@ class _Walk:
                 message = f"{node.name!r} reads {argument.name!r} after it was overwritten"
                 raise VerificationError(message, node=node.name)
 
-    def _place(self, node: fx.Node) -> None:
+    def _place(self, node: fx.Node, numbers: dict[fx.Node, Number]) -> None:
         """Note where the node's value lives, and what an in-place op destroys."""
         first = node.args[0] if node.args else None
-        if node.target in FUNCTIONAL:
-            assert isinstance(first, fx.Node)
-            memory = self.root_of[first]
-            if getattr(memory, "op", "call_function") != "call_function" and memory not in self.writable:
+        written = written_argument(node)
+        if written is not None:
+            memory, layouts = self.root_of[written], self.numbering.layouts
+            allowed = [p for p, twin in takeovers(node).items() if twin.target is node.target and p < len(node.args)]
+            if not any(node.args[p] is written for p in allowed):
+                raise VerificationError(f"{node.name!r} may not write over {written.name!r}", node=node.name)
+            if any(a is not written and self.root_of[a] == memory for a in node.all_input_nodes):
+                raise VerificationError(f"{node.name!r} writes to memory that it reads otherwise", node=node.name)
+            if getattr(memory, "op", "call_function") != "call_function" or memory in self.protected:
                 raise VerificationError(f"{node.name!r} writes to memory it does not own", node=node.name)
+            if layouts.get(numbers[written]) != layouts.get(numbers[node]):
+                raise VerificationError(f"{node.name!r} does not fit over {written.name!r}", node=node.name)
             self.lost.update(n for n, m in self.root_of.items() if m == memory)
             self.root_of[node] = memory
         elif node.target is operator.getitem and isinstance(first, fx.Node):
@@ -190,7 +241,7 @@ class _Walk:
         extra: tuple[Any, ...] = (),
         ignored: frozenset[int] = frozenset(),
     ) -> Number:
-        kept = tuple(None if i in ignored else a for i, a in enumerate(args))
+        kept = tuple(self._like(a, numbers) if i in ignored else a for i, a in enumerate(args))
         leaves, spec = pytree.tree_flatten((kept, sorted(kwargs.items())))
         numbered: list[tuple[str, Any]] = []
         for leaf in leaves:
@@ -201,6 +252,20 @@ class _Walk:
             else:
                 numbered.append((type(leaf).__name__, repr(leaf)))
         return self.numbering.number((str(target), id(target), str(spec), tuple(numbered), extra))
+
+
+    def _like(self, argument: Any, numbers: dict[fx.Node, Number]) -> str:
+        """An argument whose values do not matter must still be one of the same layout."""
+        if not isinstance(argument, fx.Node):
+            return repr(argument)
+        return self.numbering.layouts.get(numbers[argument], argument.name)
+
+
+def _layout(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return str(type(value))
+    return f"{tuple(value.shape)} {value.stride()} {value.dtype} on {value.device}"
 
 
 def _fetch(root: fx.GraphModule, target: str) -> Any:

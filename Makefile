@@ -6,10 +6,10 @@ STAMP  := $(VENV)/.installed
 PIP    := $(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test check lint types demo table bench clean
+.PHONY: help venv test check lint types notebooks check-notebooks demo table bench clean
 
 help:  ## say what each target does
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 18
 
 venv: $(STAMP)  ## make .venv with the versions of constraints.txt
 
@@ -18,19 +18,25 @@ $(STAMP): constraints.txt pyproject.toml
 	@test -x $(PY) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing the pinned versions of constraints.txt (a few minutes the first time)"
 	@$(PIP) "$$(grep '^torch==' constraints.txt)" "$$(grep '^setuptools==' constraints.txt)"
-	@$(PIP) --no-build-isolation --editable '.[test,dev]'
+	@$(PIP) --no-build-isolation --editable '.[test,dev,notebooks]'
 	@touch $@
 
 test: $(STAMP)  ## the tests, without the slow ones
 	$(PY) -m pytest
 
-check: lint types test  ## what CI runs: lint, types, tests
+check: lint types test check-notebooks  ## what CI runs: lint, types, tests, notebooks
 
 lint: $(STAMP)  ## ruff
 	$(PY) -m ruff check .
 
 types: $(STAMP)  ## mypy
 	$(PY) -m mypy
+
+notebooks: $(STAMP)  ## make the notebooks from their sources, execute and store them
+	$(PY) notebooks/build.py
+
+check-notebooks: $(STAMP)  ## execute the notebooks, store nothing
+	$(PY) notebooks/build.py --check
 
 demo: $(STAMP)  ## plan a language model at half its peak, train it plain and planned, compare
 	$(PY) -m planner demo

@@ -1,11 +1,12 @@
 """Train under a memory budget: `auto_checkpoint(model, sample, budget_mb=...)`."""
 
 from passes.errors import CaptureError, InputMismatch, Unsupported, VerificationError
+from passes.rates import Roofline
 from passes.runtime import BackwardTwice, DoubleBackward
 from solvers.errors import BudgetError, PlannerError, SolverUnavailable
 
 from .api import auto_checkpoint, minimum_budget
-from .errors import PlanFileError
+from .errors import HintError, ModelMismatch, PlanFileError
 from .frontier import Frontier, MaxBatch, frontier, max_batch
 from .plan import Plan
 
@@ -15,11 +16,14 @@ __all__ = [
     "CaptureError",
     "DoubleBackward",
     "Frontier",
+    "HintError",
     "InputMismatch",
     "MaxBatch",
+    "ModelMismatch",
     "Plan",
     "PlanFileError",
     "PlannerError",
+    "Roofline",
     "SolverUnavailable",
     "Unsupported",
     "VerificationError",

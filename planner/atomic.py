@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,22 +19,18 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
         PlannerError: the folder does not exist or cannot be written.
     """
     target = Path(path)
+    part = _beside(target)
     try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-    except OSError as error:
-        raise PlannerError(f"cannot write {target}: {error.strerror or error}") from error
-    try:
-        with os.fdopen(handle, "wb") as file:
+        with open(part, "xb") as file:
             file.write(text.encode("utf-8"))
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, target)
+        os.replace(part, target)
     except OSError as error:
-        _remove(name)
+        _remove(part)
         raise PlannerError(f"cannot write {target}: {error.strerror or error}") from error
     except BaseException:
-        _remove(name)
+        _remove(part)
         raise
     return target
 
@@ -49,27 +45,26 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     target = Path(path)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise PlannerError(f"{target} exists and is not an empty folder: choose another name, or remove it first.")
+    part = _beside(target.absolute())
     try:
-        part = Path(tempfile.mkdtemp(dir=target.absolute().parent, prefix=f".{target.name}.", suffix=".part"))
-    except OSError as error:
-        raise PlannerError(f"cannot write {target}: {error.strerror or error}") from error
-    try:
+        part.mkdir()
         yield part
-        os.chmod(part, 0o777 & ~_umask())
         if target.exists():
             target.rmdir()
         os.replace(part, target)
+    except OSError as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise PlannerError(f"cannot write {target}: {error.strerror or error}") from error
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _beside(target: Path) -> Path:
+    """A new hidden name in the target's folder, chosen before anything is made so that it can always be removed."""
+    return target.parent / f".{target.name}.{uuid.uuid4().hex}.part"
 
 
-def _remove(name: str) -> None:
+def _remove(part: Path) -> None:
     with contextlib.suppress(OSError):
-        os.unlink(name)
+        part.unlink()

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
+from solvers import SOLVERS
 from solvers.errors import MIB, PlannerError
 
+from .cliparts import make_console, make_study, parse_budget, print_json, print_table, save_figure, set_aside
+
+INTERRUPTED = 130
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
-    help="Plan a training step under a memory budget, look at the plan, keep it, ship it.",
+    help="Plan a training step under a memory budget, look at the plan, keep it, ship it.\n\n"
+    "Exit codes: 0 done, 1 for `diff` when the plans differ, 2 an error (one line on standard error), 130 interrupted.",
 )  # fmt: skip
 
 FactoryArg = Annotated[str, typer.Argument(
     metavar="FACTORY", help="package.module:function or file.py:function; it returns (model, sample).")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-Solver = Annotated[str, typer.Option(help="auto, or a name of solvers.SOLVERS.")]
-Cost = Annotated[str, typer.Option(help="What recompute is measured in: roofline, flops or measured.")]
+Solver = Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(SOLVERS)}.")]
+Cost = Annotated[str, typer.Option(
+    help="What recompute is measured in: roofline, flops, measured, or a device's roofline as in roofline:h100.")]
 TimeLimit = Annotated[float, typer.Option(help="Seconds the solver may take per budget.")]
-Reserve = Annotated[str, typer.Option(help="A size to leave free, e.g. for optimizer state: 512MiB.")]
+Save = Annotated[list[str], typer.Option(help="Op, module or ATen op whose result must be saved; repeatable.")]
+Once = Annotated[list[str], typer.Option(help="Op, module or ATen op that must run once; repeatable.")]
+Prefer = Annotated[list[str], typer.Option(help="Op, module or ATen op to recompute where possible; repeatable.")]
+Reserve = Annotated[str, typer.Option(metavar="SIZE", help="A size to leave free for anything else: 512MiB.")]
+Optimizer = Annotated[str, typer.Option(
+    metavar="NAME", help="Leave room for the state of this optimizer of torch.optim: AdamW.")]
+DropOutputs = Annotated[bool, typer.Option(
+    "--drop-outputs", help="Nobody holds what the model returns besides its loss (logits, ...).")]
 
 
 @app.command()
@@ -57,6 +68,11 @@ def plan(
     time_limit: TimeLimit = 30.0,
     gap: Annotated[float, typer.Option(help="Stop within this share of the step's cost of the optimum.")] = 0.01,
     reserve: Reserve = "",
+    optimizer: Optimizer = "",
+    drop_outputs: DropOutputs = False,
+    save: Save = [],  # noqa: B006
+    never_recompute: Once = [],  # noqa: B006
+    recompute: Prefer = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
     """Plan the training step of a model under a budget.
@@ -65,20 +81,24 @@ def plan(
     Examples:
       checkpoint-planner plan mymodels.gpt:make --budget 4GiB --out plan.json --report report.html
       checkpoint-planner plan train.py:make --budget 60% --time-limit 60
+      checkpoint-planner plan train.py:make --budget 60% --never-recompute aten.mm --save "blocks.*.attention"
     """
-    studied = _study(factory, solver=solver, cost=cost, time_limit=time_limit, gap=gap, reserve=reserve)
-    made = studied.plan(_budget(budget, studied))
+    studied = make_study(
+        factory, solver=solver, cost=cost, time_limit=time_limit, gap=gap, reserve=reserve, optimizer=optimizer,
+        drop_outputs=drop_outputs, save=save, never_recompute=never_recompute, recompute=recompute,
+    )  # fmt: skip
+    made = studied.plan(parse_budget(budget, studied))
     written = [("plan", out and made.save(out)), ("report", report and made.report(report)),
                ("folder", export and made.export(export))]  # fmt: skip
     if as_json:
         from .planfile import to_data
 
         data = to_data(made)
-        _print_json({key: data[key] for key in ("model", "options", "result", "schedule")})
+        print_json({key: data[key] for key in ("model", "options", "result", "schedule")})
         return
     from .text import renderable
 
-    console = _console()
+    console = make_console()
     console.print(renderable(made, console.width))
     for name, path in written:
         if path:
@@ -98,9 +118,9 @@ def show(path: Annotated[Path, typer.Argument(metavar="PLAN.JSON")], as_json: Js
 
     file = read(path)
     if as_json:
-        _print_json(summary(file))
+        print_json(summary(file))
     else:
-        _console().print(show_file(file))
+        make_console().print(show_file(file))
 
 
 @app.command()
@@ -111,6 +131,11 @@ def frontier(
     solver: Solver = "auto",
     cost: Cost = "roofline",
     time_limit: TimeLimit = 10.0,
+    reserve: Reserve = "",
+    optimizer: Optimizer = "",
+    drop_outputs: DropOutputs = False,
+    save: Save = [],  # noqa: B006
+    never_recompute: Once = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
     """Recompute against memory, for a range of budgets.
@@ -123,19 +148,32 @@ def frontier(
     """
     from .frontier import frontier_of
 
-    found = frontier_of(_study(factory, solver=solver, cost=cost, time_limit=time_limit), points)
+    studied = make_study(
+        factory, solver=solver, cost=cost, time_limit=time_limit, reserve=reserve, optimizer=optimizer,
+        drop_outputs=drop_outputs, save=save, never_recompute=never_recompute,
+    )  # fmt: skip
+    found = frontier_of(studied, points)
     if plot is not None:
-        _save_figure(found.plot(), plot)
+        save_figure(found.plot(), plot)
     if as_json:
-        _print_json(found.to_dict())
+        print_json(found.to_dict())
         return
     rows = [(f"{p.budget_bytes / MIB:,.1f} MiB", f"{p.budget_bytes / found.plain_peak_bytes:.0%}", f"{p.overhead:.2%}",
              "" if p.bound is None else f"{p.bound:.2%}", p.status) for p in found.points]  # fmt: skip
-    _table(("budget", "of plain", "recompute", "proved bound", "status"), rows)
+    print_table(("budget", "of plain", "recompute", "proved bound", "status"), rows)
 
 
 @app.command("min-budget")
-def min_budget(factory: FactoryArg, time_limit: TimeLimit = 30.0, as_json: Json = False) -> None:
+def min_budget(
+    factory: FactoryArg,
+    time_limit: TimeLimit = 30.0,
+    reserve: Reserve = "",
+    optimizer: Optimizer = "",
+    drop_outputs: DropOutputs = False,
+    save: Save = [],  # noqa: B006
+    never_recompute: Once = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
     """The smallest budget that works, and the floor.
 
     The floor is proved: no budget below it can work.
@@ -144,14 +182,17 @@ def min_budget(factory: FactoryArg, time_limit: TimeLimit = 30.0, as_json: Json 
     Example:
       checkpoint-planner min-budget mymodels.gpt:make
     """
-    studied = _study(factory, time_limit=time_limit)
+    studied = make_study(
+        factory, time_limit=time_limit, reserve=reserve, optimizer=optimizer, drop_outputs=drop_outputs, save=save,
+        never_recompute=never_recompute,
+    )  # fmt: skip
     found = studied.minimum()
     sizes = {"minimum_bytes": found.minimum_bytes, "floor_bytes": found.floor_bytes,
              "plain_peak_bytes": studied.plain_peak_bytes}  # fmt: skip
     if as_json:
-        _print_json(sizes)
+        print_json(sizes)
         return
-    _table(("", "MiB", "of plain"), [
+    print_table(("", "MiB", "of plain"), [
         (name.removesuffix("_bytes").replace("_", " "), f"{size / MIB:,.3f}", f"{size / studied.plain_peak_bytes:.1%}")
         for name, size in sizes.items()
     ])  # fmt: skip
@@ -163,7 +204,11 @@ def max_batch(
     budget: Annotated[str, typer.Option(help="The memory the step may take: 512MiB, 4GB.")],
     limit: Annotated[int, typer.Option(min=1, help="Largest batch to try.")] = 4096,
     solver: Solver = "auto",
+    cost: Cost = "roofline",
     time_limit: TimeLimit = 10.0,
+    reserve: Reserve = "",
+    optimizer: Optimizer = "",
+    drop_outputs: DropOutputs = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan of that batch here.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -180,14 +225,17 @@ def max_batch(
     build = load_factory(factory)
     model, _ = make(build, 1)
     size = parse_size(budget) / MIB
-    found = search(model, lambda n: make(build, n)[1], size, limit=limit, solver=solver, time_limit=time_limit)
+    found = search(
+        model, lambda n: make(build, n)[1], size, limit=limit, solver=solver, cost=cost,
+        time_limit=time_limit, **set_aside(reserve, optimizer, drop_outputs),
+    )  # fmt: skip
     if out is not None:
         found.plan.save(out)
     if as_json:
-        _print_json({"batch": found.batch, "plain_batch": found.plain_batch, "peak_bytes": found.plan.peak_bytes,
+        print_json({"batch": found.batch, "plain_batch": found.plain_batch, "peak_bytes": found.plan.peak_bytes,
                      "overhead": found.plan.overhead})  # fmt: skip
         return
-    _table(("", "batch", "peak", "recompute"), [
+    print_table(("", "batch", "peak", "recompute"), [
         ("plain", str(found.plain_batch or "none"), "", ""),
         ("planned", str(found.batch), f"{found.plan.peak_bytes / MIB:,.1f} MiB", f"{found.plan.overhead:.2%}"),
     ])  # fmt: skip
@@ -212,65 +260,36 @@ def diff(
 
     found = differences(read(first), read(second))
     if as_json:
-        _print_json([dict(zip(("what", "first", "second"), row, strict=True)) for row in found])
+        print_json([dict(zip(("what", "first", "second"), row, strict=True)) for row in found])
     elif found:
-        _table(("", str(first), str(second)), found)
+        print_table(("", str(first), str(second)), found)
     else:
         typer.echo("the plans decide the same")
     raise typer.Exit(1 if found else 0)
 
 
-# Shared ---------------------------------------------------------------------------------------------------------------
+# Errors --------------------------------------------------------------------------------------------------------------
 
 
-def _study(factory: str, *, reserve: str = "", **options: Any) -> Any:
-    from .factory import load_factory, make
-    from .sizes import parse_size
-    from .study import study
-
-    build = load_factory(factory)
-    model, sample = make(build)
-    return study(model, sample, reserve_bytes=parse_size(reserve) if reserve else 0, **options)
-
-
-def _budget(text: str, studied: Any) -> int:
-    from .sizes import parse_size
-
-    return parse_size(text, studied.plain_peak_bytes)
-
-
-def _save_figure(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise PlannerError(f"cannot write {path}: {error}") from error
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console()
-
-
-def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    _console().print(table)
-
-
-def _print_json(data: Any) -> None:
-    typer.echo(json.dumps(data, indent=2))
+UsageError: Any = typer.BadParameter.__base__  # click's, wherever this typer keeps click
 
 
 def main() -> None:
-    """Entry point: an error of ours is one line on stderr and exit code 2."""
+    """Entry point: an error is one line on standard error and exit code 2."""
     try:
-        app()
+        code = app(standalone_mode=False)
     except PlannerError as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        sys.exit(2)
+        _fail(str(error))
+    except UsageError as error:
+        if len(sys.argv) == 1:  # no verb: the message is the help
+            error.show()
+            sys.exit(2)
+        _fail(f"{error.format_message().rstrip('.')}. `{error.ctx.command_path} --help` tells more.")
+    if code == INTERRUPTED:
+        typer.echo("interrupted", err=True)
+    sys.exit(code or 0)
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    sys.exit(2)

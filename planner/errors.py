@@ -17,3 +17,31 @@ class PlanFileError(PlannerError):
         super().__init__(message)
         self.path = path
         self.field = field
+
+
+class HintError(PlannerError):
+    """A hint names no op of the step, nothing that could be decided, or contradicts another one.
+
+    Attributes:
+        hint: `save`, `never_recompute` or `recompute`.
+        pattern: the pattern at fault; "" where the value as a whole is.
+        near: names of the step that look like it.
+    """
+
+    def __init__(self, message: str, *, hint: str, pattern: str = "", near: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.hint = hint
+        self.pattern = pattern
+        self.near = near
+
+
+class ModelMismatch(PlannerError):
+    """A plan is to be applied to a model that it was not made for.
+
+    Attributes:
+        differs: the first thing that differs, in words.
+    """
+
+    def __init__(self, message: str, *, differs: str = "") -> None:
+        super().__init__(message)
+        self.differs = differs

@@ -91,6 +91,9 @@ def _why_recomputed(plan: Plan, i: int, row: OpRow) -> str:
     kept = peak_if_kept(plan, i)
     over = plan.budget_bytes is not None and kept > plan.budget_bytes
     room = "over the budget" if over else "which fits too: another plan could keep it"
+    if hint := _hint(plan, i):
+        text += f"The hint {hint} prefers that. "
+        room = room if over else "which fits too"
     return text + f"Kept instead, the step would peak at {show_bytes(kept)}, {room}."
 
 
@@ -102,6 +105,13 @@ def peak_if_kept(plan: Plan, i: int) -> int:
             order.append(j)
         seen = seen or j == i
     return simulate(plan.problem, with_frees(plan.problem, order)).peak_bytes
+
+
+def _hint(plan: Plan, i: int) -> str:
+    """The hint that names op `i`, as the user wrote it; "" for none."""
+    prepared = plan.planned.prepared
+    node = prepared.lowered.nodes[i]
+    return str(prepared.hinted[node]) if node is not None and node in prepared.hinted else ""
 
 
 def _next_first_run(plan: Plan, i: int) -> str:
@@ -123,8 +133,12 @@ def _why_saved(plan: Plan, i: int, row: OpRow) -> str:
     node = lowered.nodes[i]
     reason = None if node is None else must_run_once(node, plan.planned.prepared.device.type)
     if not problem.ops[i].recomputable:
-        because = reason or "it reads what the forward changes"
+        hint = _hint(plan, i)
+        because = reason or (f"the hint {hint}" if hint else "it reads what the forward changes")
         return f"{show_bytes(row.saved_bytes)} saved{reader}: it may not run again ({because})."
     share = row.cost / (problem.step_cost or 1)
-    return f"{show_bytes(row.saved_bytes)} saved{reader}: computing it again would cost {share:.2%} of the step."
+    text = f"{show_bytes(row.saved_bytes)} saved{reader}: computing it again would cost {share:.2%} of the step."
+    if hint := _hint(plan, i):
+        text += f" The hint {hint} prefers to drop it, but the budget leaves no room for that."
+    return text
 

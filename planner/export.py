@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import fx, nn
 from torch.utils import _pytree as pytree
@@ -61,9 +62,9 @@ def export(plan: Plan, path: str | os.PathLike[str]) -> Path:
         _write(folder / "guard.py", write_guard(plan.planned.prepared.traced.guard))
         _write(folder / "runtime.py", Path(export_runtime.__file__).read_text(encoding="utf-8"))
         _write(folder / "spec.json", json.dumps(spec, indent=1) + "\n")
-        save_file(tensors, folder / "weights.safetensors")
+        _save(tensors, folder / "weights.safetensors")
         if constants:
-            save_file(constants, folder / "constants.safetensors")
+            _save(constants, folder / "constants.safetensors")
         for file in folder.glob("*.safetensors"):
             file.chmod((folder / "spec.json").stat().st_mode)
     return Path(path)
@@ -71,6 +72,13 @@ def export(plan: Plan, path: str | os.PathLike[str]) -> Path:
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # its name for a full disk
+        raise OSError(f"{path.name}: {error}") from error
 
 
 def _summary(plan: Plan) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -42,10 +43,25 @@ def make(factory: Callable[..., Any], *args: Any) -> tuple[nn.Module, Any]:
         PlannerError: it failed, or returned something other than `(model, sample)`.
     """
     name = getattr(factory, "__name__", "the factory")
-    result = _run(lambda: factory(*args), f"{name}({', '.join(map(repr, args))})")
+    call = f"{name}({', '.join(map(repr, args))})"
+    _check_call(factory, args, call)
+    result = _run(lambda: factory(*args), call)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
-        raise PlannerError(f"{name} returned a {type(result).__name__}: return a tuple (model, sample).")
+        got = f"({', '.join(type(r).__name__ for r in result)})" if isinstance(result, tuple) else type(result).__name__
+        raise PlannerError(f"{name} returned {got}: return a tuple (model, sample), the model a torch.nn.Module.")
     return result
+
+
+def _check_call(factory: Callable[..., Any], args: tuple[Any, ...], call: str) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        what = "with a batch size" if args else "without arguments"
+        raise PlannerError(f"the factory is called {what}, as {call}: {error}.") from error
 
 
 def _import(place: str) -> Any:
@@ -75,4 +91,5 @@ def _run(call: Callable[[], Any], what: str) -> Any:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
         own = [f for f in frames if not any(part in f.filename for part in ELSEWHERE)]
         where = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
-        raise PlannerError(f"{what} failed{where}: {type(error).__name__}: {error}") from error
+        hint = f". It is looked for from this folder; {FORMS}." if isinstance(error, ModuleNotFoundError) else ""
+        raise PlannerError(f"{what} failed{where}: {type(error).__name__}: {error}{hint}") from error

@@ -79,9 +79,15 @@ def tensor_lines(traced: Traced) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def fingerprint(prepared: Prepared) -> str:
+def node_lines(traced: Traced) -> tuple[str, ...]:
+    """Every op of a captured step, before it is lowered: `blocks.0.mlp.0/addmm_2 = aten.addmm.default -> f32[8, 4]`."""
+    return tuple(
+        f"{module_path(n)}/{n.name} = {n.target} -> {describe_value(n.meta.get('val'))}" for n in _computes(traced)
+    )
+
+
+def fingerprint(traced: Traced) -> str:
     """sha256 over everything that decides what the step computes: tensors, ops, constants, outputs."""
-    traced = prepared.traced
     digests = _Digests(traced)
     digest = hashlib.sha256()
     for line in (*tensor_lines(traced), *(f"{n.name} {digests.of(n)}" for n in _computes(traced))):

@@ -82,8 +82,8 @@ class Frontier:
 def frontier(model: nn.Module, sample: Any, points: int = 20, **options: Any) -> Frontier:
     """Capture and profile once, then solve for `points` budgets from the minimum to the plain peak.
 
-    `options` are `solver`, `cost`, `loss_fn`, `time_limit` (seconds per budget), `gap`, `progress`, as in
-    `auto_checkpoint`.
+    `options` are those of `auto_checkpoint`; `time_limit` is seconds per budget. What `optimizer` and `reserve_mb` set
+    aside is part of every budget and peak, as it is there.
 
     Raises:
         PlannerError: `points` is below 2, or the model cannot be planned.

@@ -83,7 +83,7 @@ def svg(plan: Plan) -> str:
     """The memory curve as inline SVG."""
     planned, plain = planned_curve(plan), plain_curve(plan)
     end = max(planned.end, plain.end) or 1.0
-    top = 1.12 * max(plan.baseline_peak_bytes, plan.peak_bytes)
+    top = 1.2 * max(plan.baseline_peak_bytes, plan.peak_bytes)
     scale = _Scale(end, top)
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="memory over the step">', *_axes(scale)]
     xs, rows = thin(planned, WIDTH - LEFT - RIGHT)
@@ -153,13 +153,25 @@ def _marks(plan: Plan, scale: _Scale, backward_at: float, starts: Sequence[float
     if plan.budget_bytes is not None and plan.budget_bytes <= scale.top:
         y = scale.y(plan.budget_bytes)
         yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" stroke="var(--budget)" stroke-width="1.5"/>'
+    yield from _peak_mark(plan, scale, starts)
+
+
+def _peak_mark(plan: Plan, scale: _Scale, starts: Sequence[float]) -> Iterator[str]:
+    """Named in the room above all curves, so that the name hides none of them."""
     step, label, size = plan.timeline.peak
     x, y = scale.x((starts[step] + starts[step + 1]) / 2), scale.y(size)
-    anchor, shift = ("end", -8) if x > WIDTH * 0.55 else ("start", 8)
+    anchor, shift = ("end", -6) if x > (WIDTH + LEFT) / 2 else ("start", 6)
+    yield f'<line x1="{x}" x2="{x}" y1="{TOP + 4}" y2="{y}" stroke="var(--budget)" stroke-width="0.7"/>'
     yield f'<circle cx="{x}" cy="{y}" r="4" fill="var(--budget)"/>'
-    text = f"peak {show_bytes(size)} at {escape(place(plan, label))}"
+    text = escape(fitting(f"peak {show_bytes(size)} at ", place(plan, label), 60))
     halo = 'stroke="var(--back)" stroke-width="3" paint-order="stroke"'
-    yield f'<text class="cp-k" x="{x + shift}" y="{y - 7}" text-anchor="{anchor}" {halo}>{text}</text>'
+    yield f'<text class="cp-k" x="{x + shift}" y="{TOP + 12}" text-anchor="{anchor}" {halo}>{text}</text>'
+
+
+def fitting(head: str, name: str, longest: int) -> str:
+    """`head` and `name` in at most `longest` characters; of the name, the end says more."""
+    room = longest - len(head)
+    return head + (name if len(name) <= room else f"…{name[len(name) - room + 1 :]}")
 
 
 # The table ------------------------------------------------------------------------------------------------------------
@@ -185,7 +197,8 @@ def _branch(modules: Sequence[ModuleRow], at: int, rows: list[OpRow], step: int)
     cells = _cells(module.saved_bytes, module.dropped_bytes, module.again_cost / step)
     if not inner or not (module.saved_bytes or module.recomputed_ops):
         return f'<div class="cp-r">{name}{cells}</div>', after
-    shown = " open" if module.depth == 0 else ""
+    # A root that holds all of it in one part (`model`) says nothing by itself: its part is open too.
+    shown = " open" if module.depth == 0 or (module.depth == 1 and module.saved_bytes == modules[0].saved_bytes) else ""
     return f"<details{shown}><summary>{name}{cells}</summary>{''.join(inner)}</details>", after
 
 

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from passes.profile import COSTS, OpProfile
+from passes.profile import OpProfile
+from passes.rates import cost_function
 from solvers.errors import PlannerError
+
+from .hints import NO_HINTS, Hints
 
 OnNewShape = Literal["replan", "eager", "error"]
 
@@ -27,10 +30,11 @@ class Options:
     on_new_shape: OnNewShape = "replan"
     differentiated: tuple[str, ...] | None = None
     keep_outputs: bool = True
+    hints: Hints = NO_HINTS
 
     @property
     def cost_function(self) -> Callable[[OpProfile], float]:
-        return self.cost if callable(self.cost) else COSTS[self.cost]
+        return self.cost if callable(self.cost) else cost_function(self.cost)
 
     @property
     def cost_name(self) -> str:
@@ -39,8 +43,8 @@ class Options:
 
 def check_options(options: Options) -> None:
     """Raise PlannerError for a value that no plan can be made with."""
-    if not callable(options.cost) and options.cost not in COSTS:
-        raise PlannerError(f"cost={options.cost!r} is unknown: it takes one of {', '.join(COSTS)}, or a callable.")
+    if not callable(options.cost):
+        cost_function(options.cost)
     if options.on_new_shape not in ("replan", "eager", "error"):
         raise PlannerError(f"on_new_shape={options.on_new_shape!r} is unknown: it takes 'replan', 'eager' or 'error'.")
     if not _is_number(options.time_limit) or not options.time_limit > 0:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from passes.profile import OpProfile, profile
 from passes.rewrite import Rewritten, rewrite
 from passes.runtime import Step
 from passes.verify import verify
-from solvers import solve
 from solvers.schedule import Schedule, plain_order, with_frees
 from solvers.simulate import simulate
-from solvers.solution import Solution, plain_solution, solution
+from solvers.solution import Solution, solution
 
+from .hints import NO_HINTS, Hinted, Hints, resolve
 from .options import Options
 from .progress import Progress
+from .solving import solve_step
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,13 @@ class Prepared:
     device: torch.device
     baseline_peak_bytes: int
     keep_outputs: bool = True
+    hints: Hints = NO_HINTS
+    hinted: dict[fx.Node, Hinted] = field(default_factory=dict)
+
+    @property
+    def preferred(self) -> tuple[int, ...]:
+        """Ops that the hints want to be recomputed, in order."""
+        return tuple(sorted(self.lowered.node_op[n] for n, hint in self.hinted.items() if not hint.once))
 
 
 @dataclass(frozen=True)
@@ -50,32 +58,50 @@ class Planned:
     seconds: dict[str, float]
 
 
-def plan_step(model: nn.Module, bound: Mapping[str, Any], options: Options) -> Planned:
-    """Capture, profile, solve, rewrite and prove one training step."""
+def plan_step(model: nn.Module, bound: Mapping[str, Any], options: Options, *, first: bool = True) -> Planned:
+    """Capture, profile, solve, rewrite and prove one training step; `first` as for `prepare`."""
     progress = Progress(options.progress)
-    prepared = prepare(model, bound, options, progress)
+    prepared = prepare(model, bound, options, progress, first=first)
     with progress.stage("solve"):
-        solution = _solve(prepared, options, progress.report)
+        solution = solve_step(prepared, options.budget_bytes, options, progress.report)
     return emit(prepared, solution, progress)
 
 
-def prepare(model: nn.Module, bound: Mapping[str, Any], options: Options, progress: Progress) -> Prepared:
-    """Everything before the decision."""
+def prepare(
+    model: nn.Module, bound: Mapping[str, Any], options: Options, progress: Progress, *, first: bool = True
+) -> Prepared:
+    """Everything before the decision.
+
+    Args:
+        first: False when planning anew for other inputs, where a hint that names nothing warns instead of raising.
+    """
     device = model_device(model)
     with progress.stage("capture"):
         traced = capture(model, bound, options.loss_fn, differentiated=options.differentiated)
         aliases = alias(traced.graph_module.graph)
+        hinted = resolve(options.hints, traced, aliases, device, required=first)
     with progress.stage("profile"):
         real = not any(p.device.type == "meta" for p in model.parameters())
         profiles = profile(
             traced.graph_module.graph, measure=real, timed=real and options.cost == "measured", progress=progress.each
         )
-        lowered = lower(
-            traced, aliases, profiles, options.cost_function, device=device, reserve_bytes=options.reserve_bytes,
-            keep_outputs=options.keep_outputs,
-        )  # fmt: skip
+        once = [n for n, hint in hinted.items() if hint.once]
+        lowered = lower_step(traced, aliases, profiles, device, options, once)
         plain = simulate(lowered.problem, with_frees(lowered.problem, plain_order(lowered.problem)))
-    return Prepared(traced, aliases, profiles, lowered, device, plain.peak_bytes, options.keep_outputs)
+    return Prepared(
+        traced, aliases, profiles, lowered, device, plain.peak_bytes, options.keep_outputs, options.hints, hinted
+    )
+
+
+def lower_step(
+    traced: Traced, aliases: Aliases, profiles: dict[fx.Node, OpProfile], device: torch.device, options: Options,
+    once: Collection[fx.Node] = (),
+) -> Lowered:  # fmt: skip
+    """The Problem of a profiled step; `once` are the kernels that hints keep from running again."""
+    return lower(
+        traced, aliases, profiles, options.cost_function, device=device, reserve_bytes=options.reserve_bytes,
+        keep_outputs=options.keep_outputs, once=once,
+    )  # fmt: skip
 
 
 def emit(prepared: Prepared, solution: Solution, progress: Progress) -> Planned:
@@ -110,16 +136,6 @@ def make_step(prepared: Prepared, rewritten: Rewritten) -> Step:
         rng_devices=_rng_devices(traced),
         hold_outputs=prepared.keep_outputs,
     )
-
-
-def _solve(prepared: Prepared, options: Options, report: Callable[[str], None]) -> Solution:
-    problem = prepared.lowered.problem
-    if options.budget_bytes is None:
-        return plain_solution(problem, "none")
-    return solve(
-        problem, options.budget_bytes, solver=options.solver, time_limit=options.time_limit, gap=options.gap,
-        report=report,
-    )  # fmt: skip
 
 
 def model_device(model: nn.Module) -> torch.device:

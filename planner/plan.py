@@ -17,6 +17,7 @@ from solvers.errors import MIB
 from solvers.problem import Problem
 from solvers.schedule import Schedule, computes
 
+from .hints import hint_notes
 from .module import PlannedModule
 from .pipeline import Planned
 from .timeline import Timeline, timeline
@@ -94,8 +95,9 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Fallbacks taken and limits hit."""
-        return (*self.planned.prepared.traced.notes, *self.planned.solution.notes)
+        """Hints in force, fallbacks taken and limits hit."""
+        prepared = self.planned.prepared
+        return (*hint_notes(prepared.hinted), *prepared.traced.notes, *self.planned.solution.notes)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -157,6 +159,32 @@ class Plan:
         from .text import to_text
 
         return to_text(self)
+
+    # Run ----------------------------------------------------------------------------------------------------------
+
+    def apply(self, model: nn.Module | None = None, sample: Any = None) -> nn.Module:
+        """Make `model` (by default the planned one) itself run the plan in training; returns it.
+
+        Its class, methods, `state_dict`, hooks and identity stay; `remove` undoes it. `sample` is asked for when the
+        model is another instance than the planned one and its Python asks about its inputs' values.
+
+        Raises:
+            ModelMismatch: the plan is for another model; says what differs first.
+            PlannerError: the model runs another plan already.
+        """
+        from .apply import apply
+
+        return apply(self, model, sample)
+
+    def remove(self, model: nn.Module | None = None) -> nn.Module:
+        """Undo `apply` without a trace; returns the model.
+
+        Raises:
+            PlannerError: the model does not run this plan.
+        """
+        from .apply import remove
+
+        return remove(self, model)
 
     # See ----------------------------------------------------------------------------------------------------------
 

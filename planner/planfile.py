@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from passes.memory import granule, round_up
-from passes.profile import COSTS
+from passes.rates import is_cost
 from passes.refuse import refuse
 from solvers.errors import MIB, ScheduleError
 from solvers.problem import Problem
@@ -31,6 +31,7 @@ from . import api
 from .atomic import write_text
 from .errors import PlanFileError
 from .fingerprint import OpLine, fingerprint, op_lines, tensor_lines
+from .hints import make_hints
 from .options import Options
 from .pipeline import Prepared, emit, prepare
 from .plan import Plan
@@ -44,7 +45,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "model": {"class": str, "device": str, "torch": str, "fingerprint": str, "problem": str},
     "options": {"budget_bytes": int | None, "reserve_bytes": int, "cost": str, "loss_fn": str | None,
                 "on_new_shape": str, "differentiated": list,
-                "keep_outputs": bool},
+                "keep_outputs": bool, "hints": dict},
     "result": {"peak_bytes": int, "plain_peak_bytes": int, "static_bytes": int, "added_cost": int, "step_cost": int,
                "bound": int | None, "bound_family": str, "status": str, "solver": str, "notes": list},
     "schedule": {"frees": str, "recompute": list, "steps": list},
@@ -93,7 +94,7 @@ def to_data(plan: Plan) -> dict[str, Any]:
             "class": type(state.model).__name__,
             "device": prepared.device.type,
             "torch": torch.__version__.split("+")[0],
-            "fingerprint": fingerprint(prepared),
+            "fingerprint": fingerprint(prepared.traced),
             "problem": problem_digest(plan.problem),
         },
         "options": {
@@ -103,6 +104,7 @@ def to_data(plan: Plan) -> dict[str, Any]:
             "loss_fn": _function_name(state.loss_fn),
             "on_new_shape": state.on_new_shape,
             "keep_outputs": prepared.keep_outputs,
+            "hints": prepared.hints.to_dict(),
             "differentiated": [leaf.path for leaf in prepared.traced.outputs if leaf.differentiated],
         },
         "result": _result(plan, found),
@@ -289,6 +291,10 @@ def _check_types(file: PlanFile) -> None:
     for i, op in enumerate(file["ops"]):
         _check_section(file, f"ops[{i}]", op, row)
     _check_strings(file, "tensors", file["tensors"])
+    hints = file["options"]["hints"]
+    _check_section(file, "options.hints", hints, dict.fromkeys(("save", "never_recompute", "recompute"), list))
+    for kind, patterns in hints.items():
+        _check_strings(file, f"options.hints.{kind}", patterns)
     for section, key in (("schedule", "steps"), ("result", "notes"), ("options", "differentiated")):
         _check_strings(file, f"{section}.{key}", file[section][key])
     for i, group in enumerate(file["schedule"]["recompute"]):
@@ -323,16 +329,17 @@ def _check_loss(file: PlanFile, loss_fn: Callable[..., Any] | None) -> None:
 
 def _options(file: PlanFile, loss_fn: Any, cost: Any, progress: bool | None) -> Options:
     saved = file["options"]
-    recorded = saved["cost"] if saved["cost"] in COSTS else "roofline"
+    recorded = saved["cost"] if is_cost(saved["cost"]) else "roofline"
     return Options(
         saved["budget_bytes"], saved["reserve_bytes"], "auto", cost if cost is not None else recorded, loss_fn,
         30.0, 0.01, progress, saved["on_new_shape"], tuple(saved["differentiated"]), saved["keep_outputs"],
+        make_hints(**saved["hints"]),
     )  # fmt: skip
 
 
 def _check_model(file: PlanFile, prepared: Prepared) -> None:
     """Say what differs first between the file's step and the captured one."""
-    if fingerprint(prepared) == file["model"]["fingerprint"]:
+    if fingerprint(prepared.traced) == file["model"]["fingerprint"]:
         return
     model = file["model"]
     made = f"(the plan was made for {model['class']} with torch {model['torch']}; this is {torch.__version__})"

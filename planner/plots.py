@@ -63,14 +63,15 @@ def plot_graph(plan: Plan, module: str | None = None) -> Figure:
 
 
 def _mark_peak(axes: Axes, plan: Plan, starts: tuple[float, ...], top: float) -> None:
+    # In the room above all curves, so that it hides none of them; a thin line leads to the point.
     step, label, size = plan.timeline.peak
     x = (starts[step] + starts[step + 1]) / 2
-    left = x > starts[-1] * 0.55
+    left = x > starts[-1] * 0.5
     axes.plot([x], [size / MIB], marker="o", color=BUDGET, markersize=5, zorder=5)
+    axes.plot([x, x], [size / MIB, top * 1.13], color=BUDGET, linewidth=0.7, zorder=4)
     axes.annotate(
-        f"peak {show_bytes(size)} at {place(plan, label)}", (x, size / MIB), xytext=(-6 if left else 6, 0),
-        textcoords="offset points", ha="right" if left else "left", va="bottom", fontsize=8.5, zorder=6,
-        position=(0, 9), bbox={"boxstyle": "round,pad=0.2", "fc": "white", "ec": "none", "alpha": 0.85},
+        f"peak {show_bytes(size)} at {place(plan, label)}", (x, top * 1.13), xytext=(-5 if left else 5, 0),
+        textcoords="offset points", ha="right" if left else "left", va="center", fontsize=8.5, zorder=6,
     )  # fmt: skip
 
 
@@ -88,14 +89,12 @@ def _headline(plan: Plan) -> str:
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from .figure import figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    made = figure(width, height)
+    axes = made.subplots()
     axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return made, axes
 
 
 def plot_frontier(frontier: Frontier, width: float = 7.0, height: float = 4.2) -> Figure:
@@ -141,7 +140,7 @@ def _plot_tree(plan: Plan, limit: int = 40) -> Figure:
     axes.tick_params(axis="y", length=0, pad=6.2 * width)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.margins(x=0.12)
-    axes.set_xlabel("MiB of activations, modules with all below them; the figure is the recompute's share of the step")
+    axes.set_xlabel("MiB of activations, modules with all below them\n(the figure: recompute, share of the step)")
     figure.legend(loc="outside upper right", ncols=2, frameon=False, fontsize=8.5)
     return figure
 
@@ -159,12 +158,13 @@ def _plot_block(plan: Plan, module: str) -> Figure:
     layers = _layers(graph, list(rows))
     columns = max(len(names) for names in layers)
     figure, axes = _figure(max(5.0, 3.3 * columns), 0.9 + 0.62 * len(layers))
-    spots = {n: ((i - (len(names) - 1) / 2) * 3.2, -y) for y, names in enumerate(layers) for i, n in enumerate(names)}
-    for source, target in graph.edges:
-        _arrow(axes, spots[source], spots[target])
+    spots = {
+        n: ((i - (len(names) - 1) / 2) * 3.2, float(-y)) for y, names in enumerate(layers) for i, n in enumerate(names)
+    }
+    margin = _arrows(axes, list(graph.edges), spots)
     for name, (x, y) in spots.items():
         _box(axes, x, y, rows[name])
-    axes.set_xlim(-1.7 * columns, 1.7 * columns + 0.9)
+    axes.set_xlim(-1.7 * columns - 0.3, max(1.7 * columns, margin) + 0.2)
     axes.set_ylim(-len(layers) + 0.4, 0.6)
     axes.set_axis_off()
     axes.set_title(f"{module}: saved blue, recomputed orange, both striped, neither grey", fontsize=9.5)
@@ -186,18 +186,30 @@ def _layers(graph: Any, order: list[str]) -> list[list[str]]:
     return layers
 
 
+def _arrows(axes: Axes, edges: list[tuple[str, str]], spots: dict[str, tuple[float, float]]) -> float:
+    """Neighbouring rows are joined straight; longer ways run down a rail of their own, right of all boxes they pass.
+
+    Returns the rightmost rail.
+    """
+    rails: list[tuple[float, float, float]] = []  # x, upper y, lower y
+    for source, target in sorted(edges, key=lambda e: (spots[e[0]][1] - spots[e[1]][1], -spots[e[0]][1])):
+        (x, y), (to_x, to_y) = spots[source], spots[target]
+        if y - to_y < 1.5:
+            _arrow(axes, (x, y - 0.24), (to_x, to_y + 0.24))
+            continue
+        rail = 1.6 + max(x for x, level in spots.values() if to_y <= level <= y)
+        while any(abs(rail - other) < 0.1 and y > low and to_y < high for other, high, low in rails):
+            rail += 0.16
+        rails.append((rail, y, to_y))
+        out, into = y - 0.36, to_y + 0.36
+        axes.plot([x + 1.1, x + 1.1, rail, rail, to_x + 1.1], [y - 0.24, out, out, into, into], color=TEXT, lw=0.9)
+        _arrow(axes, (to_x + 1.1, into), (to_x + 1.1, to_y + 0.24))
+    return max((rail for rail, _, _ in rails), default=0.0)
+
+
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    """Neighbouring rows are joined straight; longer ways go round the boxes, in by the right side."""
-    (x, y), (to_x, to_y) = start, end
-    tail, head, style = (x, y - 0.24), (to_x, to_y + 0.24), "arc3,rad=0"
-    if y - to_y > 1.5:
-        beside = abs(x - to_x) < 0.1
-        tail = (x + 1.42, y) if beside else tail
-        head = (to_x + (1.42 if x >= to_x else -1.42), to_y)
-        style = f"arc3,rad={-1.2 / (y - to_y):.3f}" if beside else "angle3,angleA=90,angleB=0"
-    ends = {"shrinkA": 0, "shrinkB": 0}
-    arrow = {"arrowstyle": "-|>", "color": TEXT, "lw": 0.9, "connectionstyle": style, **ends}
-    axes.annotate("", head, tail, arrowprops=arrow)
+    arrow: Any = {"arrowstyle": "-|>", "color": TEXT, "lw": 0.9, "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", end, start, arrowprops=arrow)
 
 
 def _box(axes: Axes, x: float, y: float, row: OpRow) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tqdm.auto import tqdm
+# Without its widgets tqdm.auto warns in every notebook that imports this, then prints text as well.
+if importlib.util.find_spec("ipywidgets") is None:
+    from tqdm import tqdm
+else:
+    from tqdm.auto import tqdm
 
 
 class Progress:

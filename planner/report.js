@@ -28,7 +28,7 @@
     [planned, plain].forEach((series, k) => {
       for (let i = stepAt(series, view[0]); i <= stepAt(series, view[1]); i++) most = Math.max(most, totals[k][i]);
     });
-    return 1.12 * most;
+    return 1.2 * most;
   }
 
   // For each column of pixels the highest step in it, so that no peak is lost at any zoom.
@@ -123,19 +123,25 @@
     }
   }
 
+  // Named in the room above all curves, so that the name hides none of them.
   function peak(c, step, x, y, width) {
-    const text = `peak ${mib(totals[0][step])} at ${planned.labels[step]}`, late = x > width * 0.55;
-    c.fillStyle = color("--budget");
+    const late = x > (width + left) / 2, room = (late ? x - left : width - right - x) - 8;
+    const head = `peak ${mib(totals[0][step])} at `;
+    let name = planned.labels[step], cut = "";
+    while (name.length > 4 && c.measureText(head + cut + name).width > room) [cut, name] = ["…", name.slice(1)];
+    c.fillStyle = c.strokeStyle = color("--budget");
+    c.lineWidth = 0.7;
+    line(c, x, top + 4, x, y);
     c.beginPath();
     c.arc(x, y, 4, 0, 7);
     c.fill();
     c.textAlign = late ? "right" : "left";
     c.lineWidth = 3;
     c.strokeStyle = color("--back");
-    c.strokeText(text, x + (late ? -8 : 8), y - 7);
+    c.strokeText(head + cut + name, x + (late ? -6 : 6), top + 12);
     c.lineWidth = 1;
     c.fillStyle = color("--ink");
-    c.fillText(text, x + (late ? -8 : 8), y - 7);
+    c.fillText(head + cut + name, x + (late ? -6 : 6), top + 12);
   }
 
   function line(c, x1, y1, x2, y2) {

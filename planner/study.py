@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from passes.profile import OpProfile
-from passes.refuse import refuse
-from solvers import solve
+from solvers import get_solver
 from solvers.minimum import Minimum
 from solvers.problem import Problem
-from solvers.solution import Solution, plain_solution
+from solvers.solution import Solution
 
-from .api import _bind, make_plan
-from .options import Options, check_options
+from .api import _bind, _check_model, make_plan
+from .budget import optimizer_state_bytes, reserve_to_bytes
+from .hints import make_hints
+from .options import OnNewShape, Options, check_options
 from .pipeline import Prepared, emit, prepare
 from .plan import Plan
 from .progress import Progress
+from .solving import solve_step
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,14 +56,9 @@ class Study:
         Raises:
             BudgetError: nothing found fits.
         """
-        if budget_bytes is None:
-            return plain_solution(self.problem, "none")
-        options = self.options
+        options = replace(self.options, solver=solver or self.options.solver)
         with self.progress.stage("solve"):
-            return solve(
-                self.problem, budget_bytes, solver=solver or options.solver, time_limit=options.time_limit,
-                gap=options.gap, report=self.progress.report,
-            )  # fmt: skip
+            return solve_step(self.prepared, budget_bytes, options, self.progress.report)
 
     def plan(self, budget_bytes: int | None) -> Plan:
         """Solve, rewrite and prove."""
@@ -77,22 +74,33 @@ def study(
     solver: str = "auto",
     cost: str | Callable[[OpProfile], float] = "roofline",
     loss_fn: Callable[..., Any] | None = None,
-    reserve_bytes: int = 0,
+    optimizer: Any = None,
+    reserve_mb: float = 0,
     time_limit: float = 30.0,
     gap: float = 0.01,
     progress: bool | None = None,
+    on_new_shape: OnNewShape = "replan",
     keep_outputs: bool = True,
+    save: Sequence[str] = (),
+    never_recompute: Sequence[str] = (),
+    recompute: Sequence[str] = (),
 ) -> Study:
     """Capture and profile the training step of `model`; arguments as in `auto_checkpoint`.
 
     Raises:
+        BudgetError: what is to be reserved is no size.
         CaptureError, Unsupported: the model cannot be planned.
+        SolverUnavailable: `solver` is unknown or not installed.
     """
+    _check_model(model)
+    get_solver(solver)
     options = Options(
-        None, reserve_bytes, solver, cost, loss_fn, time_limit, gap, progress, keep_outputs=keep_outputs
-    )
+        None, reserve_to_bytes(reserve_mb), solver, cost, loss_fn, time_limit, gap, progress, on_new_shape,
+        keep_outputs=keep_outputs, hints=make_hints(save, never_recompute, recompute),
+    )  # fmt: skip
     check_options(options)
+    state_bytes = optimizer_state_bytes(optimizer, model)
+    options = replace(options, reserve_bytes=options.reserve_bytes + state_bytes)
     bound = _bind(model, sample, loss_fn)
-    refuse(model)
     shown = Progress(progress)
     return Study(model, bound, options, prepare(model, bound, options, shown), shown)

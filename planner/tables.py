@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from passes.modules import module_path
+from passes.modules import ancestors, module_path
 from solvers.errors import MIB
 from solvers.problem import Problem
 from solvers.schedule import Schedule, computes
@@ -104,7 +104,7 @@ def module_rows(rows: tuple[OpRow, ...]) -> tuple[ModuleRow, ...]:
     """A row per module path, parents before children, in the order of the forward; the model itself is first."""
     found: dict[str, ModuleRow] = {}
     for row in rows:
-        for path in _ancestors(row.module):
+        for path in ancestors(row.module):
             old = found.get(path) or ModuleRow(path, path.count(".") + bool(path), 0, 0, 0, 0, 0)
             found[path] = replace(
                 old, ops=old.ops + (not row.backward), saved_bytes=old.saved_bytes + row.saved_bytes,
@@ -114,18 +114,13 @@ def module_rows(rows: tuple[OpRow, ...]) -> tuple[ModuleRow, ...]:
     return tuple(sorted(found.values(), key=_tree_order([r.module for r in rows])))
 
 
-def _ancestors(path: str) -> list[str]:
-    parts = path.split(".") if path else []
-    return [".".join(parts[:i]) for i in range(len(parts) + 1)]
-
-
 def _tree_order(paths: list[str]) -> Any:
     """A sort key that keeps children under their parents, in order of first appearance."""
     seen: dict[str, int] = {}
     for path in paths:
-        for ancestor in _ancestors(path):
+        for ancestor in ancestors(path):
             seen.setdefault(ancestor, len(seen))
-    return lambda row: [seen[a] for a in _ancestors(row.module)]
+    return lambda row: [seen[a] for a in ancestors(row.module)]
 
 
 def live_at_peak(plan: Plan) -> tuple[LiveRow, ...]:

@@ -1,4 +1,8 @@
-"""The case table of the promises: each row, with the message that a user would read."""
+"""The case table of the promises: each row, with the message that a user would read.
+
+What is not here: solvers that are missing, crash or hang, full disks and Ctrl-C are in `test_faults.py`; damaged plan
+files in `test_planfile.py`; hints in `test_hints.py`; checkpoints, copies and training loops in `test_training.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,8 +18,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from passes import refuse
+from passes._torch import FakeTensorMode
 from passes.runtime import DoubleBackward
+from passes.structure import flatten
 from planner import (
     BackwardTwice,
     BudgetError,
@@ -32,6 +41,7 @@ from tests.planner.steps import (
     assert_same_gradients,
     assert_same_state,
     batch,
+    gradients,
     linear,
     mlp,
     plan,
@@ -129,6 +139,27 @@ def test_a_sample_that_does_not_fit_the_signature(sample: Any) -> None:
         plan(linear(), sample)
 
 
+def test_planning_where_no_gradient_can_be_recorded() -> None:
+    model, x = linear(), batch()
+    with torch.inference_mode(), pytest.raises(PlannerError, match=r"under torch.inference_mode\(\).* leave the block"):
+        plan(model, x)
+    with torch.no_grad():
+        chosen = plan(model, x)
+    chosen.module(x).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_an_error_says_what_was_given_what_is_allowed_and_what_to_do() -> None:
+    with pytest.raises(BudgetError) as caught:
+        plan(mlp(), batch(64, 32), 0.001)
+    given, works, floor = (caught.value.budget_bytes, caught.value.minimum_bytes, caught.value.floor_bytes)
+    sizes = [f"{size / MIB:.3f} MiB ({size} bytes)" for size in (given, works, floor) if size is not None]
+    assert str(caught.value) == (
+        f"no schedule found within {sizes[0]}; the smallest budget known to work is {sizes[1]}: ask for that, or for a "
+        f"smaller batch. None below {sizes[2]} can work"
+    )
+
+
 # What cannot be traced ------------------------------------------------------------------------------------------
 
 
@@ -201,6 +232,13 @@ def without_gradient(x: torch.Tensor) -> torch.Tensor:
 without_gradient.register_fake(torch.empty_like)
 
 
+def test_a_sparse_tensor_on_the_way() -> None:
+    model = Wrap(lambda self, x: torch.sparse.mm(self.layer(x).to_sparse(), self.layer.weight), layer=linear())
+    with pytest.raises(CaptureError, match=r"A sparse tensor is made or read here, .* Use dense tensors, or keep") as e:
+        plan(model, batch())
+    assert str(e.value.location).startswith(__file__)
+
+
 def test_a_custom_op_without_fake_kernel() -> None:
     with pytest.raises(CaptureError) as caught:
         plan(Wrap(lambda self, x: without_fake(self.layer(x)), layer=linear()), batch())
@@ -231,6 +269,18 @@ def with_hook(kind: str) -> nn.Module:
 def subclass_parameter() -> nn.Module:
     model = linear()
     model.weight = nn.Parameter(model.weight.detach().as_subclass(Subclass))
+    return model
+
+
+def sparse_buffer() -> nn.Module:
+    model = linear()
+    model.register_buffer("mask", torch.eye(8).to_sparse())
+    return model
+
+
+def own_generator() -> nn.Module:
+    model = Wrap(lambda self, x: self.layer(x) * torch.rand(4, 8, generator=self.generator), layer=linear())
+    model.generator = torch.Generator()
     return model
 
 
@@ -272,6 +322,20 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
     "subclass argument": (
         linear, lambda: batch().as_subclass(Subclass), "tensor subclass at argument input (Subclass)",
         "Pass a plain tensor"),
+    "sparse buffer": (
+        sparse_buffer, batch, "parameter or buffer at mask (sparse)", "Convert it to a dense tensor before planning"),
+    "sparse argument": (
+        linear, lambda: torch.eye(8).to_sparse(), "sparse tensor at argument input", "Pass a dense tensor (to_dense()"),
+    "nested argument": (
+        linear, lambda: torch.nested.nested_tensor([batch(), batch()]), "nested tensor at argument input",
+        "padding with a mask"),
+    "generator": (
+        own_generator, batch, "random generator of its own at rand", "Draw from the default generator"),
+    "scripted": (
+        lambda: torch.jit.trace(linear(), batch()), batch, "compiled, scripted or DataParallel",
+        "Plan the module inside it"),
+    "data parallel": (
+        lambda: nn.DataParallel(linear()), batch, "the model (DataParallel)", "compile or wrap plan.module afterwards"),
     "lazy": (lambda: nn.LazyLinear(3), batch, "lazy parameter at weight", "Run the model once on a sample"),
     "unregistered parameter": (Unregistered, batch, "no parameter of the model", "Register it: nn.Parameter"),
     "plain tensor changed": (PlainState, batch, "no buffer at self.steps", "Register it: self.register_buffer"),
@@ -293,6 +357,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name_with_a_remedy(name: str) -> None:
     make, sample, place, remedy = REFUSED[name]
@@ -302,6 +367,33 @@ def test_refused_by_name_with_a_remedy(name: str) -> None:
     assert place in str(caught.value)
     assert remedy in str(caught.value)
     assert caught.value.remedy and caught.value.construct and caught.value.place
+
+
+def test_parameters_on_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = next(row for row in refuse.TABLE if "devices" in row.construct)
+    monkeypatch.setattr(refuse, "TABLE", (row,))  # a fake parameter stands for one on a device that is not here
+    model = nn.Sequential(linear(), linear())
+    with FakeTensorMode():
+        model[1].weight = nn.Parameter(torch.empty(8, 8, device="cuda"))
+    with pytest.raises(Unsupported) as caught:
+        plan(model, batch())
+    assert str(caught.value) == (
+        "parameters on several devices at 0.weight on cpu, 1.weight on cuda:0: one budget covers one device. Move the "
+        "model to one device."
+    )
+
+
+def test_gradients_taken_inside_forward_are_kept() -> None:
+    def penalized(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x).tanh()
+        (slope,) = torch.autograd.grad(y.sum(), self.layer.weight, create_graph=True)
+        return y.pow(2).mean() + slope.pow(2).sum()
+
+    model, plain = twins(Wrap(penalized, layer=linear()))
+    x = batch()
+    tight(model, x).module(x).backward()
+    plain(x).backward()
+    assert_same_gradients(model, plain)
 
 
 def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
@@ -348,6 +440,74 @@ def test_another_dtype_layout_or_rank_is_an_error_where_asked(x: torch.Tensor) -
         plan(linear(), batch(), on_new_shape="error").module(x)
 
 
+def test_another_device_is_an_error_where_asked() -> None:
+    chosen = plan(linear(), batch(), on_new_shape="error")
+    with FakeTensorMode():
+        elsewhere = torch.empty(4, 8, device="cuda")
+    words = r"argument 'input': got \(4, 8\) float32 on cuda:0, the plan expects \(4, 8\) float32 on cpu"
+    with pytest.raises(InputMismatch, match=words):
+        chosen.module(elsewhere)
+
+
+@dataclass
+class Pair:
+    a: Any
+    b: Any = None
+
+
+STRUCTURES: list[tuple[Any, tuple[Any, ...], str]] = [
+    (({"a": "x"},), ({"b": "x"},), "argument 'x': got what holds ['b'], the plan expects what holds ['a']"),
+    (({"a": "x"},), ({"a": "x", "b": "y"},), "got what holds ['a'], ['b'], the plan expects what holds ['a']"),
+    (({"a": "x"},), ("x",), "argument 'x': got a tensor, the plan expects what holds ['a']"),
+    ((["x", "y"],), (["x"],), "argument 'x': got what holds [0], the plan expects what holds [0], [1]"),
+    (("x",), ("x", "y"), "argument 'y': got a tensor, the plan expects nothing"),
+    (("x", 1), ("x", 2), "argument 'y': got 2, the plan expects 1"),
+    (("x", {"k": [1, "b"]}), ("x", {"k": [1, "c"]}), "argument \"y['k'][1]\": got 'c', the plan expects 'b'"),
+    (("x",), (3.0,), "argument 'x': got 3.0, the plan expects a tensor"),
+    (("x", "y"), ("x", "x"), "argument 'y': got the same tensor as x, the plan expects a tensor"),
+    ((Pair("x"),), (Pair("x", "y"),), "argument 'x': got what holds .a, .b, the plan expects what holds .a"),
+]
+
+
+@pytest.mark.parametrize(("sample", "call", "words"), STRUCTURES, ids=range(len(STRUCTURES)))
+def test_arguments_built_differently_are_told_apart(sample: Any, call: Any, words: str) -> None:
+    class Any_(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear()
+
+        def forward(self, x: Any, y: Any = None) -> torch.Tensor:
+            tensors, _ = flatten((x, y))
+            return self.layer(sum(tensors, torch.zeros(4, 8)))
+
+    tensors = {"x": batch(), "y": batch()}
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, Pair):
+            return Pair(filled(value.a), filled(value.b))
+        if isinstance(value, dict):
+            return {k: filled(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(filled, value))
+        return tensors.get(value, value) if isinstance(value, str) else value
+
+    chosen = plan(Any_(), filled(sample), on_new_shape="error")
+    chosen.module(*filled(sample))
+    with pytest.raises(InputMismatch) as caught:
+        chosen.module(*filled(call))
+    assert words in str(caught.value) and "TreeSpec" not in str(caught.value)
+    assert 'on_new_shape="replan" plans such calls' in str(caught.value)
+
+
+def test_a_call_that_does_not_fit_the_signature_fails_as_a_call_does() -> None:
+    chosen, model = plan(linear(), batch()), linear()
+    for arguments in ((), (batch(), batch())):
+        with pytest.raises(TypeError):
+            model(*arguments)
+        with pytest.raises(TypeError, match=r"missing a required argument: 'input'|too many positional arguments"):
+            chosen.module(*arguments)
+
+
 def test_another_shape_runs_eagerly_where_asked() -> None:
     model, x = mlp(0.0), batch(8, 32)
     chosen = plan(model, x, on_new_shape="eager")
@@ -370,7 +530,7 @@ def test_another_shape_is_planned_anew_and_cached() -> None:
 
 
 def test_the_cache_is_bounded() -> None:
-    from planner.module import CACHE_SIZE
+    from planner.dispatch import CACHE_SIZE
 
     chosen = plan(linear(), batch())
     with warnings.catch_warnings():
@@ -764,6 +924,44 @@ def test_backward_twice_raises() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(BackwardTwice, match=r"second time through one forward .* Call the module again"):
         loss.backward()
+
+
+def test_a_second_loss_of_one_forward_raises_whatever_is_retained() -> None:
+    model, x = mlp(), batch(8, 32)
+    output = tight(model, x).module(x)
+    output.pow(2).mean().backward(retain_graph=True)
+    before = {n: g.clone() for n, g in gradients(model).items() if g is not None}
+    with pytest.raises(BackwardTwice, match=r"whatever retain_graph says. .* add the losses and call backward once"):
+        output.abs().mean().backward()
+    assert all(torch.equal(before[n], p.grad) for n, p in model.named_parameters() if p.grad is not None)
+    first, second = (loss(output) for output in [tight(model, x).module(x)] for loss in (squares, torch.mean))
+    (first + second).backward()
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "owner"),
+    [
+        (lambda module, x: checkpoint(module, x, use_reentrant=False), "torch.utils.checkpoint"),
+        (lambda module, x: on_the_cpu(module, x), "torch.autograd.graph.save_on_cpu"),
+    ],
+)
+def test_a_wrapper_that_saves_nothing_is_said_once(wrapped: Callable[..., Any], owner: str) -> None:
+    model, plain = twins(mlp(0.0))
+    x = batch(8, 32)
+    chosen = tight(model, x)
+    with pytest.warns(UserWarning, match=f"under {owner}, which saves no memory there: .* leave the wrapper out"):
+        squares(wrapped(chosen.module, x)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        squares(wrapped(chosen.module, x)).backward()
+    for _ in range(2):
+        squares(plain(x)).backward()
+    assert_same_gradients(model, plain)
+
+
+def on_the_cpu(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return module(x)
 
 
 def test_double_backward_raises() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from planner.cli import main
 from planner.sizes import parse_size
+from solvers.engine import _interruptible
 from solvers.errors import MIB, BudgetError
 from tests.planner.small import ROOT
 
@@ -44,6 +49,9 @@ def failing():
 
 def nothing():
     return None
+
+def swapped():
+    return small()[::-1]
 '''
 
 
@@ -118,8 +126,17 @@ def test_frontier_min_budget_and_max_batch(factory: Path, capsys: pytest.Capture
         (("plan", "missing:small", "--budget", "80%"), "No module named"),
         (("plan", "missing.py:small", "--budget", "80%"), "no such file"),
         (("plan", "mine:failing", "--budget", "80%"), "mine.py:27: ValueError: first line second line"),
-        (("plan", "mine:nothing", "--budget", "80%"), "returned a NoneType"),
+        (("plan", "mine:nothing", "--budget", "80%"), "returned NoneType"),
         (("plan", "mine:branching", "--budget", "80%"), "mine.py:19: `if y.sum() > 0:`"),
+        (("plan", "mine:swapped", "--budget", "80%"), "returned (Tensor, Sequential): return a tuple (model, sample)"),
+        (("plan", "mine:batched", "--budget", "80%"), "called without arguments, as batched()"),
+        (("max-batch", "mine:small", "--budget", "1MiB"), "called with a batch size, as small(1)"),
+        (("plan", "mine:small", "--budget", "80%", "--optimizer", "adam"), "no optimizer 'adam': it has "),
+        (("plan", "mine:small", "--budget", "80%", "--reserve", "some"), "'some' is no size"),
+        (("plan", "mine:small"), "Missing option '--budget'. `"),
+        (("plan", "mine:small", "--bugdet", "80%"), "No such option: --bugdet"),
+        (("frontier", "mine:small", "--points", "1"), "--points"),
+        (("plant", "mine:small"), "No such command 'plant'"),
         (("max-batch", "mine:batched", "--budget", "80%"), "needs a whole"),
         (("max-batch", "mine:batched", "--budget", "1KiB"), "not even a batch of one"),
         (("show", "none.json"), "none.json"),
@@ -140,6 +157,60 @@ def test_errors_are_one_line(
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str], verb: str) -> None:
     code, out, _ = run(capsys, verb, "--help")
     assert code == 0 and f"checkpoint-planner {verb}" in out
+
+
+def test_what_is_set_aside_counts_everywhere(factory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def sizes(*options: str) -> dict[str, int]:
+        return dict(json.loads(run(capsys, "min-budget", "mine:small", "--json", *options)[1]))
+
+    plain, state = sizes(), 2 * 4 * (4 * (64 * 64 + 64) + 65)  # Adam's two moments
+    for options, reserved in ((("--reserve", "1MiB"), MIB), (("--optimizer", "AdamW"), state)):
+        more = sizes(*options)
+        assert {k: more[k] - plain[k] for k in plain} == dict.fromkeys(plain, reserved)
+    assert sizes("--drop-outputs")["plain_peak_bytes"] <= plain["plain_peak_bytes"]
+    options = ("--solver", "greedy", "--reserve", "1MiB", "--json")
+    code, out, _ = run(capsys, "frontier", "mine:small", "--points", "2", *options)
+    assert code == 0 and json.loads(out)["plain_peak_bytes"] == plain["plain_peak_bytes"] + MIB
+    budget = f"{600 * 1024 + MIB}B"
+    code, out, _ = run(capsys, "max-batch", "mine:batched", "--budget", budget, *options)
+    without = run(capsys, "max-batch", "mine:batched", "--budget", "600KiB", "--solver", "greedy", "--json")
+    assert code == 0 and json.loads(out)["batch"] == json.loads(without[1])["batch"]
+
+
+def test_ctrl_c_is_told_and_has_its_code(
+    factory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("planner.study.prepare", interrupted)
+    code, out, err = run(capsys, "plan", "mine:small", "--budget", "80%", "--out", "p.json")
+    assert (code, out, err) == (130, "", "interrupted\n")
+    assert not Path("p.json").exists()
+
+
+class Endless:
+    """As an engine that runs until it is told to stop."""
+
+    HandleUserInterrupt = False
+
+    def __init__(self) -> None:
+        self.stopped, self.ended = threading.Event(), False
+
+    def run(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        self.stopped.wait(20)
+        self.ended = True
+
+    def cancelSolve(self) -> None:
+        self.stopped.set()
+
+
+def test_ctrl_c_ends_the_engine_first() -> None:
+    engine = Endless()
+    with pytest.raises(KeyboardInterrupt):
+        _interruptible(engine)
+    assert engine.ended
 
 
 def test_module_entry_point() -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
-from planner import Plan, PlannerError, frontier, max_batch
+from planner import Plan, PlannerError, auto_checkpoint, frontier, max_batch, minimum_budget
 from planner.curve import plain_curve, planned_curve, thin
 from planner.explain import peak_if_kept
 from planner.tables import live_at_peak, module_rows, op_rows
@@ -76,7 +77,8 @@ def test_figures_leave_pyplot_alone() -> None:
 import sys
 from tests.planner.small import mlp, plan_at
 plan = plan_at(mlp(), 0.3)
-plan.plot(), plan.plot_graph(), plan._repr_html_(), str(plan)
+assert plan.plot()._repr_png_().startswith(b"\\x89PNG")  # what a notebook shows
+plan.plot_graph(), plan._repr_html_(), str(plan)
 assert "matplotlib.pyplot" not in sys.modules
 """)
     assert done.returncode == 0, done.stderr
@@ -133,6 +135,24 @@ def test_frontier_falls_with_memory(tmp_path: Path) -> None:
     for points in (1, 2.5, True):
         with pytest.raises(PlannerError, match="points"):
             frontier(*mlp(), points=points)  # type: ignore[arg-type]
+
+
+def test_what_is_set_aside_counts_as_in_a_plan() -> None:
+    """Optimizer state, reserved memory and dropped outputs mean the same to every entry point."""
+    model, sample = mlp()
+    options = {"optimizer": torch.optim.AdamW, "reserve_mb": 0.5, "keep_outputs": False, "progress": False}
+    plan = auto_checkpoint(model, sample, **options)
+    found = frontier(model, sample, points=2, solver="greedy", **options)
+    assert found.plain_peak_bytes == plan.baseline_peak_bytes
+    minimum_mb, floor_mb = minimum_budget(model, sample, **options)
+    assert (found.minimum_bytes, found.floor_bytes) == (minimum_mb * MIB, floor_mb * MIB)
+    without = minimum_budget(model, sample, keep_outputs=False, progress=False)[0]
+    state = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+    assert found.minimum_bytes - without * MIB == state + MIB // 2
+    largest = max_batch(model, lambda n: mlp(batch=n)[1], 1.25, solver="greedy", on_new_shape="error", **options)
+    assert largest.plan.static_bytes > state + MIB // 2
+    assert largest.plan.peak_bytes <= 1.25 * MIB
+    assert largest.plan.module._plan_state.on_new_shape == "error"
 
 
 def test_max_batch_is_the_largest() -> None:

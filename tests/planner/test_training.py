@@ -272,7 +272,7 @@ def test_inputs_get_their_gradients() -> None:
 
 
 def test_an_input_that_requires_grad_later_is_noticed() -> None:
-    chosen, _, plain = planned_twins(mlp(0.0), batch(64, 32))
+    chosen, _, plain = planned_twins(mlp(0.0), batch(64, 32), share=0.9)
     x = batch(64, 32).requires_grad_()
     with pytest.warns(UserWarning, match=r"got \(64, 32\) float32 on cpu, requires_grad, the plan expects"):
         (planned_grad,) = torch.autograd.grad(squares(chosen.module(x)), x)
@@ -678,7 +678,10 @@ def test_an_interrupt_leaves_no_residue(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(rng, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("stage", ["capture", "alias", "profile", "lower", "solve", "rewrite", "verify"])
+STAGES = ("capture", "alias", "resolve", "profile", "lower", "solve_step", "rewrite", "verify")
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_an_interrupt_in_any_stage_leaves_no_residue(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from planner import pipeline
 

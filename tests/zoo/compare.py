@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from passes.capture import split_sample
-from passes.memory import measure_peak
-from passes.structure import flatten
+from passes.memory import granule, measure_peak, round_up
+from passes.structure import flatten, unflatten
 from planner import BudgetError, Plan, auto_checkpoint
 
 MIB = 1 << 20
@@ -27,12 +27,29 @@ class StepResult:
 
 
 def scalar_loss(output: Any) -> torch.Tensor:
-    """The loss of an output: `.loss`, the scalar itself, or the sum of squares of its first tensor."""
-    if hasattr(output, "loss") and output.loss is not None:
+    """A loss through the outputs that a plan expects gradients for: `.loss`, else the scalars, else all of them."""
+    if getattr(output, "loss", None) is not None:
         return output.loss
     tensors, _ = flatten(output)
-    first = tensors[0]
-    return first if first.dim() == 0 else first.float().pow(2).mean()
+    differentiable = [t for t in tensors if t.requires_grad and t.is_floating_point()]
+    if hasattr(output, "to_tuple"):
+        differentiable = differentiable[:1]
+    scalars = [t for t in differentiable if t.dim() == 0]
+    terms = scalars or [t.float().pow(2).mean() for t in differentiable]
+    return terms[0] if len(terms) == 1 else torch.stack([t.float() for t in terms]).sum()
+
+
+def loss_bytes(module: nn.Module, sample: Any) -> int:
+    """What a loss outside the model allocates beside the gradients of the outputs: not the plan's to count."""
+    args, kwargs = split_sample(sample)
+    tensors, template = flatten(module(*args, **kwargs))
+    fresh = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+    output = unflatten(template, fresh)
+    if any(scalar_loss(output) is t for t in fresh):
+        return 0
+    peak = measure_peak(lambda: scalar_loss(output).backward())
+    given = [t.grad for t in fresh if t.grad is not None]
+    return peak - sum(round_up(g.untyped_storage().nbytes(), granule(g.device)) for g in given)
 
 
 def forward_backward(module: nn.Module, sample: Any) -> Any:
@@ -74,8 +91,19 @@ def differences(plain: StepResult, planned: StepResult) -> list[str]:
     return found
 
 
+def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether two tensors agree in dtype, shape and every bit (a NaN included); None agrees with None."""
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a, b) and a.requires_grad == b.requires_grad
+    return same_bits(a, b) and a.requires_grad == b.requires_grad
 
 
 def measured_peak_bytes(module: nn.Module, state_of: nn.Module, sample: Any, static_bytes: int) -> int:

@@ -44,7 +44,7 @@ def set_rng_state(state: torch.Tensor, device: str) -> None:
         torch.set_rng_state(state)
 
 
-def run_with_rng_state(state: torch.Tensor, device: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_with_rng_state(state: torch.Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run a random op again with the numbers of its first run; the generator itself stays where it was."""
     current = get_rng_state(device)
     set_rng_state(state, device)

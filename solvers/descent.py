@@ -10,6 +10,7 @@ evicted tensor's. Recomputes that turn out not to be needed are taken back at th
 from __future__ import annotations
 
 import random
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -83,8 +84,10 @@ class Descent:
             self.live.remove(*self.log.pop())
 
 
-def descend(live: Live, budget_bytes: int, taste: Taste, cost_limit: float = float("inf")) -> bool:
-    """Evict until `live` fits the budget, nothing helps or the cost limit is passed; ends at its smallest peak.
+def descend(
+    live: Live, budget_bytes: int, taste: Taste, cost_limit: float = float("inf"), deadline: float = float("inf")
+) -> bool:
+    """Evict until `live` fits the budget, nothing helps or a limit is passed; ends at its smallest peak.
 
     Returns:
         Whether it fits.
@@ -92,6 +95,8 @@ def descend(live: Live, budget_bytes: int, taste: Taste, cost_limit: float = flo
     descent = Descent.start(live)
     stalled = 0
     while live.peak_bytes > budget_bytes and stalled < STALL_LIMIT and live.cost <= cost_limit:
+        if time.monotonic() > deadline:
+            break
         best_before = descent.best_peak
         if not relieve(descent, budget_bytes, taste):
             break
@@ -203,18 +208,22 @@ def _spans(live: Live, tensor: int, key: int, moment: int) -> bool:
     return not events[j] & 1 and j > 0 and events[j - 1] < 2 * key
 
 
-def drop_unneeded(live: Live, budget_bytes: int) -> None:
+def drop_unneeded(live: Live, budget_bytes: int, deadline: float = float("inf")) -> None:
     """Take back every recompute without which the step still fits, dearest first, until none is left."""
     before = -1
-    while live.cost != before:
+    while live.cost != before and time.monotonic() < deadline:
         before = live.cost
-        drop_among(live, budget_bytes, live.recomputes())
+        drop_among(live, budget_bytes, live.recomputes(), deadline)
 
 
-def drop_among(live: Live, budget_bytes: int, recomputes: Sequence[Recompute]) -> None:
+def drop_among(
+    live: Live, budget_bytes: int, recomputes: Sequence[Recompute], deadline: float = float("inf")
+) -> None:
     """One pass of `drop_unneeded` over some of the recomputes."""
     ops = live.problem.ops
     for slot, op in sorted(recomputes, key=lambda r: (-ops[r[1]].cost, r)):
+        if time.monotonic() > deadline:
+            break
         if not live.has(slot, op):
             continue
         live.remove(slot, op)
@@ -236,13 +245,20 @@ def drop_dead(live: Live, op: int, slot: int) -> None:
                 stack.extend(producer[t] for t in live.inputs[i])
 
 
-def cheapest_descent(problem: Problem, budget_bytes: int, keep_ratios: tuple[float, ...] = KEEP_RATIOS) -> Live | None:
-    """The cheapest of the descents that fit the budget, or None."""
+def cheapest_descent(
+    problem: Problem,
+    budget_bytes: int,
+    keep_ratios: tuple[float, ...] = KEEP_RATIOS,
+    deadline: float = float("inf"),
+) -> Live | None:
+    """The cheapest of the descents that fit the budget, or None. What the deadline leaves undone is left out."""
     best: Live | None = None
     for keep_ratio in keep_ratios:
+        if time.monotonic() > deadline:
+            break
         live = Live(problem)
-        if descend(live, budget_bytes, Taste(keep_ratio)):
-            drop_unneeded(live, budget_bytes)
+        if descend(live, budget_bytes, Taste(keep_ratio), deadline=deadline):
+            drop_unneeded(live, budget_bytes, deadline)
             if best is None or live.cost < best.cost:
                 best = live
     return best

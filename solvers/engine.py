@@ -1,7 +1,7 @@
 """PuLP's program solved by HiGHS inside this process; CBC where HiGHS is missing.
 
-The relaxation is solved with every peak row. The few rows that decide it go into the integer program, and others as
-its solutions violate them. A program too large for that gets all rows so, and its relaxation alone is solved.
+Peak rows are added as solutions violate them: to the relaxation first, whose few rows that matter then begin the
+integer program.
 
 The status words of the engines are not trusted: an answer is a bound and a vector of values, and both are judged
 elsewhere. HiGHS runs in a thread, so that Ctrl-C interrupts it at once and no child process exists.
@@ -31,9 +31,7 @@ ROWS_PER_ROUND = 24
 TOLERANCE = 1e-6
 SLACK = 1e-4
 SPREAD = 1000
-LARGE_MODEL = 30_000
 ROUNDS = 20
-LARGE_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -99,11 +97,11 @@ class _HighsRun:
         self.highs: Any = model.program.solverModel
         self.index = model.column
         self.peak = PeakRows(model)
-        self.large = len(self.index) > LARGE_MODEL
+        self.first_row = self.highs.getNumRow()
 
     def solve(self, gap_cost: int, incumbent: dict[str, float] | None) -> Answer:
-        relaxed = self._relax_large() if self.large else self._relax()
-        if relaxed.infeasible or relaxed.timed_out or self.large:
+        relaxed = self._relax()
+        if relaxed.infeasible or relaxed.timed_out:
             return relaxed
         self._make_integer()
         self.highs.setOptionValue("mip_abs_gap", max(0.999, gap_cost / self.model.cost_unit))
@@ -126,38 +124,29 @@ class _HighsRun:
         return Answer(bound, values, timed_out=time.monotonic() > self.deadline)
 
     def _relax(self) -> Answer:
-        """Solve the linear relaxation with every peak row, then keep the rows that decide it: a handful."""
-        first = self.highs.getNumRow()
-        self._add_rows(list(self.model.problem.required()))
-        answer = self._relaxation()
-        if answer.bound is not None:
-            solution = self.highs.getSolution()
-            prices = np.array(solution.row_dual)[first:]
-            limits = np.array(self.highs.getLp().row_upper_)[first:]
-            slack = limits - np.array(solution.row_value)[first:]
-            spare = (np.abs(prices) < TOLERANCE) & (slack > SLACK * np.maximum(1.0, np.abs(limits)))
-            self.highs.deleteRows(int(spare.sum()), (np.flatnonzero(spare) + first).astype(np.int32))
-            slots = np.array(list(self.peak.present))
-            self.peak.present = dict.fromkeys(slots[~spare].tolist())
-        self.highs.setOptionValue("solver", "choose")
-        self.highs.setOptionValue("run_crossover", "on")
-        return answer
-
-    def _relax_large(self) -> Answer:
-        """Solve the linear relaxation with the peak rows that its solutions violate, for a few rounds."""
+        """Solve the linear relaxation until no peak row is violated; then keep the rows that decide it."""
         best = Answer(None, None)
-        for _ in range(LARGE_ROUNDS):
+        for _ in range(ROUNDS):
             answer = self._relaxation()
             best = replace(answer, bound=_larger(best.bound, answer.bound))
             if answer.bound is None or time.monotonic() > self.deadline:
                 break
             if not self._add_violated(np.array(self.highs.getSolution().col_value)):
+                self._drop_idle_rows()
                 break
         return best
 
+    def _drop_idle_rows(self) -> None:
+        solution = self.highs.getSolution()
+        prices = np.array(solution.row_dual)[self.first_row :]
+        limits = np.array(self.highs.getLp().row_upper_)[self.first_row :]
+        slack = limits - np.array(solution.row_value)[self.first_row :]
+        idle = (np.abs(prices) < TOLERANCE) & (slack > SLACK * np.maximum(1.0, np.abs(limits)))
+        self.highs.deleteRows(int(idle.sum()), (np.flatnonzero(idle) + self.first_row).astype(np.int32))
+        slots = np.array(list(self.peak.present), dtype=np.int64)
+        self.peak.present = dict.fromkeys(slots[~idle].tolist())
+
     def _relaxation(self) -> Answer:
-        self.highs.setOptionValue("solver", "ipm")
-        self.highs.setOptionValue("run_crossover", "off")
         self._run()
         status = self.highs.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
@@ -222,7 +211,8 @@ class _HighsRun:
         usable = np.isfinite(limits) & np.isfinite(prices)
         prices = np.where(usable, prices, 0.0)
         matrix = program.a_matrix_
-        index, value, lengths = np.array(matrix.index_), np.array(matrix.value_), np.diff(np.array(matrix.start_))
+        index, value = np.array(matrix.index_, dtype=np.int64), np.array(matrix.value_, dtype=float)
+        lengths = np.diff(np.array(matrix.start_, dtype=np.int64))
         outer = np.repeat(np.arange(len(lengths)), lengths)
         by_row = matrix.format_ != highspy.MatrixFormat.kColwise
         rows, columns = (outer, index) if by_row else (index, outer)

@@ -10,6 +10,7 @@ Tiny problems are searched exactly instead (`solvers.exact`).
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -37,6 +38,8 @@ NEW_ENDS = 4
 LOCAL_STEPS = 300
 FRUITLESS_ROUNDS = 3
 PROGRAM_SHARE = 0.4
+GREEDY_SHARE = 0.2
+LEAST_SECONDS = 0.5
 CLOCK = "the time limit ended the search; another run may find another plan"
 
 
@@ -97,11 +100,14 @@ def hunt(
     state = Hunt(problem, budget_bytes, time.monotonic() + time_limit, int(gap * problem.step_cost), report)
     for schedule in warm_starts:
         state.offer(Live(problem, recomputes_of(problem, schedule)))
-    state.offer(cheapest_descent(problem, budget_bytes))
-    if state.live is None:
+    large = len(problem.ops) > LARGE
+    greedy_until = time.monotonic() + GREEDY_SHARE * time_limit if large else math.inf
+    state.offer(cheapest_descent(problem, budget_bytes, deadline=greedy_until))
+    if time.monotonic() > greedy_until:
+        state.notes[CLOCK] = None
+    elif state.live is None:
         state.offer(_fit_or_none(problem, budget_bytes))
     state.tell("greedy")
-    state.polish(local_steps(problem), seed=0, share=0.2)
     refine(state)
     return state
 
@@ -122,7 +128,7 @@ def refine(state: Hunt) -> None:
     """Solve programs with more and more end slots."""
     ends = first_ends(state.problem, FIRST_ENDS if len(state.problem.ops) <= LARGE else 2)
     seed = 0
-    while not state.finished and state.seconds_left > 0.5:
+    while not state.finished and state.seconds_left > LEAST_SECONDS:
         seed += 1
         model = StagedModel(state.problem, state.budget_bytes, ends)
         known = state.bound
@@ -142,12 +148,14 @@ def refine(state: Hunt) -> None:
         if set(extra) <= set(ends):
             break
         ends = tuple(sorted({*ends, *extra}))
+    if not state.finished and state.seconds_left <= LEAST_SECONDS:
+        state.notes[CLOCK] = None
 
 
 def polish_on(state: Hunt, seed: int) -> None:
     """Rounds of local search until a few in a row find nothing or the time is up."""
     fruitless = 0
-    while fruitless < FRUITLESS_ROUNDS and not state.finished and state.seconds_left > 0.5:
+    while fruitless < FRUITLESS_ROUNDS and not state.finished and state.seconds_left > LEAST_SECONDS:
         cost, seed = state.cost, seed + 1
         state.polish(local_steps(state.problem), seed)
         fruitless = fruitless + 1 if state.cost == cost else 0
@@ -158,7 +166,7 @@ def bound_with(state: Hunt, model: StagedModel) -> Answer:
     incumbent = model.values_of(state.live) if state.live is not None else None
     # What the program leaves open is worth less time than what its stages leave out.
     gap_cost = max(state.gap_cost // 10, (state.cost - state.bound) // 20 if state.live is not None else 0)
-    answer = solve_staged(model, max(0.5, PROGRAM_SHARE * state.seconds_left), gap_cost, incumbent)
+    answer = solve_staged(model, max(LEAST_SECONDS, PROGRAM_SHARE * state.seconds_left), gap_cost, incumbent)
     if answer.bound is not None:
         state.bound = max(state.bound, answer.bound * model.cost_unit)
     state.notes.update(dict.fromkeys(answer.notes))
@@ -173,8 +181,8 @@ def offer_solution(state: Hunt, model: StagedModel, answer: Answer) -> tuple[int
         return ()
     live = model.to_live(answer.values)
     over = tight_slots(live, state.budget_bytes)
-    if descend(live, state.budget_bytes, Taste(0.3)):
-        drop_unneeded(live, state.budget_bytes)
+    if descend(live, state.budget_bytes, Taste(0.3), deadline=state.deadline):
+        drop_unneeded(live, state.budget_bytes, state.deadline)
         state.offer(live)
     return over
 

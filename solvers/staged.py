@@ -9,6 +9,7 @@ Variables
     R[i, k]  op i is recomputed at least once in stage k                                 (binary)
     A[t, k]  tensor t is resident when stage k begins                                    (binary)
     H[t, k]  t is held through the whole of stage k                                      (in [0, 1])
+    U[i, k]  op i is recomputed at least once from stage k on                            (in [0, 1])
   for forward ops that may be recomputed and for their outputs, where a later read can still profit from it.
 
 Objective
@@ -24,6 +25,13 @@ Constraints
                   - else, at the end slot of a stage:   bytes[t] * A[t, k+1]
                   - else:                               bytes[t] * H[t, k]
                   - in the forward:                     bytes[t] * (A[t, 1] - R[prod(t), 0])
+    5. suffix   A[t, k] + U[prod(t), k] >= 1           a required op from stage k on reads t   (`_suffix`)
+                A[t, k] + U[prod(t), k] >= U[i, k]     i reads t
+                U[i, k] <= sum of R[i, l] over l >= k
+
+Constraint 5 says nothing new of integers, but much of fractions: without it an op could be recomputed by halves in
+two stages, each half from the same half of its inputs, and more stages would weaken the relaxation. In the last
+stage that can use i, U[i, k] is R[i, k].
 
 Each row holds for the indicators of *any* schedule that runs the required ops in this order, however often and
 wherever it recomputes: 1-3 say that what is read was resident or written again, 4 counts a tensor only when it
@@ -112,6 +120,7 @@ class StagedModel:
         self.R: dict[tuple[int, int], pulp.LpVariable] = {}
         self.A: dict[tuple[int, int], pulp.LpVariable] = {}
         self.H: dict[tuple[int, int], pulp.LpVariable] = {}
+        self.U: dict[tuple[int, int], pulp.LpVariable] = {}
         self.decided = [self._is_decided(t) for t in range(len(problem.tensors))]
         self.cost_unit = max(1, -(-max((op.cost for op in problem.ops), default=1) // COEFFICIENT_LIMIT))
         self.program = pulp.LpProblem("recompute", pulp.LpMinimize)
@@ -119,6 +128,7 @@ class StagedModel:
         self._need()
         self._keep()
         self._closure()
+        self._suffix()
 
     @cached_property
     def fixed_bytes(self) -> list[int]:
@@ -229,11 +239,14 @@ class StagedModel:
 
     def values_of(self, live: Live) -> dict[str, float]:
         """The indicators of a plan: what it recomputes in which stage, and what it finds resident."""
-        values: dict[str, float] = {v.name: 0.0 for group in (self.R, self.A, self.H) for v in group.values()}
+        values: dict[str, float] = {v.name: 0.0 for group in (self.R, self.A, self.H, self.U) for v in group.values()}
         for slot, i in live.recomputes():
             variable = self.R.get((i, self.stage[slot]))
             if variable is not None:
                 values[variable.name] = 1.0
+        for (i, k), variable in self.U.items():
+            variables = self._from_stage(i, k)
+            values[variable.name] = max(values[v.name] for v in variables)
         for (t, k), variable in self.A.items():
             # The stage begins after the previous end slot, before anything of the next one.
             values[variable.name] = float(live.is_live(t, live.key(self.ends[k - 1] + 1, 0)))
@@ -272,6 +285,18 @@ class StagedModel:
         costs = {v: self.problem.ops[i].cost // self.cost_unit for (i, _), v in self.R.items()}
         self.program.setObjective(pulp.LpAffineExpression(costs))
 
+    def _from_stage(self, i: int, k: int) -> list[pulp.LpVariable]:
+        """R[i, l] over l >= k."""
+        found = []
+        while (i, k) in self.R:
+            found.append(self.R[i, k])
+            k += 1
+        return found
+
+    def _again(self, i: int, k: int) -> pulp.LpVariable | None:
+        """U[i, k], or what stands for it; None where recomputing i from stage k on can be of no use."""
+        return self.U.get((i, k), self.R.get((i, k)))
+
     def _add(self, terms: dict[pulp.LpVariable, int], sense: int, right: int) -> None:
         self.program.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, rhs=right))
 
@@ -293,6 +318,26 @@ class StagedModel:
                 if self.decided[t]:
                     terms = {self.A[t, k]: 1, self.R[self.problem.producer[t], k]: 1, recomputed: -1}
                     self._add(terms, pulp.LpConstraintGE, 0)
+
+    def _suffix(self) -> None:
+        for i, k in self.R:
+            variables = self._from_stage(i, k)
+            if k and len(variables) > 1:
+                self.U[i, k] = pulp.LpVariable(f"U{i}_{k}", 0, 1)
+                self._add({self.U[i, k]: -1, **dict.fromkeys(variables, 1)}, pulp.LpConstraintGE, 0)
+        for i, k in self.U:
+            for t in dict.fromkeys(self.problem.ops[i].inputs):
+                self._is_there(t, k, {self.U[i, k]: -1}, 0)
+        for t in self._decided_tensors:
+            last = max((self.stage[r] for r in self.problem.readers[t] if r >= self.problem.num_forward), default=0)
+            for k in range(1, last):  # in stage `last` itself it is constraint 1
+                self._is_there(t, k, {}, 1)
+
+    def _is_there(self, t: int, k: int, terms: dict[pulp.LpVariable, int], right: int) -> None:
+        """A[t, k] + U[prod(t), k] + terms >= right, for a tensor that may not be there."""
+        again = self._again(self.problem.producer[t], k)
+        if self.decided[t] and again is not None:
+            self._add({self.A[t, k]: 1, again: 1, **terms}, pulp.LpConstraintGE, right)
 
 
 def first_ends(problem: Problem, count: int) -> tuple[int, ...]:

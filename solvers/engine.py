@@ -30,6 +30,7 @@ except ImportError:  # the fallback is CBC; `Answer.notes` says so
 ROWS_PER_ROUND = 24
 TOLERANCE = 1e-6
 SLACK = 1e-4
+OPEN_SHARE = 0.05
 SPREAD = 1000
 ROUNDS = 20
 
@@ -104,7 +105,9 @@ class _HighsRun:
         if relaxed.infeasible or relaxed.timed_out:
             return relaxed
         self._make_integer()
-        self.highs.setOptionValue("mip_abs_gap", max(0.999, gap_cost / self.model.cost_unit))
+        # What the program leaves open is worth less time than what its stages leave out.
+        open_cost = 0.0 if incumbent is None else self._cost(incumbent) - (relaxed.bound or 0)
+        self.highs.setOptionValue("mip_abs_gap", max(0.999, gap_cost / self.model.cost_unit, OPEN_SHARE * open_cost))
         self.highs.setOptionValue("mip_rel_gap", 0.0)
         bound, values = relaxed.bound, None
         for _ in range(ROUNDS):
@@ -122,6 +125,9 @@ class _HighsRun:
             if time.monotonic() > self.deadline or not self._add_violated(solution):
                 break
         return Answer(bound, values, timed_out=time.monotonic() > self.deadline)
+
+    def _cost(self, values: dict[str, float]) -> float:
+        return sum(c * values[v.name] for v, c in self.model.program.objective.items())
 
     def _relax(self) -> Answer:
         """Solve the linear relaxation until no peak row is violated; then keep the rows that decide it."""
@@ -212,8 +218,8 @@ class _HighsRun:
         prices = np.where(usable, prices, 0.0)
         matrix = program.a_matrix_
         index, value = np.array(matrix.index_, dtype=np.int64), np.array(matrix.value_, dtype=float)
-        lengths = np.diff(np.array(matrix.start_, dtype=np.int64))
-        outer = np.repeat(np.arange(len(lengths)), lengths)
+        starts = np.array(matrix.start_, dtype=np.int64)
+        outer = np.repeat(np.arange(len(starts) - 1), starts[1:] - starts[:-1])
         by_row = matrix.format_ != highspy.MatrixFormat.kColwise
         rows, columns = (outer, index) if by_row else (index, outer)
         priced = np.bincount(columns, weights=value * prices[rows], minlength=program.num_col_)

@@ -137,12 +137,13 @@ def refine(state: Hunt) -> None:
             break
         extra = offer_solution(state, model, answer)
         state.tell(f"{len(ends)} stages")
-        if state.finished:
-            break
         if answer.timed_out and state.bound == known:  # a larger program would do no better
             polish_on(state, seed)
             break
+        # One round also where the gap is met: it is cheap beside the proof, and often finds a better plan.
         state.polish(local_steps(state.problem), seed, share=0.3)
+        if state.finished:
+            break
         if not extra:
             extra = first_ends(state.problem, 2 * len(ends))
         if set(extra) <= set(ends):
@@ -164,9 +165,8 @@ def polish_on(state: Hunt, seed: int) -> None:
 def bound_with(state: Hunt, model: StagedModel) -> Answer:
     """Solve one program, starting from the best plan."""
     incumbent = model.values_of(state.live) if state.live is not None else None
-    # What the program leaves open is worth less time than what its stages leave out.
-    gap_cost = max(state.gap_cost // 10, (state.cost - state.bound) // 20 if state.live is not None else 0)
-    answer = solve_staged(model, max(LEAST_SECONDS, PROGRAM_SHARE * state.seconds_left), gap_cost, incumbent)
+    seconds = max(LEAST_SECONDS, PROGRAM_SHARE * state.seconds_left)
+    answer = solve_staged(model, seconds, state.gap_cost // 10, incumbent)
     if answer.bound is not None:
         state.bound = max(state.bound, answer.bound * model.cost_unit)
     state.notes.update(dict.fromkeys(answer.notes))

@@ -38,6 +38,7 @@ NEW_ENDS = 4
 LOCAL_STEPS = 300
 FRUITLESS_ROUNDS = 3
 PROGRAM_SHARE = 0.4
+LARGE_PROGRAM_SHARE = 0.8
 GREEDY_SHARE = 0.2
 LEAST_SECONDS = 0.5
 CLOCK = "the time limit ended the search; another run may find another plan"
@@ -165,7 +166,8 @@ def polish_on(state: Hunt, seed: int) -> None:
 def bound_with(state: Hunt, model: StagedModel) -> Answer:
     """Solve one program, starting from the best plan."""
     incumbent = model.values_of(state.live) if state.live is not None else None
-    seconds = max(LEAST_SECONDS, PROGRAM_SHARE * state.seconds_left)
+    share = LARGE_PROGRAM_SHARE if len(state.problem.ops) > LARGE else PROGRAM_SHARE
+    seconds = max(LEAST_SECONDS, share * state.seconds_left)
     answer = solve_staged(model, seconds, state.gap_cost // 10, incumbent)
     if answer.bound is not None:
         state.bound = max(state.bound, answer.bound * model.cost_unit)

@@ -1,4 +1,7 @@
-"""The best plan found within the time limit: never worse than greedy or Chen, with the gap that can be proved."""
+"""The best plan found within the time limit, with the gap that can be proved.
+
+Never worse than greedy or Chen, unless the clock cuts greedy short: above `live.LARGE` ops it gets a share of the time.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ LOCAL_STEPS = 300
 FRUITLESS_ROUNDS = 3
 PROGRAM_SHARE = 0.4
 LARGE_PROGRAM_SHARE = 0.8
-GREEDY_SHARE = 0.2
+GREEDY_SHARE = 0.4
 LEAST_SECONDS = 0.5
 CLOCK = "the time limit ended the search; another run may find another plan"
 

@@ -6,16 +6,15 @@ Never worse than greedy or Chen, unless the clock cuts greedy short: above `live
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from .base import Report, Solver
+from .base import Effort, Solver
 from .chen import Chen
 from .errors import BudgetError
-from .ilp import solve_with_proof
+from .ilp import search_with_proof
 from .problem import Problem
-from .schedule import Schedule
-from .solution import Solution, plain_solution
+from .solution import Solution
 
 
 @dataclass(frozen=True)
@@ -24,19 +23,8 @@ class Auto(Solver):
 
     name: ClassVar[str] = "auto"
 
-    def solve(
-        self,
-        problem: Problem,
-        budget_bytes: int,
-        *,
-        time_limit: float = 30.0,
-        gap: float = 0.01,
-        warm_starts: tuple[Schedule, ...] = (),
-        report: Report | None = None,
-    ) -> Solution:
-        plain = plain_solution(problem, self.name)
-        if plain.peak_bytes <= budget_bytes:
-            return plain
+    def search(self, problem: Problem, budget_bytes: int, plain: Solution, effort: Effort) -> Solution:
         with suppress(BudgetError):  # no segmentation may fit, and the hunt still find a plan
-            warm_starts = (*warm_starts, Chen().solve(problem, budget_bytes).schedule)
-        return solve_with_proof(problem, budget_bytes, self.name, time_limit, gap, warm_starts, report)
+            chen = Chen().solve(problem, budget_bytes).schedule
+            effort = replace(effort, warm_starts=(*effort.warm_starts, chen))
+        return search_with_proof(problem, budget_bytes, self.name, effort)

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 from .problem import Problem
 from .schedule import Schedule
-from .solution import Solution
+from .solution import Solution, plain_solution
 
 Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a search may spend and start from; see `Solver.solve`."""
+
+    time_limit: float = 30.0
+    gap: float = 0.01
+    warm_starts: tuple[Schedule, ...] = ()
+    report: Report | None = None
 
 
 class Solver(ABC):
@@ -18,7 +29,6 @@ class Solver(ABC):
 
     name: ClassVar[str]
 
-    @abstractmethod
     def solve(
         self,
         problem: Problem,
@@ -39,4 +49,17 @@ class Solver(ABC):
 
         Raises:
             BudgetError: nothing found fits; carries the smallest peak found and the proved floor.
+            SolverUnavailable: the solver is not for this problem.
         """
+        self.check(problem)
+        plain = plain_solution(problem, self.name)
+        if plain.peak_bytes <= budget_bytes:
+            return plain
+        return self.search(problem, budget_bytes, plain, Effort(time_limit, gap, warm_starts, report))
+
+    def check(self, problem: Problem) -> None:  # noqa: B027  # most solvers take any problem
+        """Refuse a problem that this solver is not for."""
+
+    @abstractmethod
+    def search(self, problem: Problem, budget_bytes: int, plain: Solution, effort: Effort) -> Solution:
+        """`solve` for a step that does not fit as it is, which `plain` is."""

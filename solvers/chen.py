@@ -15,13 +15,12 @@ from typing import ClassVar
 
 import networkx as nx
 
-from .base import Report, Solver
+from .base import Effort, Solver
 from .bounds import floor_bytes
 from .live import LARGE, Live, Recompute
 from .minimum import budget_error
 from .problem import Problem
-from .schedule import Schedule
-from .solution import Solution, cheapest_fit, plain_solution
+from .solution import Solution, cheapest_fit
 
 GRANULARITIES = 32
 
@@ -32,23 +31,11 @@ class Chen(Solver):
 
     name: ClassVar[str] = "chen"
 
-    def solve(
-        self,
-        problem: Problem,
-        budget_bytes: int,
-        *,
-        time_limit: float = 30.0,
-        gap: float = 0.01,
-        warm_starts: tuple[Schedule, ...] = (),
-        report: Report | None = None,
-    ) -> Solution:
-        plain = plain_solution(problem, self.name)
-        if plain.peak_bytes <= budget_bytes:
-            return plain
+    def search(self, problem: Problem, budget_bytes: int, plain: Solution, effort: Effort) -> Solution:
         states = [checkpointed(problem, segments) for segments in segmentations(problem)]
         fitting = [live for live in states if live.peak_bytes <= budget_bytes]
         schedules = [min(fitting, key=lambda live: live.cost).schedule()] if fitting else []
-        found = cheapest_fit(problem, budget_bytes, self.name, (*schedules, *warm_starts))
+        found = cheapest_fit(problem, budget_bytes, self.name, (*schedules, *effort.warm_starts))
         if found is None:
             smallest = min((live.peak_bytes for live in states), default=plain.peak_bytes)
             raise budget_error(budget_bytes, min(smallest, plain.peak_bytes), floor_bytes(problem))

@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import Report, Solver
+from .base import Effort, Solver
 from .descent import KEEP_RATIOS, cheapest_descent
 from .minimum import fit_by_minimum
 from .problem import Problem
-from .schedule import Schedule
-from .solution import Solution, cheapest_fit, plain_solution, solution
+from .solution import Solution, cheapest_fit, solution
 
 
 @dataclass(frozen=True)
@@ -24,20 +23,8 @@ class Greedy(Solver):
     name: ClassVar[str] = "greedy"
     keep_ratios: tuple[float, ...] = KEEP_RATIOS
 
-    def solve(
-        self,
-        problem: Problem,
-        budget_bytes: int,
-        *,
-        time_limit: float = 30.0,
-        gap: float = 0.01,
-        warm_starts: tuple[Schedule, ...] = (),
-        report: Report | None = None,
-    ) -> Solution:
-        plain = plain_solution(problem, self.name)
-        if plain.peak_bytes <= budget_bytes:
-            return plain
+    def search(self, problem: Problem, budget_bytes: int, plain: Solution, effort: Effort) -> Solution:
         live = cheapest_descent(problem, budget_bytes, self.keep_ratios)
-        schedules = warm_starts if live is None else (live.schedule(), *warm_starts)
+        schedules = effort.warm_starts if live is None else (live.schedule(), *effort.warm_starts)
         found = cheapest_fit(problem, budget_bytes, self.name, schedules)
         return found or solution(problem, fit_by_minimum(problem, budget_bytes).schedule(), self.name)

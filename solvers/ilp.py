@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from .base import Report, Solver
+from .base import Effort, Report, Solver
 from .bounds import floor_bytes
 from .descent import Taste, cheapest_descent, descend, drop_unneeded
 from .engine import Answer, solve_staged
@@ -27,9 +27,8 @@ from .live import LARGE, Live, recomputes_of
 from .local import improve
 from .minimum import budget_error, fit_by_minimum
 from .problem import Problem
-from .schedule import Schedule
 from .simulate import peak_and_cost
-from .solution import Solution, plain_solution, solution
+from .solution import Solution, solution
 from .staged import StagedModel, first_ends
 
 ALL_SCHEDULES = "all schedules that run the required ops in this order, whatever they recompute, however often"
@@ -89,20 +88,14 @@ class Hunt:
         self.tell("local search")
 
 
-def hunt(
-    problem: Problem,
-    budget_bytes: int,
-    time_limit: float,
-    gap: float,
-    warm_starts: tuple[Schedule, ...],
-    report: Report | None,
-) -> Hunt:
+def hunt(problem: Problem, budget_bytes: int, effort: Effort) -> Hunt:
     """Alternate between finding and proving until the gap or the time is used up."""
-    state = Hunt(problem, budget_bytes, time.monotonic() + time_limit, int(gap * problem.step_cost), report)
-    for schedule in warm_starts:
+    deadline, gap_cost = time.monotonic() + effort.time_limit, int(effort.gap * problem.step_cost)
+    state = Hunt(problem, budget_bytes, deadline, gap_cost, effort.report)
+    for schedule in effort.warm_starts:
         state.offer(Live(problem, recomputes_of(problem, schedule)))
     large = len(problem.ops) > LARGE
-    greedy_until = time.monotonic() + GREEDY_SHARE * time_limit if large else math.inf
+    greedy_until = time.monotonic() + GREEDY_SHARE * effort.time_limit if large else math.inf
     state.offer(cheapest_descent(problem, budget_bytes, deadline=greedy_until))
     if time.monotonic() > greedy_until:
         state.notes[CLOCK] = None
@@ -209,32 +202,12 @@ class Ilp(Solver):
 
     name: ClassVar[str] = "ilp"
 
-    def solve(
-        self,
-        problem: Problem,
-        budget_bytes: int,
-        *,
-        time_limit: float = 30.0,
-        gap: float = 0.01,
-        warm_starts: tuple[Schedule, ...] = (),
-        report: Report | None = None,
-    ) -> Solution:
-        return solve_with_proof(problem, budget_bytes, self.name, time_limit, gap, warm_starts, report)
+    def search(self, problem: Problem, budget_bytes: int, plain: Solution, effort: Effort) -> Solution:
+        return search_with_proof(problem, budget_bytes, self.name, effort)
 
 
-def solve_with_proof(
-    problem: Problem,
-    budget_bytes: int,
-    name: str,
-    time_limit: float,
-    gap: float,
-    warm_starts: tuple[Schedule, ...],
-    report: Report | None,
-) -> Solution:
-    """What `ilp` and `auto` share: plain if it fits, exact if tiny, else the hunt."""
-    plain = plain_solution(problem, name)
-    if plain.peak_bytes <= budget_bytes:
-        return plain
+def search_with_proof(problem: Problem, budget_bytes: int, name: str, effort: Effort) -> Solution:
+    """What `ilp` and `auto` share: exact if tiny, else the hunt."""
     schedule, complete = exact_schedule(problem, budget_bytes)
     if schedule is not None:
         cost = peak_and_cost(problem, schedule)[1]
@@ -243,7 +216,7 @@ def solve_with_proof(
         raise _exact_error(problem, budget_bytes)
     if floor_bytes(problem) > budget_bytes:
         fit_by_minimum(problem, budget_bytes)  # raises, with the smallest budget that works
-    state = hunt(problem, budget_bytes, time_limit, gap, warm_starts, report)
+    state = hunt(problem, budget_bytes, effort)
     live = state.live or fit_by_minimum(problem, budget_bytes)
     notes = tuple(state.notes)
     return solution(problem, live.schedule(), name, bound=state.bound, family=ALL_SCHEDULES, notes=notes)

@@ -44,7 +44,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from .base import Report, Solver
+from .base import Effort, Solver
 from .bounds import floor_bytes
 from .chain import Chain, chain_of, merged
 from .errors import PlannerError
@@ -52,7 +52,7 @@ from .minimum import budget_error
 from .problem import Problem
 from .schedule import Schedule, with_frees
 from .simulate import peak_and_cost
-from .solution import Solution, cheapest_fit, plain_solution, solution
+from .solution import Solution, cheapest_fit, solution
 from .staircase import NOWHERE, Staircase, lowest
 
 MAX_STAGES = 48
@@ -264,31 +264,19 @@ class Rotor(Solver):
 
     name: ClassVar[str] = "rotor"
 
-    def solve(
-        self,
-        problem: Problem,
-        budget_bytes: int,
-        *,
-        time_limit: float = 30.0,
-        gap: float = 0.01,
-        warm_starts: tuple[Schedule, ...] = (),
-        report: Report | None = None,
-    ) -> Solution:
-        """As `Solver.solve`; the work depends on the chain alone, never on the clock.
+    def check(self, problem: Problem) -> None:
+        """Refuse what is no chain, naming the first op that breaks it."""
+        chain_of(problem, self.name, OTHERS)
 
-        Raises:
-            SolverUnavailable: the problem is no chain; names the first op that breaks it.
-        """
+    def search(self, problem: Problem, budget_bytes: int, plain: Solution, effort: Effort) -> Solution:
+        """The work depends on the chain alone, never on the clock."""
         chain = merged(chain_of(problem, self.name, OTHERS), MAX_STAGES)
-        plain = plain_solution(problem, self.name)
-        if plain.peak_bytes <= budget_bytes:
-            return plain
         _check_costs(problem, len(chain.stages))
         program = Program(chain, budget_bytes - problem.static_bytes)
         stairs = program.fill()
-        if report is not None:
-            report(f"{len(chain.stages)} stages, {sum(len(s.bytes) for s in program.table.values())} steps")
-        known = cheapest_fit(problem, budget_bytes, self.name, warm_starts)
+        if effort.report is not None:
+            effort.report(f"{len(chain.stages)} stages, {sum(len(s.bytes) for s in program.table.values())} steps")
+        known = cheapest_fit(problem, budget_bytes, self.name, effort.warm_starts)
         if not len(stairs.bytes):
             if known is None:
                 smallest = Program(chain, plain.peak_bytes - problem.static_bytes).fill().bytes[0]

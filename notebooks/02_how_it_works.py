@@ -77,8 +77,8 @@ pd.DataFrame([
 # Each distinct op is run once on the device: what the allocator sees above the inputs and outputs is its *workspace*.
 # Its cost is what recomputing it takes; here the roofline model, the larger of bytes moved and FLOPs / 10.
 # Then torch is left behind: a `Problem` is ops in their order with the tensors that they read and write, in bytes.
-# Three kinds of ops are not torch's: `kept_for_replay` (the generator's state, kept should the backward start elsewhere),
-# `native_dropout_rng` (the state to replay the dropout under, taken only if it is to run again) and `tangents`.
+# Three kinds of ops are not torch's: `native_dropout_rng` (the generator's state to replay the dropout under, taken only
+# if it is to run again), `return_outputs` (what is handed over lives until the forward ends) and `tangents`.
 
 # %%
 from planner.study import study

@@ -36,6 +36,7 @@ from ._torch import (
 from .constants import Guard, KnownValues
 from .errors import CaptureError, Unsupported
 from .layouts import EagerLayouts
+from .loss import merge_cross_entropy
 from .modules import fill_forward_paths, module_path, module_paths
 from .ops import RUNNING_STATISTICS, result_ignores
 from .refuse import storage_kind
@@ -438,6 +439,7 @@ def _traced(
             )  # fmt: skip
         leaves.append(leaf)
     _drop_running_statistics(joint.graph_module.graph)
+    merge_cross_entropy(joint.graph_module.graph)
     bound_names = [path for path, _ in slots(input_template)]
     return Traced(
         graph_module=joint.graph_module,

@@ -18,6 +18,7 @@ from .errors import Unsupported
 from .memory import granule, round_up
 from .ops import RUNNING_STATISTICS, is_collective, is_random, must_run_once, result_ignores, takeovers
 from .profile import OpProfile
+from .replay import is_counter
 
 RNG_STATE_BYTES = 5056  # the CPU generator's state; a CUDA generator's is 16 bytes, kept on the CPU
 
@@ -121,7 +122,7 @@ class _Lowering:
         placeholders = self.traced.placeholders
         primals, tangents = placeholders[: self.traced.num_primals], placeholders[self.traced.num_primals :]
         mutated = {self.aliases.of[primals[i]] for i in self.traced.mutated}
-        kept = self._add_kept(forward)
+        kept = self._add_kept()
         for node in forward:
             self._add_node(node, True, mutated)
         self._add_handover()
@@ -203,13 +204,11 @@ class _Lowering:
     def _rng_bytes(self) -> int:
         return 0 if self.device.type == "cuda" else round_up(RNG_STATE_BYTES, self.granule)
 
-    def _add_kept(self, forward: list[fx.Node]) -> list[int]:
-        """What the runtime keeps, should the backward start elsewhere than planned: generator states, old buffers."""
-        size = 0
-        if self.device.type != "cuda" and any(is_random(n) for n in forward):
-            size += self._rng_bytes()
-        for i in stateful_primals(self.traced):
-            size += self._bytes(self.aliases.of[self.traced.placeholders[i]])
+    def _add_kept(self) -> list[int]:
+        """The old buffers that the runtime copies, should the backward start elsewhere than planned (see `replay`)."""
+        kept = [self.traced.placeholders[i] for i in stateful_primals(self.traced)]
+        copied = [self.aliases.of[p] for p in kept if not is_counter(p.meta["val"], self.device)]
+        size = sum(map(self._bytes, copied))
         if not size:
             return []
         tensor = self._new_tensor(Tensor("kept_for_replay", size, "rng"), None)
@@ -344,7 +343,13 @@ def _span_bytes(value: torch.Tensor) -> int:
 
 
 def stateful_primals(traced: Traced) -> tuple[int, ...]:
-    """Overwritten primals whose old value decides a result (all but running statistics of batch norms)."""
+    """Overwritten primals whose old value a replay needs: it decides a result, and the backward can start elsewhere.
+
+    Running statistics of batch norms decide none; where one output alone has a gradient, there is no elsewhere.
+    """
+    starts = [leaf.differentiated for leaf in traced.outputs if leaf.input is None and leaf.requires_grad]
+    if len(starts) < 2 and all(starts):
+        return ()
     primals = traced.placeholders
     found = []
     for i in traced.mutated:

@@ -9,6 +9,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from . import loss  # registers the op that TAKEOVERS names
+
 aten = torch.ops.aten
 
 # Batch norms in training mode read the running statistics only to update them, so results other than the updated
@@ -70,6 +72,7 @@ def _takeovers() -> dict[Any, dict[int, Takeover]]:
         *((name, "default", "out", (0,)) for name in ("_softmax", "_log_softmax")),
         *((name, "default", "out", (0, 1)) for name in ("_softmax_backward_data", "_log_softmax_backward_data")),
     )  # fmt: skip
+    table[loss.OP.default] = {1: Takeover(loss.OP.out, "out")}
     for name, overload, twin_overload, positions in with_out:
         target = getattr(getattr(aten, name), twin_overload)
         twin = Takeover(target, next(a.name for a in target._schema.arguments if a.kwarg_only and a.is_write))
@@ -80,8 +83,10 @@ def _takeovers() -> dict[Any, dict[int, Takeover]]:
 TAKEOVERS = _takeovers()
 FUNCTIONAL: dict[Any, Any] = {twin.target: op for op, twins in TAKEOVERS.items() for twin in twins.values()}
 
-# Not element-wise, but the CPU's kernel is done reading a row before it writes it: op -> position of `dim`.
+# Not element-wise, but the CPU's kernel is done reading a row before it writes it: op -> position of `dim`, None for
+# an op that always works along the last one.
 ROWWISE = {
+    loss.OP.default: None,
     aten._softmax.default: 1,
     aten._log_softmax.default: 1,
     aten._softmax_backward_data.default: 2,
@@ -134,7 +139,8 @@ def takeovers(node: fx.Node) -> dict[int, Takeover]:
     if functional not in ROWWISE:
         return found
     value = node.meta["val"]
-    last = node.args[ROWWISE[functional]] in (-1, value.dim() - 1)
+    position = ROWWISE[functional]
+    last = position is None or node.args[position] in (-1, value.dim() - 1)
     return found if last and value.device.type == "cpu" and value.is_contiguous() else {}
 
 

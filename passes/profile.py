@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from . import loss
 from ._torch import FakeTensor, below_autograd
 from .alias import device_of, is_compute
 from .flops import listed_flops, unlisted_flops
@@ -139,6 +140,8 @@ def _count(node: fx.Node) -> OpProfile:
     result = node.meta.get("val")
     written = [v for v in pytree.tree_leaves(result) if isinstance(v, torch.Tensor)]
     read = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    if node.target is loss.OP.default:  # its first kernel writes what its second one reads
+        written, read = 2 * written, [*read, *written]
     return OpProfile(
         name=node.name,
         target=str(node.target),
@@ -148,7 +151,13 @@ def _count(node: fx.Node) -> OpProfile:
         bytes_read=sum(t.numel() * t.element_size() for t in read),
         bytes_written=sum(t.numel() * t.element_size() for t in written),
         dtype=_dtype([*read, *written]),
+        workspace_bytes=_known_workspace(node),
     )
+
+
+def _known_workspace(node: fx.Node) -> int:
+    """Of our own ops it is known without running them."""
+    return loss.workspace_bytes(node.meta["val"]) if node.target is loss.OP.default else 0
 
 
 def _dtype(tensors: Sequence[torch.Tensor]) -> str:

@@ -15,7 +15,7 @@ from torch import fx
 
 from ._torch import below_autograd
 from .errors import PlannerError
-from .random import get_rng_state
+from .replay import as_tensor, copy_generator, old_value
 
 
 class BackwardTwice(PlannerError, RuntimeError):
@@ -26,8 +26,8 @@ class DoubleBackward(PlannerError, RuntimeError):
     """`backward(create_graph=True)` through a planned step."""
 
 
-# (primals, generator states before the forward, {output index: its gradient}) -> a gradient or None per primal
-Fallback = Callable[[Sequence[torch.Tensor], dict[str, torch.Tensor], dict[int, torch.Tensor]], list[Any]]
+# (primals, generators as before the forward, {output index: its gradient}) -> a gradient or None per primal
+Fallback = Callable[[Sequence[torch.Tensor], dict[str, torch.Generator], dict[int, torch.Tensor]], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class _PlannedStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: Step, fallback: Fallback, *primals: torch.Tensor) -> tuple[Any, ...]:
         ctx.step, ctx.fallback = step, fallback
-        ctx.generators = {device: get_rng_state(device) for device in step.rng_devices}
-        ctx.overwritten = {i: primals[i].clone() for i in step.keep_primals}
+        ctx.generators = {device: copy_generator(device) for device in step.rng_devices}
+        ctx.overwritten = {i: old_value(primals[i]) for i in step.keep_primals}
         ctx.primals = primals
         ctx.versions = [p._version for p in primals]
         with below_autograd():
@@ -111,7 +111,7 @@ class _PlannedStep(torch.autograd.Function):
                 "an output of the planned step was changed in place between forward and backward, and the backward "
                 "needs its old value. Change a clone() of it, or use the out-of-place form."
             )
-        ctx.shared = None
+        ctx.shared = ()
         present = tuple(i for i, g in enumerate(gradients) if g is not None)
         if present != step.expected:
             return (None, None, *_run_fallback(ctx, {i: gradients[i] for i in present}))
@@ -143,7 +143,8 @@ def _run_fallback(ctx: Any, gradients: dict[int, Any]) -> list[Any]:
     for i, (primal, version) in enumerate(zip(ctx.primals, ctx.versions, strict=True)):
         if primal._version != version:
             raise RuntimeError(f"input {i} of the planned step was changed in place between forward and backward")
-    primals = [ctx.overwritten.get(i, p) for i, p in enumerate(ctx.primals)]
+    old = {i: as_tensor(value, ctx.primals[i]) for i, value in ctx.overwritten.items()}
+    primals = [old.get(i, p) for i, p in enumerate(ctx.primals)]
     generators, fallback = ctx.generators, ctx.fallback
     ctx.saved = None
     return fallback(primals, generators, gradients)

@@ -257,7 +257,7 @@ class _Fallback:
     def __call__(
         self,
         primals: Sequence[torch.Tensor],
-        generators: dict[str, torch.Tensor],
+        generators: dict[str, torch.Generator],
         gradients: dict[int, torch.Tensor],
     ) -> list[Any]:
         wanted = {leaf.index: leaf for leaf in self.traced.outputs if leaf.index in gradients}
@@ -274,7 +274,10 @@ class _Fallback:
         return result
 
     def _replay(
-        self, primals: Sequence[torch.Tensor], generators: dict[str, torch.Tensor], gradients: dict[int, torch.Tensor]
+        self,
+        primals: Sequence[torch.Tensor],
+        generators: dict[str, torch.Generator],
+        gradients: dict[int, torch.Tensor],
     ) -> list[Any]:
         state, traced = self.state, self.traced
         leaves = [p.detach().requires_grad_(p.requires_grad) for p in primals]
@@ -285,7 +288,7 @@ class _Fallback:
         devices = [d for d in generators if d != "cpu"]
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), swapped_state(state.model, named):
             for device, generator in generators.items():
-                set_rng_state(generator, device)
+                set_rng_state(generator.get_state(), device)
             outputs, _ = flatten(state.plain(unflatten(traced.input_template, leaves[count:])))
         indices = [leaf.index for leaf in traced.outputs]
         started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]

@@ -54,6 +54,38 @@ def run_with_rng_state(state: torch.Tensor, device: str, op: Callable[..., Any],
         set_rng_state(current, device)
 
 
+# The loss -------------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy_backward(
+    gradient: torch.Tensor,
+    log_probabilities: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`nll_loss_backward` and `_log_softmax_backward_data` on blocks of rows; `out` may be `log_probabilities`."""
+    aten = torch.ops.aten
+    result = torch.empty_like(log_probabilities) if out is None else out
+    rows, classes = log_probabilities.shape
+    size = max(1, -(-rows // 16), (1 << 20) // max(1, classes * log_probabilities.element_size()))
+    for first in range(0, rows, size):
+        block = slice(first, first + size)
+        of_rows = gradient[block] if reduction == 0 else gradient
+        picked = aten.nll_loss_backward.default(
+            of_rows, log_probabilities[block], target[block], weight, reduction, ignore_index, total_weight
+        )
+        aten._log_softmax_backward_data.out(
+            picked, log_probabilities[block], 1, log_probabilities.dtype, out=result[block]
+        )
+        del picked  # before the next block's is made
+    return result
+
+
 # The step -------------------------------------------------------------------------------------------------------------
 
 
@@ -81,6 +113,8 @@ class _Step(torch.autograd.Function):
         returned = {id(t) for t in outputs}
         ctx.saved = [s.detach() if id(s) in returned else s for s in results[count + spec["num_outputs"] :]]
         ctx.held = [o.detach() for o in outputs] if spec["hold_outputs"] else None
+        kept = {s.untyped_storage().data_ptr() for s in ctx.saved}
+        ctx.shared = [(o.detach(), o._version) for o in outputs if o.untyped_storage().data_ptr() in kept]
         ctx.save_for_backward(*(primals[i] for i in spec["saved_primals"] if i not in mutated))
         ctx.mark_non_differentiable(*(o for o, d in zip(outputs, spec["differentiable"], strict=True) if not d))
         ctx.set_materialize_grads(False)
@@ -94,6 +128,12 @@ class _Step(torch.autograd.Function):
             raise ExportError("backward was called a second time through one forward; call the module again.")
         if torch.is_grad_enabled():
             raise ExportError("create_graph=True: an exported step has no gradients of gradients.")
+        if any(output._version != version for output, version in ctx.shared):
+            raise ExportError(
+                "an output of the planned step was changed in place between forward and backward, and the backward "
+                "needs its old value. Change a clone() of it, or use the out-of-place form."
+            )
+        ctx.shared = ()
         present = [i for i, g in enumerate(gradients) if g is not None]
         if present != spec["expected"]:
             expected = ", ".join(leaf["path"] or "the output" for leaf in spec["leaves"] if leaf["differentiated"])
@@ -122,8 +162,10 @@ def _distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def _laid_out(gradient: torch.Tensor, stride: list[int]) -> torch.Tensor:
-    if gradient.stride() == tuple(stride):
-        return gradient.detach()
+    """The gradient in the layout that was traced; where there is one index only, the steps between indices are free."""
+    steps = zip(gradient.shape, gradient.stride(), stride, strict=True)
+    if all(size == 1 or given == traced for size, given, traced in steps):
+        return gradient.detach().as_strided(gradient.shape, stride)
     return torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 

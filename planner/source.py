@@ -15,6 +15,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from passes import loss
 from passes.constants import Guard, Ref
 from passes.modules import module_path
 from passes.random import get_rng_state, run_with_rng_state
@@ -36,7 +37,12 @@ def tensors(result):
 def answers(inputs):
 {body}
 '''
-HELPERS = {get_rng_state: "get_rng_state", run_with_rng_state: "run_with_rng_state"}
+HELPERS = {
+    get_rng_state: "get_rng_state",
+    run_with_rng_state: "run_with_rng_state",
+    loss.OP.default: "cross_entropy_backward",
+    loss.OP.out: "cross_entropy_backward",
+}
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ def write_half(half: Half) -> str:
         PlannerError: an op belongs to a library other than torch, or an argument cannot be written as source.
     """
     body = "\n".join(_body(half))
-    used = sorted(name for name in HELPERS.values() if f"{name}(" in body)
+    used = sorted(name for name in set(HELPERS.values()) if f"{name}(" in body)
     imports = f"\nfrom .runtime import {', '.join(used)}\n" if used else ""
     return (
         f'"""{half.doc}"""\n\nimport torch\n{imports}\naten = torch.ops.aten\n\n\n'

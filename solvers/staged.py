@@ -1,9 +1,10 @@
 """The integer program over stages: a relaxation that every schedule of the problem satisfies.
 
 The required ops of the step, in order, are its slots; a recompute in slot s runs after slot s - 1 and before op s.
-The forward is stage 0. The backward is cut into stages 1..K by their *end slots*, which are chosen where memory is
-tightest: at an end slot everything that the stage recomputed has already run, so what the next stage finds
-resident is surely live, and the peak row of that slot is exact but for what dies in the stage.
+The forward is stage 0, but for what comes after its highest slot where that is near its end (`_forward_cut`). The
+rest is cut into stages 1..K by their *end slots*, which are chosen where memory is tightest: at an end slot
+everything that the stage recomputed has already run, so what the next stage finds resident is surely live, and the
+peak row of that slot is exact but for what dies in the stage.
 
 Variables
     R[i, k]  op i is recomputed at least once in stage k                                 (binary)
@@ -17,14 +18,15 @@ Objective
 
 Constraints
     1. need     A[t, k] + R[prod(t), k] >= 1           a required op of stage k reads t        (`_need`)
-    2. closure  A[t, k] + R[prod(t), k] >= R[i, k]     i reads t, k >= 1                       (`_closure`)
+    2. closure  A[t, k] + R[prod(t), k] >= R[i, k]     i reads t, k after i's own stage        (`_closure`)
     3. keep     A[t, k+1] <= H[t, k] + R[prod(t), k],  H[t, k] <= A[t, k]                      (`_keep`)
     4. peak     at each slot s, bytes surely live <= budget                                     (`peak_rows`)
                   - what s reads and writes, its workspace, outputs of the step, backward tensors
                   - t is read later in the stage:       bytes[t] * (1 - R[prod(t), k])
                   - else, at the end slot of a stage:   bytes[t] * A[t, k+1]
                   - else:                               bytes[t] * H[t, k]
-                  - in the forward:                     bytes[t] * (A[t, 1] - R[prod(t), 0])
+                  - where t is first written, k its stage, but for the end slot:
+                                                        bytes[t] * (A[t, k+1] - R[prod(t), k])
     5. suffix   A[t, k] + U[prod(t), k] >= 1           a required op from stage k on reads t   (`_suffix`)
                 A[t, k] + U[prod(t), k] >= U[i, k]     i reads t
                 U[i, k] <= sum of R[i, l] over l >= k
@@ -55,6 +57,8 @@ from .live import Live
 from .problem import Problem
 
 COEFFICIENT_LIMIT = 1 << 20
+NEAR_END = 10
+ABOUT = 0.99
 
 
 @dataclass(frozen=True)
@@ -94,18 +98,29 @@ class Reach:
     useful: tuple[bool, ...]
 
 
-def reach(problem: Problem) -> Reach:
-    """Propagate the backward's reads through the forward ops that may be recomputed."""
+def reach(problem: Problem, cut: int) -> Reach:
+    """Propagate the reads after slot `cut` through the forward ops that may be recomputed."""
     last = [-1] * len(problem.tensors)
     useful = [False] * len(problem.ops)
     for i in range(len(problem.ops) - 1, -1, -1):
         op = problem.ops[i]
-        latest = i if i >= problem.num_forward else max((last[t] for t in op.outputs), default=-1)
-        useful[i] = i < problem.num_forward and op.recomputable and latest >= problem.num_forward
-        if useful[i] or i >= problem.num_forward:
-            for t in op.inputs:
-                last[t] = max(last[t], latest)
+        again = max((last[t] for t in op.outputs), default=-1)
+        useful[i] = i < problem.num_forward and op.recomputable and again >= 0
+        latest = max(i if i > cut else -1, again if useful[i] else -1)
+        for t in op.inputs:
+            last[t] = max(last[t], latest)
     return Reach(tuple(last), tuple(useful))
+
+
+def plain_bytes(problem: Problem) -> np.ndarray:
+    """What is live at each slot when nothing is recomputed, workspace and takeovers aside."""
+    change = np.zeros(len(problem.ops) + 1, dtype=np.int64)
+    for t, p in enumerate(problem.producer):
+        end = len(problem.ops) if t in problem.pinned else max(problem.readers[t], default=p) + 1
+        change[p] += problem.tensors[t].bytes
+        change[end] -= problem.tensors[t].bytes
+    total: np.ndarray = np.cumsum(change)[:-1]
+    return total
 
 
 class StagedModel:
@@ -114,14 +129,15 @@ class StagedModel:
     def __init__(self, problem: Problem, budget_bytes: int, ends: tuple[int, ...]) -> None:
         self.problem = problem
         self.budget_bytes = budget_bytes
-        self.ends = (problem.num_forward - 1, *ends)
-        self.reach = reach(problem)
+        self.decided = [self._is_decided(t) for t in range(len(problem.tensors))]
+        self.ends = (self._forward_cut(), *ends)
+        self.reach = reach(problem, self.ends[0])
         self.stage = [bisect_left(self.ends, s) for s in range(len(problem.ops))]
+        self.home = [self.stage[p] for p in problem.producer]
         self.R: dict[tuple[int, int], pulp.LpVariable] = {}
         self.A: dict[tuple[int, int], pulp.LpVariable] = {}
         self.H: dict[tuple[int, int], pulp.LpVariable] = {}
         self.U: dict[tuple[int, int], pulp.LpVariable] = {}
-        self.decided = [self._is_decided(t) for t in range(len(problem.tensors))]
         self.cost_unit = max(1, -(-max((op.cost for op in problem.ops), default=1) // COEFFICIENT_LIMIT))
         self.program = pulp.LpProblem("recompute", pulp.LpMinimize)
         self._variables()
@@ -129,6 +145,17 @@ class StagedModel:
         self._keep()
         self._closure()
         self._suffix()
+
+    def _forward_cut(self) -> int:
+        """Where stage 0 ends: near the end of the forward, of the slots that are about as high as any there when
+        nothing is dropped, the one that needs most whatever is dropped. Often it is the loss.
+        """
+        last = self.problem.num_forward - 1
+        near = range(max(0, last - self.problem.num_forward // NEAR_END), last + 1)
+        total = plain_bytes(self.problem)
+        highest = max((int(total[s]) for s in near), default=0)
+        slots = [s for s in near if total[s] >= ABOUT * highest and not self.problem.ops[s].optional]
+        return max(slots, key=lambda s: self.fixed_bytes[s], default=last)
 
     @cached_property
     def fixed_bytes(self) -> list[int]:
@@ -196,14 +223,15 @@ class StagedModel:
         found: list[tuple[int, int, int, int]] = []
         for t in self._decided_tensors:
             if self.problem.tensors[t].bytes:
-                found += (hold for k in range(self._last_stage(t) + 1) for hold in self._holds_in(t, k))
+                stages = range(self.home[t], self._last_stage(t) + 1)
+                found += (hold for k in stages for hold in self._holds_in(t, k))
         table = np.array([hold for hold in found if hold[0] < hold[1]], dtype=np.int64).reshape(-1, 4)
         return Holds(*(np.ascontiguousarray(table[:, c]) for c in range(4)))
 
     def _holds_in(self, t: int, k: int) -> Iterator[tuple[int, int, int, int]]:
         """Where tensor t is surely held in stage k, by which variable."""
-        p, size = self.problem.producer[t], self.problem.tensors[t].bytes
-        first, end = (p + 1 if k == 0 else self.ends[k - 1] + 1), self.ends[k]
+        p, size, home = self.problem.producer[t], self.problem.tensors[t].bytes, self.home[t]
+        first, end = (p + 1 if k == home else self.ends[k - 1] + 1), self.ends[k]
         readers = [r for r in self.problem.readers[t] if first <= r <= end]
         last = readers[-1] if readers else first - 1
         again = self.column[self.R[p, k].name]
@@ -213,10 +241,10 @@ class StagedModel:
             yield begin, stop, again, -size
             begin = stop + 1
         following = self.column[self.A[t, k + 1].name] if (t, k + 1) in self.A else None
-        if k == 0 and (t, 1) in self.A:
-            yield last + 1, end + 1, self.column[self.A[t, 1].name], size
-            yield last + 1, end + 1, again, -size
-        elif k and following is not None:
+        if k == home and following is not None:
+            yield last + 1, end + 1, following, size
+            yield last + 1, end, again, -size
+        elif following is not None:
             if (t, k) in self.H:
                 yield last + 1, end, self.column[self.H[t, k].name], size
             yield max(last + 1, end), end + 1, following, size
@@ -224,14 +252,15 @@ class StagedModel:
     def to_live(self, values: dict[str, float]) -> Live:
         """The recomputes of a solution, each right before its first reader of the stage."""
         live = Live(self.problem)
-        slots = [i for i in self.problem.required() if i >= self.problem.num_forward]
+        slots = list(self.problem.required())
         for k in range(1, len(self.ends)):
             inside = [s for s in slots if self.stage[s] == k]
             chosen = [i for i in self._ops if (i, k) in self.R and values[self.R[i, k].name] > 0.5]
             place: dict[int, int] = {}
             for i in reversed(chosen):
                 readers = [r for t in self.problem.ops[i].outputs for r in self.problem.readers[t]]
-                at = [r for r in readers if self.stage[r] == k and r >= self.problem.num_forward]
+                first = self.problem.num_forward if k == self.stage[i] else 0
+                at = [r for r in readers if self.stage[r] == k and r >= first]
                 at += [place[r] for r in readers if r in place]
                 place[i] = min(at, default=inside[-1])
             live.add_all((s, i) for i, s in sorted(place.items()))
@@ -269,16 +298,17 @@ class StagedModel:
 
     def _last_stage(self, t: int) -> int:
         last = self.reach.last_use[t]
-        return self.stage[last] if last >= self.problem.num_forward else 0
+        return self.stage[last] if last >= 0 else self.home[t]
 
     def _variables(self) -> None:
         for i in self._ops:
-            last = max((self._last_stage(t) for t in self.problem.ops[i].outputs), default=0)
-            for k in range(last + 1 if self.reach.useful[i] else 1):
+            first = self.stage[i]
+            last = max((self._last_stage(t) for t in self.problem.ops[i].outputs), default=first)
+            for k in range(first, last + 1 if self.reach.useful[i] else first + 1):
                 self.R[i, k] = pulp.LpVariable(f"R{i}_{k}", 0, 1, pulp.LpInteger)
         for t in self._decided_tensors:
             last = self._last_stage(t)
-            for k in range(1, last + 1):
+            for k in range(self.home[t] + 1, last + 1):
                 self.A[t, k] = pulp.LpVariable(f"A{t}_{k}", 0, 1, pulp.LpInteger)
                 if k < last:
                     self.H[t, k] = pulp.LpVariable(f"H{t}_{k}", 0, 1)
@@ -303,8 +333,12 @@ class StagedModel:
     def _need(self) -> None:
         for t in self._decided_tensors:
             p = self.problem.producer[t]
-            for k in dict.fromkeys(self.stage[r] for r in self.problem.readers[t] if r >= self.problem.num_forward):
+            for k in dict.fromkeys(self.stage[r] for r in self._later_readers(t)):
                 self._add({self.A[t, k]: 1, self.R[p, k]: 1}, pulp.LpConstraintGE, 1)
+
+    def _later_readers(self, t: int) -> list[int]:
+        """Required ops that read t in a later stage than the one it is first written in."""
+        return [r for r in self.problem.readers[t] if self.stage[r] > self.home[t]]
 
     def _keep(self) -> None:
         for (t, k), held in self.H.items():
@@ -314,7 +348,7 @@ class StagedModel:
 
     def _closure(self) -> None:
         for (i, k), recomputed in self.R.items():
-            for t in dict.fromkeys(self.problem.ops[i].inputs) if k else ():
+            for t in dict.fromkeys(self.problem.ops[i].inputs) if k > self.stage[i] else ():
                 if self.decided[t]:
                     terms = {self.A[t, k]: 1, self.R[self.problem.producer[t], k]: 1, recomputed: -1}
                     self._add(terms, pulp.LpConstraintGE, 0)
@@ -322,15 +356,15 @@ class StagedModel:
     def _suffix(self) -> None:
         for i, k in self.R:
             variables = self._from_stage(i, k)
-            if k and len(variables) > 1:
+            if k > self.stage[i] and len(variables) > 1:
                 self.U[i, k] = pulp.LpVariable(f"U{i}_{k}", 0, 1)
                 self._add({self.U[i, k]: -1, **dict.fromkeys(variables, 1)}, pulp.LpConstraintGE, 0)
         for i, k in self.U:
             for t in dict.fromkeys(self.problem.ops[i].inputs):
                 self._is_there(t, k, {self.U[i, k]: -1}, 0)
         for t in self._decided_tensors:
-            last = max((self.stage[r] for r in self.problem.readers[t] if r >= self.problem.num_forward), default=0)
-            for k in range(1, last):  # in stage `last` itself it is constraint 1
+            last = max((self.stage[r] for r in self._later_readers(t)), default=0)
+            for k in range(self.home[t] + 1, last):  # in stage `last` itself it is constraint 1
                 self._is_there(t, k, {}, 1)
 
     def _is_there(self, t: int, k: int, terms: dict[pulp.LpVariable, int], right: int) -> None:

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
+from passes import runtime
 from passes.capture import split_sample
-from planner import Plan, PlannerError
+from planner import Plan, PlannerError, export_runtime
 from planner.source import function_name, identifier, literal
 from tests.planner.small import ROOT, conv_net, mlp, plan_at, python, structured
 from tests.zoo.compare import measured_peak_bytes, run_step
@@ -46,16 +47,17 @@ def assert_trains_alike(plan: Plan, model: nn.Module, sample: Any, folder: Path,
     assert all(torch.equal(found["buffers"][n], b) for n, b in expected.buffers.items())
     assert found["keys"] == list(model.state_dict())
     assert torch.equal(found["random"], expected.rng)
-    # The module keeps what replaying the plain forward would take (the generator's state, counters of batch norm); the
-    # folder has no plain forward to replay.
-    kept = sum(t.bytes for t in plan.problem.tensors if t.name == "kept_for_replay")
-    assert found["peak"] == measured_peak_bytes(plan.module, model, sample, 0) - kept
+    assert found["peak"] == measured_peak_bytes(plan.module, model, sample, 0)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
 
 
-@pytest.mark.parametrize("built", [mlp, conv_net, structured])
+def no_dropout() -> tuple[nn.Module, Any]:
+    return mlp(dropout=0.0)
+
+
+@pytest.mark.parametrize("built", [mlp, no_dropout, conv_net, structured])
 def test_exported_folder_trains_alike_without_the_library(built: Callable[[], Any], tmp_path: Path) -> None:
     model, sample = built()
     plan = plan_at((model, sample), 0.3)
@@ -168,6 +170,35 @@ def test_backward_twice_and_from_elsewhere(tmp_path: Path, monkeypatch: pytest.M
         output["loss"].backward()
     with pytest.raises(RuntimeError, match=r"must start from \['loss'\]"):
         module(**sample)["logits"].sum().backward()
+
+
+def test_a_refused_start_leaves_the_right_one_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sample = conv_net()
+    output = load(plan_at((model, sample)), tmp_path, monkeypatch, "conv_again")(**sample)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"must start from \['loss'\]"):
+            output["logits"].sum().backward(retain_graph=True)
+    output["loss"].backward()
+
+
+def test_an_output_changed_in_place_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sample = structured()
+    plan = plan_at((model, sample))
+    shipped = load(plan, tmp_path, monkeypatch, "structured_changed")
+    for module in (plan.module, shipped):
+        loss, (hidden, _) = module(*sample)
+        hidden.detach().add_(1)
+        with pytest.raises(RuntimeError, match="output of the planned step was changed in place"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("laid_out", [runtime._laid_out, export_runtime._laid_out])
+def test_gradients_are_copied_only_where_their_layout_differs(laid_out: Callable[..., torch.Tensor]) -> None:
+    given = torch.arange(4.0).as_strided((1, 4), (99, 1))
+    taken = laid_out(given, [4, 1])
+    assert taken.stride() == (4, 1) and taken.data_ptr() == given.data_ptr()
+    dense = laid_out(torch.ones(()).expand(2, 3), [3, 1])
+    assert dense.stride() == (3, 1) and torch.equal(dense, torch.ones(2, 3))
 
 
 def test_source_says_what_is_recomputed(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from tests.planner.steps import (
     tight,
     twins,
 )
+from tests.zoo.compare import measured_peak_bytes
 
 
 @contextmanager
@@ -255,6 +256,53 @@ def test_an_unexpected_start_of_backward_is_replayed_then_planned() -> None:
     assert torch.equal(rng, torch.get_rng_state())
     assert_same_gradients(model, plain)
     assert_same_state(model, plain)
+
+
+class Stateful(nn.Module):
+    """Two outputs whose gradients depend on the old values of a counter and of a vector, and on what is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(mlp(0.3), mlp(0.3))
+        self.register_buffer("steps", torch.ones((), dtype=torch.long))
+        self.register_buffer("average", torch.linspace(-1, 1, 32))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = torch.tanh(self.body(x) + self.average * self.steps)
+        with torch.no_grad():
+            self.steps += 1
+            self.average.mul_(0.5).add_(hidden.mean(0))
+        return {"loss": squares(hidden), "hidden": hidden}
+
+
+def test_a_replay_starts_from_the_old_values() -> None:
+    chosen, model, plain = planned_twins(Stateful(), batch(8, 32))
+    x = batch(8, 32)
+    torch.manual_seed(1)
+    with pytest.warns(UserWarning, match="replays the plain forward"):
+        chosen.module(x)["hidden"].sin().sum().backward()
+    rng = torch.get_rng_state()
+    torch.manual_seed(1)
+    plain(x)["hidden"].sin().sum().backward()
+    assert torch.equal(rng, torch.get_rng_state())
+    assert_same_gradients(model, plain)
+    assert_same_state(model, plain)
+
+
+def kept_for_replay(chosen: Plan) -> list[int]:
+    return [t.bytes for t in chosen.problem.tensors if t.name == "kept_for_replay"]
+
+
+def test_what_a_replay_needs_is_counted_where_there_can_be_one() -> None:
+    chosen, model, _ = planned_twins(Stateful(), batch(8, 32))
+    assert kept_for_replay(chosen) == [4 * 32]  # `average`; counter and generator are kept as no tensor
+    measured = measured_peak_bytes(chosen.module, model, batch(8, 32), chosen.static_bytes)
+    assert measured == chosen.peak_bytes
+
+    def loss(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)["loss"]
+
+    assert kept_for_replay(tight(Wrap(loss, body=Stateful()), batch(8, 32))) == []
 
 
 def test_inputs_get_their_gradients() -> None:

@@ -1,0 +1,40 @@
+"""What a step keeps, should its backward start elsewhere than planned: kept as no tensor wherever that can be.
+
+A replay of the plain forward needs the generators' states and the buffers as they were. A generator is copied as a
+generator and a counter as a Python number, which take nothing from the allocator whose peak is planned; an exported
+step, which keeps nothing, so has the same peak.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def copy_generator(device: str) -> torch.Generator:
+    """A generator in the state of `device`'s default one, which is left as it is."""
+    if not device.startswith("cuda"):
+        return torch.default_generator.clone_state()
+    index = torch.device(device).index
+    torch.cuda.init()
+    generator: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
+    return generator.clone_state()
+
+
+def is_counter(value: torch.Tensor, device: torch.device) -> bool:
+    """Whether a buffer on `device` is kept as a Python number: one whole number on the CPU.
+
+    Elsewhere reading it would wait for the device, and a fraction need not survive the way back in every dtype.
+    """
+    whole = value.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    return whole and value.numel() == 1 and device.type == "cpu"
+
+
+def old_value(primal: torch.Tensor) -> torch.Tensor | int:
+    """What the primal holds now, out of reach of what overwrites it."""
+    plain = type(primal) is torch.Tensor  # a subclass (a fake tensor) may have no number to give
+    return int(primal.item()) if plain and is_counter(primal, primal.device) else primal.clone()
+
+
+def as_tensor(value: torch.Tensor | int, primal: torch.Tensor) -> torch.Tensor:
+    """Inverse of `old_value`: a tensor like `primal`."""
+    return value if isinstance(value, torch.Tensor) else torch.full_like(primal, value)

@@ -140,8 +140,8 @@ def _count(node: fx.Node) -> OpProfile:
     result = node.meta.get("val")
     written = [v for v in pytree.tree_leaves(result) if isinstance(v, torch.Tensor)]
     read = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    if node.target is loss.OP.default:  # its first kernel writes what its second one reads
-        written, read = 2 * written, [*read, *written]
+    if node.target is loss.OP.default:  # counts as its two kernels, each of which is handed the log-probabilities
+        written, read = 2 * written, [*read, *written, *written]
     return OpProfile(
         name=node.name,
         target=str(node.target),

@@ -11,7 +11,7 @@ from torch import nn
 from passes import loss
 from passes.alias import alias
 from passes.capture import Traced, bind_sample, capture
-from passes.memory import high_water
+from passes.memory import high_water, measure_peak
 from passes.profile import profile
 from planner import auto_checkpoint, export_runtime
 from tests.zoo.compare import measured_peak_bytes, same_bits
@@ -57,6 +57,7 @@ def test_workspace_is_one_block() -> None:
     expected = loss.workspace_bytes(arguments[1])
     assert expected == 64 * 5000 * 4
     assert high_water(lambda: loss.OP.default(*arguments), torch.device("cpu"))[0] == expected
+    assert measure_peak(lambda: loss.OP.out(*arguments, out=arguments[1])) == expected
 
 
 class Classifier(nn.Module):

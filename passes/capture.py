@@ -34,6 +34,7 @@ from ._torch import (
     swapped_state,
 )
 from .constants import Guard, KnownValues
+from .convolution import split_convolutions
 from .errors import CaptureError, Unsupported
 from .layouts import EagerLayouts
 from .loss import merge_cross_entropy
@@ -440,6 +441,7 @@ def _traced(
         leaves.append(leaf)
     _drop_running_statistics(joint.graph_module.graph)
     merge_cross_entropy(joint.graph_module.graph)
+    split_convolutions(joint.graph_module.graph)
     bound_names = [path for path, _ in slots(input_template)]
     return Traced(
         graph_module=joint.graph_module,

@@ -1,0 +1,89 @@
+"""A convolution's backward in two halves: the same bits, and the second does without the input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from passes.capture import bind_sample, capture
+from passes.convolution import CONVOLUTION_BACKWARD, INPUT, MASK
+from tests.zoo.compare import measured_peak_bytes, plan_at, same_bits
+
+aten = torch.ops.aten
+
+# batch, channels in and out, spatial size, kernel, stride, groups, transposed, bias
+SHAPES = (
+    (2, 8, 8, (100,), 3, 1, 1, False, True), (2, 64, 64, (28, 28), 3, 1, 1, False, False),
+    (2, 64, 128, (28, 28), 1, 2, 1, False, False), (2, 3, 32, (64, 64), 7, 2, 1, False, False),
+    (4, 32, 32, (28, 28), 3, 1, 32, False, True), (4, 48, 24, (14, 14), 2, 2, 1, True, True),
+    (1, 64, 64, (32, 32), 3, 1, 1, False, True), (4, 16, 16, (9, 9), 3, 1, 4, False, True),
+    (1, 8, 16, (16, 16, 16), 2, 2, 1, False, True), (1, 1, 8, (16, 16, 16), 5, 1, 1, False, True),
+    (1, 32, 16, (8, 8, 8), 2, 2, 1, True, True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_halves_have_the_bits_of_the_whole(shape: Any, dtype: torch.dtype, layout: torch.memory_format) -> None:
+    batch, inside, outside, size, kernel, stride, groups, transposed, bias = shape
+    if layout is torch.channels_last and len(size) != 2:
+        pytest.skip("channels_last is for images")
+    torch.manual_seed(0)
+    channels = (inside, outside // groups) if transposed else (outside, inside // groups)
+    x = torch.randn(batch, inside, *size, dtype=dtype).contiguous(memory_format=layout)
+    weight = torch.randn(*channels, *[kernel] * len(size), dtype=dtype).contiguous(memory_format=layout)
+    padding, n = (kernel // 2 if stride == 1 else 0), len(size)
+    settings = ([stride] * n, [padding] * n, [1] * n, transposed, [0] * n, groups)
+    gradient = torch.randn_like(aten.convolution.default(x, weight, None, *settings))
+
+    def backward(mask: list[bool], source: torch.Tensor = x) -> Any:
+        sizes = [outside] if bias else None
+        return CONVOLUTION_BACKWARD(gradient, source, weight, sizes, *settings, mask)
+
+    whole = backward([True, True, bias])
+    rest = backward([False, True, bias])
+    other = torch.full((x.numel(),), float("nan"), dtype=dtype)  # its values must not matter
+    of_input = backward([True, False, False], other.as_strided(x.shape, x.stride()))
+    assert same_bits(whole[0], of_input[0])
+    assert whole[0].stride() == of_input[0].stride()
+    assert same_bits(whole[1], rest[1])
+    assert not bias or same_bits(whole[2], rest[2])
+
+
+class Total(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+
+def network() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 64, 3, stride=2), nn.ReLU(),
+              nn.Conv2d(64, 64, 3), Total()]  # fmt: skip
+    return nn.Sequential(*layers), (torch.randn(1, 8, 32, 32),)
+
+
+def test_the_input_is_let_go_where_something_can_stand_for_it() -> None:
+    model, sample = network()
+    graph = capture(model, bind_sample(model, sample)).graph_module.graph
+    halves = [n for n in graph.nodes if n.target is CONVOLUTION_BACKWARD]
+    assert [n.args[MASK] for n in halves] == [
+        [False, True, True], [True, False, False], [False, True, True], [True, False, False], [False, True, True],
+    ]  # fmt: skip
+    inputs = [n.args[INPUT].target for n in halves]
+    assert inputs[1] is inputs[3] is aten.as_strided.default
+    assert all(target is not aten.as_strided.default for target in (inputs[0], inputs[2], inputs[4]))
+
+
+def test_a_planned_step_is_the_plain_one() -> None:
+    model, sample = network()
+    plan = plan_at(model, sample, 80)
+    model(*sample).backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    plan.module(*sample).backward()
+    assert all(same_bits(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
+    assert measured_peak_bytes(plan.module, model, sample, plan.static_bytes) <= plan.peak_bytes

@@ -31,8 +31,8 @@ def split_convolutions(graph: fx.Graph) -> None:
 def _split(graph: fx.Graph, node: fx.Node, weights: list[fx.Node]) -> None:
     mask: Any = node.args[MASK]
     with graph.inserting_before(node):
-        rest = _part(graph, node, [False, *mask[1:]])
-        of_input = _part(graph, node, [True, False, False])
+        rest = _part(graph, node, [False, *mask[1:]], "weight")
+        of_input = _part(graph, node, [True, False, False], "input")
     for item in list(node.users):
         assert item.target is operator.getitem
         item.update_arg(0, of_input if item.args[1] == 0 else rest)
@@ -40,8 +40,9 @@ def _split(graph: fx.Graph, node: fx.Node, weights: list[fx.Node]) -> None:
     _let_input_go(graph, of_input, weights)
 
 
-def _part(graph: fx.Graph, node: fx.Node, mask: list[bool]) -> fx.Node:
-    part = graph.call_function(CONVOLUTION_BACKWARD, (*node.args[:MASK], mask))
+def _part(graph: fx.Graph, node: fx.Node, mask: list[bool], name: str) -> fx.Node:
+    arguments = (*node.args[:MASK], mask)
+    part = graph.create_node("call_function", CONVOLUTION_BACKWARD, arguments, name=f"{node.name}_{name}")
     part.meta = dict(node.meta)
     part.meta["val"] = tuple(v if wanted else None for v, wanted in zip(node.meta["val"], mask, strict=True))
     return part

@@ -81,7 +81,7 @@ def merge_cross_entropy(graph: fx.Graph) -> None:
     """Let one op stand for each pair of backward kernels of a cross-entropy over `[rows, classes]`."""
     for node, picked in list(_pairs(graph)):
         with graph.inserting_before(node):
-            merged = graph.call_function(OP.default, tuple(picked.args))
+            merged = graph.create_node("call_function", OP.default, picked.args, name="cross_entropy_backward")
         merged.meta = dict(node.meta)
         node.replace_all_uses_with(merged)
         graph.erase_node(node)

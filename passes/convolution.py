@@ -20,11 +20,15 @@ GRADIENT, INPUT, WEIGHT, MASK = 0, 1, 2, 10  # places of arguments
 
 
 def split_convolutions(graph: fx.Graph) -> None:
-    """Give each `convolution_backward` that computes the input's and another gradient a twin that computes the rest."""
+    """Split each `convolution_backward` that computes the input's and another gradient, if it is worth it.
+
+    That is where the input is larger than the weight: two calls prepare the weight twice.
+    """
     nodes = [n for n in graph.nodes if n.target is CONVOLUTION_BACKWARD]
     weights = list(dict.fromkeys(n.args[WEIGHT] for n in nodes if n.args[WEIGHT].op == "placeholder"))
     for node in nodes:
-        if node.args[MASK][0] and any(node.args[MASK][1:]):
+        numels = [node.args[place].meta["val"].numel() for place in (INPUT, WEIGHT)]
+        if node.args[MASK][0] and any(node.args[MASK][1:]) and numels[0] > numels[1]:
             _split(graph, node, weights)
 
 

@@ -5,6 +5,7 @@ Never worse than greedy or Chen, unless the clock cuts greedy short: above `live
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -16,6 +17,8 @@ from .ilp import search_with_proof
 from .problem import Problem
 from .solution import Solution
 
+CHEN_SHARE = 0.2
+
 
 @dataclass(frozen=True)
 class Auto(Solver):
@@ -24,7 +27,9 @@ class Auto(Solver):
     name: ClassVar[str] = "auto"
 
     def search(self, problem: Problem, budget_bytes: int, plain: Solution, effort: Effort) -> Solution:
+        begin, starts = time.monotonic(), effort.warm_starts
         with suppress(BudgetError):  # no segmentation may fit, and the hunt still find a plan
-            chen = Chen().solve(problem, budget_bytes).schedule
-            effort = replace(effort, warm_starts=(*effort.warm_starts, chen))
-        return search_with_proof(problem, budget_bytes, self.name, effort)
+            chen = Chen().solve(problem, budget_bytes, time_limit=CHEN_SHARE * effort.time_limit)
+            starts = (*starts, chen.schedule)
+        left = effort.time_limit - (time.monotonic() - begin)
+        return search_with_proof(problem, budget_bytes, self.name, replace(effort, time_limit=left, warm_starts=starts))

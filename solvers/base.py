@@ -12,6 +12,7 @@ from .schedule import Schedule
 from .solution import Solution, plain_solution
 
 Report = Callable[[str], None]
+CLOCK = "the time limit ended the search; another run may find another plan"
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ costs more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import networkx as nx
 
-from .base import Effort, Solver
+from .base import CLOCK, Effort, Solver
 from .bounds import floor_bytes
 from .live import LARGE, Live, Recompute
 from .minimum import budget_error
@@ -32,24 +33,34 @@ class Chen(Solver):
     name: ClassVar[str] = "chen"
 
     def search(self, problem: Problem, budget_bytes: int, plain: Solution, effort: Effort) -> Solution:
-        states = [checkpointed(problem, segments) for segments in segmentations(problem)]
-        fitting = [live for live in states if live.peak_bytes <= budget_bytes]
-        schedules = [min(fitting, key=lambda live: live.cost).schedule()] if fitting else []
+        deadline = time.monotonic() + effort.time_limit
+        backbone = _backbone(problem)
+        best: Live | None = None
+        smallest = plain.peak_bytes
+        notes: tuple[str, ...] = ()
+        for checkpoints in segmentations(problem, backbone):
+            if best is not None and time.monotonic() > deadline:
+                notes = (CLOCK,)
+                break
+            live = checkpointed(problem, checkpoints, backbone)
+            smallest = min(smallest, live.peak_bytes)
+            if live.peak_bytes <= budget_bytes and (best is None or live.cost < best.cost):
+                best = live
+        schedules = [best.schedule()] if best is not None else []
         found = cheapest_fit(problem, budget_bytes, self.name, (*schedules, *effort.warm_starts))
         if found is None:
-            smallest = min((live.peak_bytes for live in states), default=plain.peak_bytes)
-            raise budget_error(budget_bytes, min(smallest, plain.peak_bytes), floor_bytes(problem))
-        return found
+            raise budget_error(budget_bytes, smallest, floor_bytes(problem))
+        return replace(found, notes=notes)
 
 
-def cut_points(problem: Problem) -> list[int]:
+def cut_points(problem: Problem, backbone: list[int]) -> list[int]:
     """Forward ops whose removal separates the ops before them from the ops after, in order."""
-    backbone = set(_backbone(problem))
+    members = set(backbone)
     graph = nx.Graph()
-    graph.add_nodes_from(sorted(backbone))
-    for i in sorted(backbone):
+    graph.add_nodes_from(backbone)
+    for i in backbone:
         producers = (problem.producer[t] for t in problem.ops[i].inputs)
-        graph.add_edges_from((p, i) for p in producers if p in backbone)
+        graph.add_edges_from((p, i) for p in producers if p in members)
     return sorted(nx.articulation_points(graph))
 
 
@@ -67,9 +78,9 @@ def _backbone(problem: Problem) -> list[int]:
     return sorted({source, *nx.descendants(graph, source)})
 
 
-def segmentations(problem: Problem) -> list[tuple[int, ...]]:
+def segmentations(problem: Problem, backbone: list[int]) -> list[tuple[int, ...]]:
     """Distinct lists of checkpoints, from the finest granularity to a single segment."""
-    cuts = cut_points(problem)
+    cuts = cut_points(problem, backbone)
     sizes = [sum(problem.tensors[t].bytes for t in op.outputs) for op in problem.ops]
     total = sum(sizes[: problem.num_forward])
     found: dict[tuple[int, ...], None] = {}
@@ -91,12 +102,12 @@ def _checkpoints(problem: Problem, cuts: list[int], sizes: list[int], granularit
     return tuple(chosen)
 
 
-def checkpointed(problem: Problem, checkpoints: tuple[int, ...]) -> Live:
+def checkpointed(problem: Problem, checkpoints: tuple[int, ...], backbone: list[int]) -> Live:
     """Save checkpoints, and what may not be recomputed; recompute each segment before its first backward read."""
     segment_of = _segments(problem, checkpoints)
     saved = set(checkpoints)
     members: dict[int, list[int]] = {}
-    dropped = {i for i in _backbone(problem) if problem.ops[i].recomputable and i not in saved}
+    dropped = {i for i in backbone if problem.ops[i].recomputable and i not in saved}
     for i in sorted(dropped):
         members.setdefault(segment_of[i], []).append(i)
     live = Live(problem)

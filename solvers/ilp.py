@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from .base import Effort, Report, Solver
+from .base import CLOCK, Effort, Report, Solver
 from .bounds import floor_bytes
 from .descent import Taste, cheapest_descent, descend, drop_unneeded
 from .engine import Answer, solve_staged
@@ -40,7 +40,6 @@ PROGRAM_SHARE = 0.4
 LARGE_PROGRAM_SHARE = 0.8
 GREEDY_SHARE = 0.4
 LEAST_SECONDS = 0.5
-CLOCK = "the time limit ended the search; another run may find another plan"
 
 
 @dataclass

@@ -37,7 +37,7 @@ from .constants import Guard, KnownValues
 from .convolution import split_convolutions
 from .errors import CaptureError, Unsupported
 from .layouts import EagerLayouts
-from .loss import merge_cross_entropy
+from .merge import merge_cross_entropy, save_logits
 from .modules import fill_forward_paths, module_path, module_paths
 from .ops import RUNNING_STATISTICS, result_ignores
 from .refuse import storage_kind
@@ -216,6 +216,7 @@ def capture(
     *,
     differentiated: tuple[str, ...] | None = None,
     device: torch.device | None = None,
+    keep_outputs: bool = True,
 ) -> Traced:
     """Trace the training step of `model`.
 
@@ -224,6 +225,7 @@ def capture(
         loss_fn: called with the model's output (and the call's further arguments); the step then returns its value.
         differentiated: paths of the outputs that `backward` starts from; None chooses (`loss`, else scalars, else all).
         device: where meta tensors are to live.
+        keep_outputs: whether the caller holds what the model returns besides its loss through the backward.
 
     Raises:
         CaptureError: the forward cannot be traced; carries the user's file and line.
@@ -250,7 +252,7 @@ def capture(
             except CaptureError:
                 raise error from error.__cause__
     _check(joint, [e.name for e in entries] + names, len(entries))
-    return _traced(joint, tracer, entries, input_template, len(input_tensors))
+    return _traced(joint, tracer, entries, input_template, len(input_tensors), keep_outputs)
 
 
 def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
@@ -426,8 +428,9 @@ def _check_constants(graph_module: fx.GraphModule) -> None:
 
 
 def _traced(
-    joint: JointGraph, tracer: _StepTracer, entries: list[StateEntry], input_template: Template, num_inputs: int
-) -> Traced:
+    joint: JointGraph, tracer: _StepTracer, entries: list[StateEntry], input_template: Template, num_inputs: int,
+    keep_outputs: bool,
+) -> Traced:  # fmt: skip
     num_outputs = joint.num_forward_outputs - len(joint.mutated_inputs)
     leaves = []
     for leaf in tracer.leaves:
@@ -441,6 +444,8 @@ def _traced(
         leaves.append(leaf)
     _drop_running_statistics(joint.graph_module.graph)
     merge_cross_entropy(joint.graph_module.graph)
+    if not keep_outputs:
+        save_logits(joint.graph_module.graph, _let_go(joint, leaves))
     split_convolutions(joint.graph_module.graph)
     bound_names = [path for path, _ in slots(input_template)]
     return Traced(
@@ -456,6 +461,14 @@ def _traced(
         guard=tracer.guard,
         notes=tracer.notes,
     )
+
+
+def _let_go(joint: JointGraph, leaves: list[OutputLeaf]) -> list[fx.Node]:
+    """Results of the forward that only the caller has after it: the backward does not start from them."""
+    results: Any = joint.graph_module.graph.output_node().args[0]
+    first = len(joint.mutated_inputs)
+    found = [results[first + leaf.index] for leaf in leaves if leaf.input is None and not leaf.differentiated]
+    return [n for n in found if isinstance(n, fx.Node)]
 
 
 def _drop_running_statistics(graph: fx.Graph) -> None:

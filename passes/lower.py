@@ -16,7 +16,15 @@ from .alias import Aliases, Storage, is_compute
 from .capture import Traced
 from .errors import Unsupported
 from .memory import granule, round_up
-from .ops import RUNNING_STATISTICS, is_collective, is_random, must_run_once, result_ignores, takeovers
+from .ops import (
+    MINDS_THE_CALLER,
+    RUNNING_STATISTICS,
+    is_collective,
+    is_random,
+    must_run_once,
+    result_ignores,
+    takeovers,
+)
 from .profile import OpProfile
 from .replay import is_counter
 
@@ -196,7 +204,9 @@ class _Lowering:
         storage = self.aliases.of[source]
         taken = self.storage_tensor.get(storage) if isinstance(storage, Storage) else None
         others = [a for a in node.all_input_nodes if a is not source]
-        if taken is None or storage in self.returned or any(storage in self.aliases.storages(a) for a in others):
+        if taken is None or any(storage in self.aliases.storages(a) for a in others):
+            return None
+        if storage in self.returned and node.target not in MINDS_THE_CALLER:
             return None
         same = _same_layout(source.meta["val"], node.meta["val"])
         return taken if same and self.tensors[taken].bytes == self.tensors[outputs[0]].bytes else None

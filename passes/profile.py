@@ -151,13 +151,8 @@ def _count(node: fx.Node) -> OpProfile:
         bytes_read=sum(t.numel() * t.element_size() for t in read),
         bytes_written=sum(t.numel() * t.element_size() for t in written),
         dtype=_dtype([*read, *written]),
-        workspace_bytes=_known_workspace(node),
+        workspace_bytes=loss.workspace_bytes(node),  # of our own ops it is known without running them
     )
-
-
-def _known_workspace(node: fx.Node) -> int:
-    """Of our own ops it is known without running them."""
-    return loss.workspace_bytes(node.meta["val"]) if node.target is loss.OP.default else 0
 
 
 def _dtype(tensors: Sequence[torch.Tensor]) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ._torch import below_autograd
+from .cross_entropy import alone
 from .errors import PlannerError
 from .replay import as_tensor, copy_generator, old_value
 
@@ -81,8 +82,9 @@ class _PlannedStep(torch.autograd.Function):
                 primals[i].copy_(value)
                 ctx.versions[i] = primals[i]._version
         outputs = _distinct(results[count : count + step.num_outputs])
-        returned = {id(t) for t in outputs}
-        ctx.saved = [s.detach() if id(s) in returned else s for s in results[count + step.num_outputs :]]
+        returned = {o.untyped_storage().data_ptr() for o in outputs}
+        saved = results[count + step.num_outputs :]
+        ctx.saved = [alone(s) if s.untyped_storage().data_ptr() in returned else s for s in saved]
         ctx.held = [o.detach() for o in outputs] if step.hold_outputs else None
         kept = {s.untyped_storage().data_ptr() for s in ctx.saved}
         ctx.shared = [(o.detach(), o._version) for o in outputs if o.untyped_storage().data_ptr() in kept]

@@ -6,8 +6,9 @@ generator depends on that generator's k-th state, so dropped, repeated or reorde
 replay has its original's number exactly if it runs under the state taken right before it. A primal that the
 forward overwrites has another number in the backward. An in-place op has its functional twin's number if its result
 is laid out as its argument; every other value in the memory it writes is gone, and a later read of one breaks the
-proof, as does writing where a caller can see it. What must agree: every forward output and every gradient. And
-nothing else may run: each call has the number of a traced one, also where nobody reads it.
+proof, as does writing where a caller can see it (unless the op itself looks whether one does). What must agree: every
+forward output and every gradient. And nothing else may run: each call has the number of a traced one, also where
+nobody reads it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .alias import aliased_argument, device_of, is_view
 from .capture import Traced
 from .errors import VerificationError
 from .ops import (
+    MINDS_THE_CALLER,
     RUNNING_STATISTICS,
     functional_form,
     is_random,
@@ -208,7 +210,8 @@ class _Walk:
                 raise VerificationError(f"{node.name!r} may not write over {written.name!r}", node=node.name)
             if any(a is not written and self.root_of[a] == memory for a in node.all_input_nodes):
                 raise VerificationError(f"{node.name!r} writes to memory that it reads otherwise", node=node.name)
-            if getattr(memory, "op", "call_function") != "call_function" or memory in self.protected:
+            minds = node.target in MINDS_THE_CALLER
+            if getattr(memory, "op", "call_function") != "call_function" or (memory in self.protected and not minds):
                 raise VerificationError(f"{node.name!r} writes to memory it does not own", node=node.name)
             if layouts.get(numbers[written]) != layouts.get(numbers[node]):
                 raise VerificationError(f"{node.name!r} does not fit over {written.name!r}", node=node.name)

@@ -172,7 +172,9 @@ def _check_same_step(plan: Plan, model: nn.Module, sample: Any) -> None:
     with contextlib.ExitStack() as stack:
         for kind, dtype in state.first.autocast:
             stack.enter_context(torch.autocast(kind, dtype))
-        other = capture(model, bound, state.loss_fn, differentiated=expected)
+        other = capture(
+            model, bound, state.loss_fn, differentiated=expected, keep_outputs=plan.planned.prepared.keep_outputs
+        )
     if fingerprint(other) != fingerprint(own):
         raise _mismatch(_difference(own, other))
 

@@ -17,16 +17,18 @@ from safetensors.torch import save_file
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from passes import cross_entropy, export_runtime, random
 from passes.capture import OutputLeaf, Traced, state_tensors
 from passes.structure import Constant, Opaque, Slot, Template, Tree
 from solvers.errors import MIB, PlannerError
 
-from . import export_runtime
 from .atomic import new_folder
 from .fingerprint import describe_value
 from .plan import Plan
 from .source import Half, identifier, write_guard, write_half
 
+# Files of a folder that are ours, word for word.
+COPIED = {"runtime.py": export_runtime, "random.py": random, "cross_entropy.py": cross_entropy}
 INIT = '''"""{doc}"""
 
 from pathlib import Path
@@ -60,7 +62,8 @@ def export(plan: Plan, path: str | os.PathLike[str]) -> Path:
         _write(folder / "forward.py", write_half(forward))
         _write(folder / "backward.py", write_half(backward))
         _write(folder / "guard.py", write_guard(plan.planned.prepared.traced.guard))
-        _write(folder / "runtime.py", Path(export_runtime.__file__).read_text(encoding="utf-8"))
+        for name, module in COPIED.items():
+            _write(folder / name, Path(str(module.__file__)).read_text(encoding="utf-8"))
         _write(folder / "spec.json", json.dumps(spec, indent=1) + "\n")
         _save(tensors, folder / "weights.safetensors")
         if constants:

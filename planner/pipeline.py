@@ -77,7 +77,9 @@ def prepare(
     """
     device = model_device(model)
     with progress.stage("capture"):
-        traced = capture(model, bound, options.loss_fn, differentiated=options.differentiated)
+        traced = capture(
+            model, bound, options.loss_fn, differentiated=options.differentiated, keep_outputs=options.keep_outputs
+        )
         aliases = alias(traced.graph_module.graph)
         hinted = resolve(options.hints, traced, aliases, device, required=first)
     with progress.stage("profile"):

@@ -6,7 +6,7 @@ import keyword
 import math
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,9 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from passes import loss
+from passes import cross_entropy, loss, random
 from passes.constants import Guard, Ref
 from passes.modules import module_path
-from passes.random import get_rng_state, run_with_rng_state
 from solvers.errors import MIB, PlannerError
 
 from .fingerprint import describe_value
@@ -37,11 +36,15 @@ def tensors(result):
 def answers(inputs):
 {body}
 '''
-HELPERS = {
-    get_rng_state: "get_rng_state",
-    run_with_rng_state: "run_with_rng_state",
-    loss.OP.default: "cross_entropy_backward",
-    loss.OP.out: "cross_entropy_backward",
+# Functions of ours that a half may call -> the function that it calls in a folder, which holds a copy of its file.
+HELPERS: dict[Any, Callable[..., Any]] = {
+    random.get_rng_state: random.get_rng_state,
+    random.run_with_rng_state: random.run_with_rng_state,
+    loss.FORWARD.default: cross_entropy.cross_entropy,
+    loss.OP.default: cross_entropy.cross_entropy_backward,
+    loss.OP.out: cross_entropy.cross_entropy_backward,
+    loss.FROM_LOGITS.default: cross_entropy.cross_entropy_logits_backward,
+    loss.FROM_LOGITS.over: cross_entropy.cross_entropy_logits_backward,
 }
 
 
@@ -70,8 +73,9 @@ def write_half(half: Half) -> str:
         PlannerError: an op belongs to a library other than torch, or an argument cannot be written as source.
     """
     body = "\n".join(_body(half))
-    used = sorted(name for name in set(HELPERS.values()) if f"{name}(" in body)
-    imports = f"\nfrom .runtime import {', '.join(used)}\n" if used else ""
+    called = {f for f in HELPERS.values() if f"{f.__name__}(" in body}
+    lines = sorted(f"from .{f.__module__.rpartition('.')[2]} import {f.__name__}\n" for f in called)
+    imports = f"\n{''.join(lines)}" if lines else ""
     return (
         f'"""{half.doc}"""\n\nimport torch\n{imports}\naten = torch.ops.aten\n\n\n'
         f"def {half.name}(values, constants):\n{body}\n"
@@ -179,7 +183,8 @@ def _variable(name: str) -> str:
     """A node's name, out of the way of the helpers'."""
     if name.startswith("get_rng_state"):
         return name.removeprefix("get_")
-    return f"{name}_" if name in (*HELPERS.values(), "torch", "aten", "values", "constants") else name
+    helpers = (f.__name__ for f in HELPERS.values())
+    return f"{name}_" if name in (*helpers, "torch", "aten", "values", "constants") else name
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
@@ -204,7 +209,7 @@ def function_name(target: Any) -> str:
         PlannerError: it is no op of torch's own, so the folder would not run with torch alone.
     """
     if target in HELPERS:
-        return HELPERS[target]
+        return HELPERS[target].__name__
     if isinstance(target, OpOverload) and target.namespace in NAMESPACES:
         return str(target) if target.namespace == "aten" else f"torch.ops.{target}"
     raise PlannerError(f"{target} is no op of torch: an exported folder runs with torch alone, so it cannot hold it.")

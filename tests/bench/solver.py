@@ -82,7 +82,7 @@ def _target(value: float | None) -> str:
 def captured(name: str) -> tuple[Problem, int]:
     """The zoo model's step, with measured workspace, and the number of nodes of its joint graph."""
     model, sample = build(name)
-    traced = capture(model, bind_sample(model, sample))
+    traced = capture(model, bind_sample(model, sample), keep_outputs=False)
     graph = traced.graph_module.graph
     cpu = torch.device("cpu")
     lowered = lower(traced, alias(graph), profile(graph), roofline, device=cpu, keep_outputs=False)

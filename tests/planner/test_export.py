@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from passes import runtime
+from passes import export_runtime, runtime
 from passes.capture import split_sample
-from planner import Plan, PlannerError, export_runtime
+from passes.memory import measure_peak
+from planner import Plan, PlannerError, auto_checkpoint
 from planner.source import function_name, identifier, literal
 from tests.planner.small import ROOT, conv_net, mlp, plan_at, python, structured
 from tests.zoo.compare import measured_peak_bytes, run_step
@@ -190,6 +192,49 @@ def test_an_output_changed_in_place_is_noticed(tmp_path: Path, monkeypatch: pyte
         hidden.detach().add_(1)
         with pytest.raises(RuntimeError, match="output of the planned step was changed in place"):
             loss.backward()
+
+
+def test_logits_that_are_let_go_are_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder's peak is the module's, whether the caller holds the logits, which stay, or the loss alone."""
+    model, sample = language_model()
+    plan = auto_checkpoint(model, sample, progress=False, keep_outputs=False)
+    shipped = load(plan, tmp_path, monkeypatch, "let_go")
+    peaks: dict[str, list[int]] = {"loss": [], "logits": []}
+    for module in (plan.module, shipped):
+        for held, measured in peaks.items():
+            module.zero_grad()
+            measured.append(measure_peak(lambda module=module, held=held: backward_holding(module, sample, held)))
+    size = sample["tokens"].numel() * 2000 * 4
+    assert peaks["loss"][0] == peaks["loss"][1] <= plan.peak_bytes - plan.static_bytes
+    assert peaks["logits"][0] == peaks["logits"][1] >= peaks["loss"][0] + size // 2
+    gradients = [{n: p.grad for n, p in m.named_parameters()} for m in (shipped, model)]
+    assert differing(*gradients) == [] and all(g is not None for g in gradients[0].values())
+
+
+def language_model() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    return TiedLanguageModel(), {"tokens": torch.randint(0, 2000, (4, 64))}
+
+
+class TiedLanguageModel(nn.Module):
+    """Embedding, a layer and the embedding again; returns its loss and, as Hugging Face's do, the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(2000, 16), nn.Linear(16, 16)
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = F.linear(self.layer(self.embedding(tokens)).relu(), self.embedding.weight)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), tokens.roll(1).flatten()), "logits": logits}
+
+
+def backward_holding(module: nn.Module, sample: Any, held: str) -> None:
+    value = module(**sample)
+    loss, kept = value["loss"], value[held]
+    before = kept.detach().clone() if held == "logits" else None
+    del value
+    loss.backward()
+    assert before is None or torch.equal(before, kept)
 
 
 @pytest.mark.parametrize("laid_out", [runtime._laid_out, export_runtime._laid_out])

@@ -1,4 +1,4 @@
-"""Runs an exported training step. This file is copied into the folder as `runtime.py`; it needs torch and safetensors.
+"""Runs an exported training step. Copied into the folder as `runtime.py`; it needs torch and safetensors.
 
 `forward.py` and `backward.py` beside it hold the two halves as source, `spec.json` the call signature, the structure
 of inputs and outputs and the module tree, `weights.safetensors` parameters and buffers.
@@ -20,70 +20,14 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils._pytree import register_pytree_node
 
+from .cross_entropy import alone
+
 Half = Callable[[list[Any], dict[str, torch.Tensor]], tuple[Any, ...]]
 Answers = Callable[[list[torch.Tensor]], tuple[bool, ...]]
 
 
 class ExportError(RuntimeError):
     """The exported step cannot run on what it was given; the message says what was expected."""
-
-
-# Random ops -----------------------------------------------------------------------------------------------------------
-
-
-def get_rng_state(device: str) -> torch.Tensor:
-    """The state of `device`'s default generator."""
-    return torch.cuda.get_rng_state(device) if device.startswith("cuda") else torch.get_rng_state()
-
-
-def set_rng_state(state: torch.Tensor, device: str) -> None:
-    """Inverse of `get_rng_state`."""
-    if device.startswith("cuda"):
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
-
-
-def run_with_rng_state(state: torch.Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run a random op again with the numbers of its first run; the generator itself stays where it was."""
-    current = get_rng_state(device)
-    set_rng_state(state, device)
-    try:
-        return op(*args, **kwargs)
-    finally:
-        set_rng_state(current, device)
-
-
-# The loss -------------------------------------------------------------------------------------------------------------
-
-
-def cross_entropy_backward(
-    gradient: torch.Tensor,
-    log_probabilities: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    total_weight: torch.Tensor,
-    *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`nll_loss_backward` and `_log_softmax_backward_data` on blocks of rows; `out` may be `log_probabilities`."""
-    aten = torch.ops.aten
-    result = torch.empty_like(log_probabilities) if out is None else out
-    rows, classes = log_probabilities.shape
-    size = max(1, -(-rows // 16), (1 << 20) // max(1, classes * log_probabilities.element_size()))
-    for first in range(0, rows, size):
-        block = slice(first, first + size)
-        of_rows = gradient[block] if reduction == 0 else gradient
-        picked = aten.nll_loss_backward.default(
-            of_rows, log_probabilities[block], target[block], weight, reduction, ignore_index, total_weight
-        )
-        aten._log_softmax_backward_data.out(
-            picked, log_probabilities[block], 1, log_probabilities.dtype, out=result[block]
-        )
-        del picked  # before the next block's is made
-    return result
 
 
 # The step -------------------------------------------------------------------------------------------------------------
@@ -110,8 +54,9 @@ class _Step(torch.autograd.Function):
             for i, value in zip(mutated, results[:count], strict=True):
                 primals[i].copy_(value)
         outputs = _distinct(results[count : count + spec["num_outputs"]])
-        returned = {id(t) for t in outputs}
-        ctx.saved = [s.detach() if id(s) in returned else s for s in results[count + spec["num_outputs"] :]]
+        returned = {o.untyped_storage().data_ptr() for o in outputs}
+        saved = results[count + spec["num_outputs"] :]
+        ctx.saved = [alone(s) if s.untyped_storage().data_ptr() in returned else s for s in saved]
         ctx.held = [o.detach() for o in outputs] if spec["hold_outputs"] else None
         kept = {s.untyped_storage().data_ptr() for s in ctx.saved}
         ctx.shared = [(o.detach(), o._version) for o in outputs if o.untyped_storage().data_ptr() in kept]

@@ -1,0 +1,140 @@
+"""Cross-entropy on blocks of rows, in the bits of autograd's own kernels. Needs torch alone: exports hold a copy.
+
+`F.cross_entropy(logits, target)` over `[rows, classes]` is four kernels: `_log_softmax`, `nll_loss_forward`, and in the
+backward `nll_loss_backward`, which fills a tensor of the logits' size with zeros but for one entry a row, and
+`_log_softmax_backward_data`. All but the sum in the second treat each row by itself, so blocks of rows give the same
+bits, and what a block needs lives in the cache. Source: ATen's LossNLL.cpp and SoftMax.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+aten = torch.ops.aten
+BLOCKS = 16
+SMALLEST_BLOCK = 1 << 20
+
+
+def rows_per_block(values: torch.Tensor) -> int:
+    """A sixteenth of the rows of `[rows, classes]`, but no less than what a MiB holds."""
+    rows, classes = values.shape
+    row_bytes = max(1, classes * values.element_size())
+    return max(1, -(-rows // BLOCKS), SMALLEST_BLOCK // row_bytes)
+
+
+def _blocks(values: torch.Tensor) -> Iterator[slice]:
+    size = rows_per_block(values)
+    return (slice(first, first + size) for first in range(0, values.shape[0], size))
+
+
+def cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, reduction: int, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`nll_loss_forward(log_softmax(logits, 1), target, None, ...)`: the loss and the number of targets that count.
+
+    Only each row's own log-probability is kept, as a tensor of one class; targets are renamed to fit: 0 for a valid
+    one, and whatever is out of range stays out of range, so that it raises as usual.
+
+    Args:
+        logits: `[rows, classes]`, of at least two classes.
+        target: `[rows]`, int64.
+        reduction: 0 none, 1 mean, 2 sum.
+
+    Raises:
+        IndexError: a target is out of range.
+    """
+    classes = logits.shape[1]
+    valid = (target >= 0).logical_and_(target < classes)
+    index = target.masked_fill(valid.logical_not(), 0).unsqueeze_(1)
+    picked = torch.empty_like(index, dtype=logits.dtype)
+    for block in _blocks(logits):
+        torch.gather(aten._log_softmax.default(logits[block], 1, False), 1, index[block], out=picked[block])
+    renamed = target.masked_fill(valid, 0)
+    ignored = 1 if 0 <= ignore_index < classes else ignore_index
+    renamed.masked_fill_(target == ignore_index, ignored)
+    loss, total_weight = aten.nll_loss_forward.default(picked, renamed, None, reduction, ignored)
+    return loss, total_weight
+
+
+def cross_entropy_backward(
+    gradient: torch.Tensor,
+    log_probabilities: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The gradient with respect to the logits, `[rows, classes]`, of `nll_loss(log_softmax(logits, 1), target)`.
+
+    Arguments are those of `aten.nll_loss_backward`; `out` may be `log_probabilities`.
+    """
+    result = torch.empty_like(log_probabilities) if out is None else out
+    for block in _blocks(log_probabilities):
+        _backward(
+            gradient[block] if reduction == 0 else gradient, log_probabilities[block], target[block], weight,
+            reduction, ignore_index, total_weight, result[block],
+        )  # fmt: skip
+    return result
+
+
+def cross_entropy_logits_backward(
+    gradient: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+    *,
+    over: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`cross_entropy_backward` from the logits: a block's log-probabilities are computed again and dropped.
+
+    Args:
+        over: the logits, where nobody needs them any more. The result takes their memory if it is nobody else's;
+            whoever took the logits from the model and still holds them keeps them as they are.
+    """
+    result = over if over is not None and held_once(over) else torch.empty_like(logits)
+    for block in _blocks(logits):
+        _backward(
+            gradient[block] if reduction == 0 else gradient, aten._log_softmax.default(logits[block], 1, False),
+            target[block], None, reduction, ignore_index, total_weight, result[block],
+        )  # fmt: skip
+    return result
+
+
+def _backward(
+    gradient: torch.Tensor,
+    log_probabilities: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    picked = aten.nll_loss_backward.default(
+        gradient, log_probabilities, target, weight, reduction, ignore_index, total_weight
+    )
+    aten._log_softmax_backward_data.out(picked, log_probabilities, 1, log_probabilities.dtype, out=out)
+
+
+def held_once(tensor: torch.Tensor) -> bool:
+    """Whether nothing but `tensor`, and the tensor that it is a view of, refers to its memory.
+
+    What a step saves is `alone`: never a view of what its caller was given, so a caller's tensor always counts.
+    """
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    own = 1 if tensor._base is None else 2
+    return count is not None and count(tensor.untyped_storage()._cdata) == own + 1  # and the storage object itself
+
+
+def alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory and layout in a tensor that keeps no other tensor alive, as a view would."""
+    return tensor.new_empty(0).set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+    )

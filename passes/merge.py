@@ -1,0 +1,132 @@
+"""Graph passes that let the block-wise cross-entropy of `passes.cross_entropy` stand for autograd's kernels.
+
+With a large vocabulary the logits are the largest buffer of a step, and eager holds four of that size: the logits, the
+log-probabilities, their gradient and the logits'. One op for the backward's two kernels leaves out the third, and
+its result can take the place of the log-probabilities.
+
+The log-probabilities can take the logits' place only where nobody else reads those. A model that returns its logits
+beside the loss, as Hugging Face's do, has them read by the caller, after the forward. If the caller does not hold
+them through the backward (`keep_outputs=False`), the loss is computed without whole log-probabilities, the logits
+are saved in their stead and the gradient takes the logits' place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .alias import aliased_argument, is_view
+from .loss import FORWARD, FROM_LOGITS, OP
+
+aten = torch.ops.aten
+
+
+def merge_cross_entropy(graph: fx.Graph) -> None:
+    """Let one op stand for each pair of backward kernels of a cross-entropy over `[rows, classes]`."""
+    for node, picked in list(_pairs(graph)):
+        with graph.inserting_before(node):
+            merged = graph.create_node("call_function", OP.default, picked.args, name="cross_entropy_backward")
+        merged.meta = dict(node.meta)
+        node.replace_all_uses_with(merged)
+        graph.erase_node(node)
+        graph.erase_node(picked)
+
+
+def _pairs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    for node in graph.nodes:
+        if node.target is not aten._log_softmax_backward_data.default:
+            continue
+        picked, log_probabilities, dim, dtype = node.args
+        if not isinstance(picked, fx.Node) or picked.target is not aten.nll_loss_backward.default:
+            continue
+        value = node.meta["val"]
+        source = _undetached(log_probabilities)
+        alike = dim in (1, -1) and dtype == value.dtype and _same_rows(value, source)
+        if alike and len(picked.users) == 1 and _undetached(picked.args[1]) is source:
+            yield node, picked
+
+
+def save_logits(graph: fx.Graph, returned: Collection[fx.Node]) -> None:
+    """Compute cross-entropies from the logits where those are returned: no whole log-probabilities.
+
+    Args:
+        returned: the forward's results whose memory is the caller's once the forward is done, and not planned for.
+    """
+    roots = {_root(node) for node in returned}
+    for merged in graph.find_nodes(op="call_function", target=OP.default):
+        normalize = _undetached(merged.args[1])
+        if normalize.target is aten._log_softmax.default and _root(normalize.args[0]) in roots:
+            _from_logits(graph, normalize, merged)
+
+
+def _from_logits(graph: fx.Graph, normalize: fx.Node, merged: fx.Node) -> None:
+    gradient, _, target, weight, reduction, ignore_index, total_weight = merged.args
+    logits, dim, _ = normalize.args
+    picked = next((n for n in normalize.users if n.target is aten.nll_loss_forward.default), None)
+    readers = {n for n in _readers(normalize) if n is not merged and n is not picked}
+    value = normalize.meta["val"]
+    if picked is None or readers or weight is not None or dim not in (1, -1) or value.shape[1] < 2:
+        return
+    if not _same_rows(value, logits):
+        return
+    with graph.inserting_before(picked):
+        loss = graph.create_node(
+            "call_function", FORWARD.default, (logits, target, reduction, ignore_index), name="cross_entropy"
+        )
+    loss.meta = dict(picked.meta)
+    picked.replace_all_uses_with(loss)
+    with graph.inserting_before(merged):
+        arguments: Any = (gradient, logits, target, reduction, ignore_index, total_weight)
+        backward = graph.create_node(
+            "call_function", FROM_LOGITS.default, arguments, name="cross_entropy_logits_backward"
+        )
+    backward.meta = dict(merged.meta)
+    merged.replace_all_uses_with(backward)
+    for node in (merged, picked):
+        graph.erase_node(node)
+    _erase_unread(graph, normalize)
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        yield from _readers(user) if user.target in DETACHES else (user,)
+
+
+def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
+    for user in list(node.users):
+        _erase_unread(graph, user)
+    graph.erase_node(node)
+
+
+def _same_rows(value: torch.Tensor, source: object) -> bool:
+    """Whether both are dense `[rows, classes]` of one type."""
+    if not isinstance(source, fx.Node) or value.dim() != 2 or not value.is_contiguous():
+        return False
+    before = source.meta["val"]
+    return bool(before.dtype == value.dtype and before.shape == value.shape and before.is_contiguous())
+
+
+DETACHES = (aten.detach.default, aten.alias.default)
+
+
+def _undetached(value: object) -> fx.Node:
+    assert isinstance(value, fx.Node)
+    while value.target in DETACHES:
+        source = value.args[0]
+        assert isinstance(source, fx.Node)
+        value = source
+    return value
+
+
+def _root(node: Any) -> fx.Node:
+    """The node that wrote the memory of a value."""
+    while is_view(node):
+        source = aliased_argument(node)
+        if source is None:  # one of several views
+            source = node.args[0]
+        node = source
+    assert isinstance(node, fx.Node)
+    return node

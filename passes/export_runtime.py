@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils._pytree import register_pytree_node
 
-from .cross_entropy import alone
+from .kernels import alone
 
 Half = Callable[[list[Any], dict[str, torch.Tensor]], tuple[Any, ...]]
 Answers = Callable[[list[torch.Tensor]], tuple[bool, ...]]

@@ -1,4 +1,4 @@
-"""Graph passes that let the block-wise cross-entropy of `passes.cross_entropy` stand for autograd's kernels.
+"""Graph passes that let the block-wise kernels of `passes.kernels` stand for autograd's.
 
 With a large vocabulary the logits are the largest buffer of a step, and eager holds four of that size: the logits, the
 log-probabilities, their gradient and the logits'. One op for the backward's two kernels leaves out the third, and
@@ -8,6 +8,9 @@ The log-probabilities can take the logits' place only where nobody else reads th
 beside the loss, as Hugging Face's do, has them read by the caller, after the forward. If the caller does not hold
 them through the backward (`keep_outputs=False`), the loss is computed without whole log-probabilities, the logits
 are saved in their stead and the gradient takes the logits' place.
+
+Where one weight is embedding and head, its gradient at the backward's end is a sum of two tables: the second is never
+whole. Nor is the mask of a dropout as numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +22,15 @@ import torch
 from torch import fx
 
 from .alias import aliased_argument, is_view
-from .loss import FORWARD, FROM_LOGITS, OP
+from .kernels import SMALLEST_BLOCK
+from .library import (
+    CROSS_ENTROPY,
+    CROSS_ENTROPY_BACKWARD,
+    CROSS_ENTROPY_LOGITS_BACKWARD,
+    DROPOUT,
+    EMBEDDING_BACKWARD_ADD,
+    MUL_MASK,
+)
 
 aten = torch.ops.aten
 
@@ -28,7 +39,9 @@ def merge_cross_entropy(graph: fx.Graph) -> None:
     """Let one op stand for each pair of backward kernels of a cross-entropy over `[rows, classes]`."""
     for node, picked in list(_pairs(graph)):
         with graph.inserting_before(node):
-            merged = graph.create_node("call_function", OP.default, picked.args, name="cross_entropy_backward")
+            merged = graph.create_node(
+                "call_function", CROSS_ENTROPY_BACKWARD.default, picked.args, name="cross_entropy_backward"
+            )
         merged.meta = dict(node.meta)
         node.replace_all_uses_with(merged)
         graph.erase_node(node)
@@ -56,7 +69,7 @@ def save_logits(graph: fx.Graph, returned: Collection[fx.Node]) -> None:
         returned: the forward's results whose memory is the caller's once the forward is done, and not planned for.
     """
     roots = {_root(node) for node in returned}
-    for merged in graph.find_nodes(op="call_function", target=OP.default):
+    for merged in graph.find_nodes(op="call_function", target=CROSS_ENTROPY_BACKWARD.default):
         normalize = _undetached(merged.args[1])
         if normalize.target is aten._log_softmax.default and _root(normalize.args[0]) in roots:
             _from_logits(graph, normalize, merged)
@@ -74,20 +87,79 @@ def _from_logits(graph: fx.Graph, normalize: fx.Node, merged: fx.Node) -> None:
         return
     with graph.inserting_before(picked):
         loss = graph.create_node(
-            "call_function", FORWARD.default, (logits, target, reduction, ignore_index), name="cross_entropy"
+            "call_function", CROSS_ENTROPY.default, (logits, target, reduction, ignore_index), name="cross_entropy"
         )
     loss.meta = dict(picked.meta)
     picked.replace_all_uses_with(loss)
     with graph.inserting_before(merged):
         arguments: Any = (gradient, logits, target, reduction, ignore_index, total_weight)
         backward = graph.create_node(
-            "call_function", FROM_LOGITS.default, arguments, name="cross_entropy_logits_backward"
+            "call_function", CROSS_ENTROPY_LOGITS_BACKWARD.default, arguments, name="cross_entropy_logits_backward"
         )
     backward.meta = dict(merged.meta)
     merged.replace_all_uses_with(backward)
     for node in (merged, picked):
         graph.erase_node(node)
     _erase_unread(graph, normalize)
+
+
+def add_embedding_gradients(graph: fx.Graph) -> None:
+    """Add the gradient of an embedding to another gradient of its weights without a table of its own."""
+    for found in graph.find_nodes(op="call_function", target=aten.embedding_dense_backward.default):
+        gradient, indices, _, padding_idx, by_frequency = found.args
+        total = next(iter(found.users), None)
+        if total is None or len(found.users) > 1 or by_frequency or total.target is not aten.add.Tensor:
+            continue
+        others = [a for a in total.args if a is not found]
+        if total.kwargs or len(others) != 1 or not _in_blocks(found.meta["val"], others[0]):
+            continue
+        with graph.inserting_before(total):
+            arguments: Any = (gradient, indices, padding_idx, others[0])
+            merged = graph.create_node(
+                "call_function", EMBEDDING_BACKWARD_ADD.default, arguments, name="embedding_backward_add"
+            )
+        merged.meta = dict(total.meta)
+        total.replace_all_uses_with(merged)
+        graph.erase_node(total)
+        graph.erase_node(found)
+
+
+def mask_in_blocks(graph: fx.Graph) -> None:
+    """Let dropout and its backward multiply by masks without turning a whole one into numbers."""
+    for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
+        values, p, train = node.args
+        value = node.meta["val"][0]
+        exact = value.dtype in (torch.float32, torch.float64)  # smaller types round the scale first
+        if exact and train is True and 0 < p < 1 and _in_blocks(value, values):
+            node.target, node.args = DROPOUT.default, (values, p)
+    for node in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        operands = [a for a in node.args if isinstance(a, fx.Node)]
+        if node.meta.get("partitioner_tag") != "is_backward" or len(operands) != 2:
+            continue
+        mask, values = sorted(operands, key=lambda n: n.meta["val"].dtype is not torch.bool)
+        value = node.meta["val"]
+        if mask.meta["val"].dtype is not torch.bool or not value.is_floating_point():
+            continue
+        bits = mask.meta["val"]
+        if bits.shape != value.shape or not bits.is_contiguous() or not _in_blocks(value, values):
+            continue
+        with graph.inserting_before(node):
+            merged = graph.create_node("call_function", MUL_MASK.default, (values, mask), name="mul_mask")
+        merged.meta = dict(node.meta)
+        node.replace_all_uses_with(merged)
+        graph.erase_node(node)
+
+
+def _in_blocks(value: torch.Tensor, source: object) -> bool:
+    """Whether both are dense, of one shape and type, and large enough for several blocks, on the CPU.
+
+    A CUDA kernel turns masks into numbers as it reads them, and how it sums an embedding's rows was not looked at.
+    """
+    if not isinstance(source, fx.Node) or value.device.type != "cpu":
+        return False
+    before = source.meta["val"]
+    dense = value.is_contiguous() and before.is_contiguous() and before.shape == value.shape
+    return bool(dense and before.dtype == value.dtype and value.numel() * value.element_size() > SMALLEST_BLOCK)
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

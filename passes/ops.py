@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from . import loss  # registers the ops that TAKEOVERS names
+from . import library  # registers the ops that TAKEOVERS names
 
 aten = torch.ops.aten
 
@@ -72,8 +72,11 @@ def _takeovers() -> dict[Any, dict[int, Takeover]]:
         *((name, "default", "out", (0,)) for name in ("_softmax", "_log_softmax")),
         *((name, "default", "out", (0, 1)) for name in ("_softmax_backward_data", "_log_softmax_backward_data")),
     )  # fmt: skip
-    table[loss.OP.default] = {1: Takeover(loss.OP.out, "out")}
-    table[loss.FROM_LOGITS.default] = {1: Takeover(loss.FROM_LOGITS.over, "over")}
+    for packet, twin_overload, position in (
+        (library.CROSS_ENTROPY_BACKWARD, "out", 1), (library.CROSS_ENTROPY_LOGITS_BACKWARD, "over", 1),
+        (library.EMBEDDING_BACKWARD_ADD, "out", 3), (library.MUL_MASK, "out", 0),
+    ):  # fmt: skip
+        table[packet.default] = {position: Takeover(getattr(packet, twin_overload), twin_overload)}
     for name, overload, twin_overload, positions in with_out:
         target = getattr(getattr(aten, name), twin_overload)
         twin = Takeover(target, next(a.name for a in target._schema.arguments if a.kwarg_only and a.is_write))
@@ -85,12 +88,13 @@ TAKEOVERS = _takeovers()
 FUNCTIONAL: dict[Any, Any] = {twin.target: op for op, twins in TAKEOVERS.items() for twin in twins.values()}
 
 # Writes over a value that the caller was given only if the caller let go of it, which it finds out as it runs.
-MINDS_THE_CALLER = frozenset({loss.FROM_LOGITS.default, loss.FROM_LOGITS.over})
+_FROM_LOGITS = library.CROSS_ENTROPY_LOGITS_BACKWARD
+MINDS_THE_CALLER = frozenset({_FROM_LOGITS.default, _FROM_LOGITS.over})
 
 # Not element-wise, but the CPU's kernel is done reading a row before it writes it: op -> position of `dim`, None for
 # an op that always works along the last one.
 ROWWISE = {
-    loss.OP.default: None,
+    library.CROSS_ENTROPY_BACKWARD.default: None,
     aten._softmax.default: 1,
     aten._log_softmax.default: 1,
     aten._softmax_backward_data.default: 2,

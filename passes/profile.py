@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from . import loss
+from . import library
 from ._torch import FakeTensor, below_autograd
 from .alias import device_of, is_compute
 from .flops import listed_flops, unlisted_flops
@@ -140,7 +140,7 @@ def _count(node: fx.Node) -> OpProfile:
     result = node.meta.get("val")
     written = [v for v in pytree.tree_leaves(result) if isinstance(v, torch.Tensor)]
     read = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    if node.target is loss.OP.default:  # counts as its two kernels, each of which is handed the log-probabilities
+    if node.target is library.CROSS_ENTROPY_BACKWARD.default:  # its two kernels are each handed the log-probabilities
         written, read = 2 * written, [*read, *written, *written]
     return OpProfile(
         name=node.name,
@@ -151,7 +151,7 @@ def _count(node: fx.Node) -> OpProfile:
         bytes_read=sum(t.numel() * t.element_size() for t in read),
         bytes_written=sum(t.numel() * t.element_size() for t in written),
         dtype=_dtype([*read, *written]),
-        workspace_bytes=loss.workspace_bytes(node),  # of our own ops it is known without running them
+        workspace_bytes=library.workspace_bytes(node),  # of our own ops it is known without running them
     )
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from ._torch import below_autograd
-from .cross_entropy import alone
 from .errors import PlannerError
+from .kernels import alone
 from .replay import as_tensor, copy_generator, old_value
 
 

@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 from passes.alias import Aliases, is_compute
 from passes.capture import Traced
+from passes.library import STANDS_FOR
 from passes.lower import split_nodes, why_once
 from passes.modules import ancestors, module_path
 
@@ -206,7 +207,8 @@ def _is_op(node: fx.Node, pattern: str) -> bool:
 
 def _op_names(node: fx.Node) -> tuple[str, ...]:
     target = node.target
-    return (str(target), str(target.overloadpacket)) if isinstance(target, OpOverload) else ()
+    named = (target, *STANDS_FOR.get(target, ())) if isinstance(target, OpOverload) else ()
+    return tuple(name for op in named for name in (str(op), str(op.overloadpacket)))
 
 
 def _unmatched(hint: Hinted, names: _Names) -> HintError:

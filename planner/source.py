@@ -15,7 +15,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from passes import cross_entropy, loss, random
+from passes import kernels, library, random
 from passes.constants import Guard, Ref
 from passes.modules import module_path
 from solvers.errors import MIB, PlannerError
@@ -40,11 +40,16 @@ def answers(inputs):
 HELPERS: dict[Any, Callable[..., Any]] = {
     random.get_rng_state: random.get_rng_state,
     random.run_with_rng_state: random.run_with_rng_state,
-    loss.FORWARD.default: cross_entropy.cross_entropy,
-    loss.OP.default: cross_entropy.cross_entropy_backward,
-    loss.OP.out: cross_entropy.cross_entropy_backward,
-    loss.FROM_LOGITS.default: cross_entropy.cross_entropy_logits_backward,
-    loss.FROM_LOGITS.over: cross_entropy.cross_entropy_logits_backward,
+    library.CROSS_ENTROPY.default: kernels.cross_entropy,
+    library.CROSS_ENTROPY_BACKWARD.default: kernels.cross_entropy_backward,
+    library.CROSS_ENTROPY_BACKWARD.out: kernels.cross_entropy_backward,
+    library.CROSS_ENTROPY_LOGITS_BACKWARD.default: kernels.cross_entropy_logits_backward,
+    library.CROSS_ENTROPY_LOGITS_BACKWARD.over: kernels.cross_entropy_logits_backward,
+    library.EMBEDDING_BACKWARD_ADD.default: kernels.embedding_backward_add,
+    library.EMBEDDING_BACKWARD_ADD.out: kernels.embedding_backward_add,
+    library.MUL_MASK.default: kernels.mul_mask,
+    library.MUL_MASK.out: kernels.mul_mask,
+    library.DROPOUT.default: kernels.dropout,
 }
 
 
@@ -73,7 +78,7 @@ def write_half(half: Half) -> str:
         PlannerError: an op belongs to a library other than torch, or an argument cannot be written as source.
     """
     body = "\n".join(_body(half))
-    called = {f for f in HELPERS.values() if f"{f.__name__}(" in body}
+    called = {f for f in HELPERS.values() if re.search(rf"\b{f.__name__}\b[(,]", body)}
     lines = sorted(f"from .{f.__module__.rpartition('.')[2]} import {f.__name__}\n" for f in called)
     imports = f"\n{''.join(lines)}" if lines else ""
     return (

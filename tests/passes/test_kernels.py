@@ -1,4 +1,4 @@
-"""The block-wise cross-entropy: the same bits as autograd's kernels, fewer buffers of the logits' size."""
+"""The block-wise kernels: the same bits as autograd's, fewer large buffers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from passes import loss
+from passes import library
 from passes._torch import below_autograd
 from passes.alias import alias
 from passes.capture import Traced, bind_sample, capture
-from passes.cross_entropy import alone, held_once
+from passes.kernels import alone, held_once
 from passes.memory import high_water, measure_peak
 from passes.profile import profile
 from planner import Plan, auto_checkpoint
-from tests.zoo.compare import same_bits
+from tests.zoo.compare import measured_peak_bytes, same_bits
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -47,8 +47,8 @@ def two_kernels(*arguments: Any) -> torch.Tensor:
 def test_same_bits(rows: int, classes: int, reduction: int, weighted: bool, dtype: torch.dtype) -> None:
     arguments = example(rows, classes, reduction, weighted=weighted, dtype=dtype)
     expected = two_kernels(*arguments)
-    assert same_bits(expected, loss.OP(*arguments))
-    written = loss.OP(*arguments, out=arguments[1])
+    assert same_bits(expected, library.CROSS_ENTROPY_BACKWARD(*arguments))
+    written = library.CROSS_ENTROPY_BACKWARD(*arguments, out=arguments[1])
     assert written.data_ptr() == arguments[1].data_ptr()
     assert same_bits(expected, written)
 
@@ -64,20 +64,20 @@ def test_same_bits_from_logits(rows: int, classes: int, reduction: int, ignored:
     target[1::3] = ignored
     log_probabilities = aten._log_softmax.default(logits, 1, False)
     expected = aten.nll_loss_forward.default(log_probabilities, target, None, reduction, ignored)
-    found = loss.FORWARD.default(logits, target, reduction, ignored)
+    found = library.CROSS_ENTROPY.default(logits, target, reduction, ignored)
     assert same_bits(expected[0], found[0]) and same_bits(expected[1], found[1])
     gradient = torch.randn_like(expected[0])
     wanted = two_kernels(gradient, log_probabilities, target, None, reduction, ignored, expected[1])
     arguments = gradient, logits, target, reduction, ignored, expected[1]
     before = logits.clone()
-    assert same_bits(wanted, loss.FROM_LOGITS.default(*arguments))
+    assert same_bits(wanted, library.CROSS_ENTROPY_LOGITS_BACKWARD.default(*arguments))
     with below_autograd():
-        beside = loss.FROM_LOGITS.over(*arguments, over=alone(logits))
+        beside = library.CROSS_ENTROPY_LOGITS_BACKWARD.over(*arguments, over=alone(logits))
     assert same_bits(wanted, beside) and same_bits(logits, before)
     address = logits.data_ptr()
     logits = alone(logits)
     arguments = gradient, logits, target, reduction, ignored, expected[1]
-    written = loss.FROM_LOGITS.over(*arguments, over=logits)
+    written = library.CROSS_ENTROPY_LOGITS_BACKWARD.over(*arguments, over=logits)
     assert written.data_ptr() == address
     assert same_bits(wanted, written)
 
@@ -89,7 +89,7 @@ def test_a_target_out_of_range_raises_as_usual(bad: int) -> None:
         nn.functional.cross_entropy(logits, target)
     for ignored in (-100, 1):
         with pytest.raises(IndexError, match=f"Target {bad} is out of bounds"):
-            loss.FORWARD.default(logits, target, 1, ignored)
+            library.CROSS_ENTROPY.default(logits, target, 1, ignored)
 
 
 def test_who_holds_memory_is_known() -> None:
@@ -110,11 +110,113 @@ def test_who_holds_memory_is_known() -> None:
     assert held_once(flat), "its own base does not count"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("padding", [-1, 0, 700])
+@pytest.mark.parametrize(("rows", "width"), [(701, 3), (5000, 129), (40000, 64)])
+def test_an_embedding_s_gradient_is_added_in_the_same_bits(
+    rows: int, width: int, padding: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(rows)
+    indices = torch.randint(0, rows, (4, 60))
+    indices[2:, ::2] = indices[0, 0]
+    indices[1, ::3] = max(padding, 0)
+    gradient = torch.randn(4, 60, width, dtype=dtype)
+    other = torch.randn(rows, width, dtype=dtype)
+    other[::3, 0] = -0.0
+    table = aten.embedding_dense_backward.default(gradient, indices, rows, padding, False)
+    expected = other + table
+    merged = library.EMBEDDING_BACKWARD_ADD
+    assert same_bits(expected, merged.default(gradient, indices, padding, other))
+    assert same_bits(expected, merged.out(gradient, indices, padding, other, out=other))
+    assert same_bits(expected, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3,), (2, 7, 1001), (40, 300, 77)])
+def test_a_mask_is_applied_in_the_same_bits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    values, mask = torch.randn(shape, dtype=dtype), torch.rand(shape) > 0.1
+    values.view(-1)[0] = float("inf")
+    expected = values * mask
+    assert same_bits(expected, library.MUL_MASK.default(values, mask))
+    library.MUL_MASK.out(values, mask, out=values)
+    assert same_bits(expected, values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1 / 3])
+@pytest.mark.parametrize("shape", [(3,), (2, 7, 1001), (40, 300, 77)])
+def test_dropout_draws_and_gives_the_same_bits(shape: tuple[int, ...], p: float, dtype: torch.dtype) -> None:
+    values = torch.randn(shape, dtype=dtype)
+    torch.manual_seed(5)
+    expected, state = aten.native_dropout.default(values, p, True), torch.get_rng_state()
+    torch.manual_seed(5)
+    found = library.DROPOUT.default(values, p)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert same_bits(expected[0], found[0]) and torch.equal(expected[1], found[1])
+
+
+class Tied(nn.Module):
+    """A language model whose head is its embedding, with dropout; `kind` says what else reads the embedding."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embedding = nn.Embedding(8000, 64, padding_idx=3)
+        self.layer, self.dropout = nn.Linear(64, 2048), nn.Dropout(0.15 if kind == "other rate" else 0.1)
+        self.back = nn.Linear(2048, 64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        if self.kind == "twice":
+            hidden = hidden + self.embedding(tokens.flip(1))
+        hidden = self.back(self.dropout(self.layer(hidden)))
+        logits = nn.functional.linear(hidden, self.embedding.weight)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("kind", ["plain", "twice", "other rate"])
+def test_tied_weights_and_dropout_need_no_second_table_and_no_mask_of_numbers(kind: str) -> None:
+    torch.manual_seed(0)
+    model, tokens = Tied(kind), torch.randint(0, 8000, (4, 128))
+    plan = auto_checkpoint(model, tokens, progress=False)
+    graph = plan.planned.prepared.traced.graph_module.graph
+    found = [n.target for n in graph.nodes]
+    assert found.count(library.EMBEDDING_BACKWARD_ADD.default) == (2 if kind == "twice" else 1)
+    assert aten.embedding_dense_backward.default not in found
+    assert (library.MUL_MASK.default in found) == (kind != "other rate")  # whose mask is made of numbers
+    assert (library.DROPOUT.default in found) == (kind != "other rate")
+    state = torch.get_rng_state()
+    model(tokens).backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    torch.set_rng_state(state)
+    plan.module(tokens).backward()
+    assert all(same_bits(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
+    measured = measured_peak_bytes(plan.module, model, tokens, plan.static_bytes)
+    assert measured <= plan.peak_bytes
+
+
+def test_a_recomputed_dropout_draws_what_it_drew() -> None:
+    torch.manual_seed(0)
+    model, tokens = Tied("plain"), torch.randint(0, 8000, (4, 128))
+    plan = auto_checkpoint(model, tokens, progress=False, recompute=["aten.native_dropout", "aten.addmm"])
+    assert "native_dropout" in plan.recomputed
+    state = torch.get_rng_state()
+    model(tokens).backward()
+    expected, after = [p.grad.clone() for p in model.parameters() if p.grad is not None], torch.get_rng_state()
+    model.zero_grad()
+    torch.set_rng_state(state)
+    plan.module(tokens).backward()
+    assert all(same_bits(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
+    assert torch.equal(torch.get_rng_state(), after)
+
+
 def test_workspace_is_one_block() -> None:
     arguments = example(1024, 5000, 1, weighted=False, dtype=torch.float32)
     block = 64 * 5000 * 4
-    assert high_water(lambda: loss.OP.default(*arguments), CPU)[0] == block
-    assert measure_peak(lambda: loss.OP.out(*arguments, out=arguments[1])) == block
+    assert high_water(lambda: library.CROSS_ENTROPY_BACKWARD.default(*arguments), CPU)[0] == block
+    assert measure_peak(lambda: library.CROSS_ENTROPY_BACKWARD.out(*arguments, out=arguments[1])) == block
 
 
 class Classifier(nn.Module):
@@ -167,7 +269,7 @@ def targets(found: Traced) -> list[Any]:
 )
 def test_only_the_plain_pair_is_merged(kind: str, merged: bool) -> None:
     found = targets(traced(Classifier(kind)))
-    assert (loss.OP.default in found) == merged
+    assert (library.CROSS_ENTROPY_BACKWARD.default in found) == merged
     assert (aten.nll_loss_backward.default in found) == (kind in ("smooth", "probabilities"))
 
 
@@ -176,20 +278,31 @@ def test_only_the_plain_pair_is_merged(kind: str, merged: bool) -> None:
 def test_logits_are_saved_where_they_are_returned_and_let_go(kind: str, keep_outputs: bool) -> None:
     found = targets(traced(WithLogits(kind), keep_outputs=keep_outputs))
     expected = kind != "weighted" and not keep_outputs
-    assert [op in found for op in (loss.FORWARD.default, loss.FROM_LOGITS.default)] == [expected] * 2
-    assert (loss.OP.default in found) == (not expected)
+    assert (library.CROSS_ENTROPY.default in found) == expected
+    assert (library.CROSS_ENTROPY_LOGITS_BACKWARD.default in found) == expected
+    assert (library.CROSS_ENTROPY_BACKWARD.default in found) == (not expected)
     assert (aten._log_softmax.default in found) == (not expected)
 
 
 def test_logits_that_nobody_returns_need_no_such_thing() -> None:
     """The log-probabilities take their place."""
-    assert loss.FORWARD.default not in targets(traced(Classifier("plain"), keep_outputs=False))
+    assert library.CROSS_ENTROPY.default not in targets(traced(Classifier("plain"), keep_outputs=False))
 
 
-@pytest.mark.parametrize("op", [loss.OP, loss.FORWARD, loss.FROM_LOGITS])
+OPS = (
+    library.CROSS_ENTROPY, library.CROSS_ENTROPY_BACKWARD, library.CROSS_ENTROPY_LOGITS_BACKWARD,
+    library.EMBEDDING_BACKWARD_ADD, library.MUL_MASK, library.DROPOUT,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
 def test_workspace_is_known_without_running_it(op: Any) -> None:
-    model = Classifier("plain") if op is loss.OP else WithLogits("plain")
-    graph = traced(model, keep_outputs=op is loss.OP).graph_module.graph
+    if op in (library.EMBEDDING_BACKWARD_ADD, library.MUL_MASK, library.DROPOUT):
+        model: nn.Module = Tied("plain")
+        graph = capture(model, {"tokens": torch.randint(0, 8000, (4, 128))}).graph_module.graph
+    else:
+        model = Classifier("plain") if op is library.CROSS_ENTROPY_BACKWARD else WithLogits("plain")
+        graph = traced(model, keep_outputs=op is library.CROSS_ENTROPY_BACKWARD).graph_module.graph
     alias(graph)
     node = next(n for n in graph.nodes if n.target is op.default)
     measured, known = (profile(graph, measure=m)[node].workspace_bytes for m in (True, False))

@@ -1,9 +1,14 @@
-"""Cross-entropy on blocks of rows, in the bits of autograd's own kernels. Needs torch alone: exports hold a copy.
+"""Some of autograd's work on blocks: the same bits, less memory. Needs torch alone: exports hold a copy.
 
 `F.cross_entropy(logits, target)` over `[rows, classes]` is four kernels: `_log_softmax`, `nll_loss_forward`, and in the
 backward `nll_loss_backward`, which fills a tensor of the logits' size with zeros but for one entry a row, and
 `_log_softmax_backward_data`. All but the sum in the second treat each row by itself, so blocks of rows give the same
 bits, and what a block needs lives in the cache. Source: ATen's LossNLL.cpp and SoftMax.cpp.
+
+The gradient of an embedding whose weights are used elsewhere too (a language model's tied head) is a table that is
+added to another: each row of it sums what belongs to that row, in order, so blocks of rows do (Embedding.cpp). And a
+product with a mask, as in dropout (Dropout.cpp), first turns the whole mask into numbers (TensorIterator.cpp); here one
+block at a time.
 """
 
 from __future__ import annotations
@@ -121,6 +126,52 @@ def _backward(
         gradient, log_probabilities, target, weight, reduction, ignore_index, total_weight
     )
     aten._log_softmax_backward_data.out(picked, log_probabilities, 1, log_probabilities.dtype, out=out)
+
+
+def embedding_backward_add(
+    gradient: torch.Tensor,
+    indices: torch.Tensor,
+    padding_idx: int,
+    other: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`other + embedding_dense_backward(gradient, indices, rows, padding_idx, False)`.
+
+    A block's own indices are counted from its first row; all others go to one row more, which is its padding.
+
+    Args:
+        gradient: `[*indices.shape, width]`.
+        other: `[rows, width]`; `out` may be it.
+    """
+    result = torch.empty_like(other) if out is None else out
+    for block in _blocks(other):
+        count = min(block.stop, other.shape[0]) - block.start
+        local = indices - block.start
+        outside = (local < 0).logical_or_(local >= count)
+        if padding_idx >= 0:
+            outside.logical_or_(indices == padding_idx)
+        local.masked_fill_(outside, count)
+        del outside
+        found = aten.embedding_dense_backward.default(gradient, local, count + 1, count, False)
+        torch.add(other[block], found[:count], out=result[block])
+        del found, local  # before the next block's are made
+    return result
+
+
+def mul_mask(values: torch.Tensor, mask: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`values * mask`, both contiguous and of one shape, the mask bool; `out` may be `values`."""
+    result = torch.empty_like(values) if out is None else out
+    flat, bits, written = values.view(-1, 1), mask.view(-1, 1), result.view(-1, 1)
+    for block in _blocks(flat):
+        torch.mul(flat[block], bits[block], out=written[block])
+    return result
+
+
+def dropout(values: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`native_dropout(values, p, True)` of contiguous values, 0 < p < 1: the result and the mask of what was kept."""
+    mask = torch.empty_like(values, dtype=torch.bool).bernoulli_(1.0 - p)
+    return mul_mask(values, mask).mul_(1.0 / (1.0 - p)), mask
 
 
 def held_once(tensor: torch.Tensor) -> bool:

@@ -37,7 +37,7 @@ from .constants import Guard, KnownValues
 from .convolution import split_convolutions
 from .errors import CaptureError, Unsupported
 from .layouts import EagerLayouts
-from .merge import add_embedding_gradients, mask_in_blocks, merge_cross_entropy, save_logits
+from .merge import merge_all, save_logits
 from .modules import fill_forward_paths, module_path, module_paths
 from .ops import RUNNING_STATISTICS, result_ignores
 from .refuse import storage_kind
@@ -443,9 +443,7 @@ def _traced(
             )  # fmt: skip
         leaves.append(leaf)
     _drop_running_statistics(joint.graph_module.graph)
-    merge_cross_entropy(joint.graph_module.graph)
-    add_embedding_gradients(joint.graph_module.graph)
-    mask_in_blocks(joint.graph_module.graph)
+    merge_all(joint.graph_module.graph)
     if not keep_outputs:
         save_logits(joint.graph_module.graph, _let_go(joint, leaves))
     split_convolutions(joint.graph_module.graph)

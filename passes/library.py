@@ -17,6 +17,7 @@ BACKWARD = (
 LOGITS_BACKWARD = f"Tensor gradient, {LOGITS}, Tensor total_weight"
 EMBEDDING = "Tensor gradient, Tensor indices, int padding_idx, Tensor other"
 MASK = "Tensor values, Tensor mask"
+SUM = "Tensor first, Tensor second"
 OUT = "*, Tensor(a!) out"
 
 for _name, _schema, _kernel in (
@@ -31,6 +32,8 @@ for _name, _schema, _kernel in (
     ("mul_mask", f"({MASK}) -> Tensor", kernels.mul_mask),
     ("mul_mask.out", f"({MASK}, {OUT}) -> Tensor(a!)", kernels.mul_mask),
     ("dropout", "(Tensor values, float p) -> (Tensor, Tensor)", kernels.dropout),
+    ("add_relu", f"({SUM}) -> Tensor", kernels.add_relu),
+    ("add_relu.out", f"({SUM}, {OUT}) -> Tensor(a!)", kernels.add_relu),
 ):  # fmt: skip
     LIBRARY.define(_name + _schema, tags=(torch.Tag.nondeterministic_seeded,) if _name == "dropout" else ())
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
@@ -41,11 +44,13 @@ CROSS_ENTROPY_LOGITS_BACKWARD = torch.ops.planner.cross_entropy_logits_backward
 EMBEDDING_BACKWARD_ADD = torch.ops.planner.embedding_backward_add
 MUL_MASK = torch.ops.planner.mul_mask
 DROPOUT = torch.ops.planner.dropout
+ADD_RELU = torch.ops.planner.add_relu
 
 # What a forward op of ours is called where ATen's ops are named.
 STANDS_FOR: dict[OpOverload, tuple[OpOverload, ...]] = {
     CROSS_ENTROPY.default: (torch.ops.aten._log_softmax.default, torch.ops.aten.nll_loss_forward.default),
     DROPOUT.default: (torch.ops.aten.native_dropout.default,),
+    ADD_RELU.default: (torch.ops.aten.add.Tensor, torch.ops.aten.relu.default),
 }
 
 

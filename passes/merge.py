@@ -10,7 +10,7 @@ them through the backward (`keep_outputs=False`), the loss is computed without w
 are saved in their stead and the gradient takes the logits' place.
 
 Where one weight is embedding and head, its gradient at the backward's end is a sum of two tables: the second is never
-whole. Nor is the mask of a dropout as numbers.
+whole. Nor is the mask of a dropout as numbers. A residual network's `relu(x + y)` costs one reading of what it sums.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import fx
 from .alias import aliased_argument, is_view
 from .kernels import SMALLEST_BLOCK
 from .library import (
+    ADD_RELU,
     CROSS_ENTROPY,
     CROSS_ENTROPY_BACKWARD,
     CROSS_ENTROPY_LOGITS_BACKWARD,
@@ -33,6 +34,14 @@ from .library import (
 )
 
 aten = torch.ops.aten
+
+
+def merge_all(graph: fx.Graph) -> None:
+    """The passes that hold whatever the caller keeps."""
+    merge_cross_entropy(graph)
+    add_embedding_gradients(graph)
+    mask_in_blocks(graph)
+    add_and_relu(graph)
 
 
 def merge_cross_entropy(graph: fx.Graph) -> None:
@@ -111,7 +120,8 @@ def add_embedding_gradients(graph: fx.Graph) -> None:
         if total is None or len(found.users) > 1 or by_frequency or total.target is not aten.add.Tensor:
             continue
         others = [a for a in total.args if a is not found]
-        if total.kwargs or len(others) != 1 or not _in_blocks(found.meta["val"], others[0]):
+        table = found.meta["val"]
+        if total.kwargs or len(others) != 1 or not (table.is_contiguous() and _in_blocks(table, others[0])):
             continue
         with graph.inserting_before(total):
             arguments: Any = (gradient, indices, padding_idx, others[0])
@@ -130,7 +140,7 @@ def mask_in_blocks(graph: fx.Graph) -> None:
         values, p, train = node.args
         value = node.meta["val"][0]
         exact = value.dtype in (torch.float32, torch.float64)  # smaller types round the scale first
-        if exact and train is True and 0 < p < 1 and _in_blocks(value, values):
+        if exact and train is True and 0 < p < 1 and value.is_contiguous() and _in_blocks(value, values):
             node.target, node.args = DROPOUT.default, (values, p)
     for node in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         operands = [a for a in node.args if isinstance(a, fx.Node)]
@@ -141,7 +151,8 @@ def mask_in_blocks(graph: fx.Graph) -> None:
         if mask.meta["val"].dtype is not torch.bool or not value.is_floating_point():
             continue
         bits = mask.meta["val"]
-        if bits.shape != value.shape or not bits.is_contiguous() or not _in_blocks(value, values):
+        contiguous = bits.shape == value.shape and bits.is_contiguous() and value.is_contiguous()
+        if not contiguous or not _in_blocks(value, values):
             continue
         with graph.inserting_before(node):
             merged = graph.create_node("call_function", MUL_MASK.default, (values, mask), name="mul_mask")
@@ -150,16 +161,38 @@ def mask_in_blocks(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
+def add_and_relu(graph: fx.Graph) -> None:
+    """Let one op stand for a sum and the relu that alone reads it."""
+    for node in graph.find_nodes(op="call_function", target=aten.relu.default):
+        (total,) = node.args
+        if not isinstance(total, fx.Node) or total.target is not aten.add.Tensor or len(total.users) > 1:
+            continue
+        value, operands = node.meta["val"], total.args
+        if total.kwargs or not all(_in_blocks(value, a) for a in operands):
+            continue
+        with graph.inserting_before(node):
+            merged = graph.create_node("call_function", ADD_RELU.default, operands, name="add_relu")
+        merged.meta = dict(node.meta)
+        node.replace_all_uses_with(merged)
+        graph.erase_node(node)
+        graph.erase_node(total)
+
+
 def _in_blocks(value: torch.Tensor, source: object) -> bool:
-    """Whether both are dense, of one shape and type, and large enough for several blocks, on the CPU.
+    """Whether both are dense, laid out alike and of one type, and large enough for several blocks, on the CPU.
 
     A CUDA kernel turns masks into numbers as it reads them, and how it sums an embedding's rows was not looked at.
     """
     if not isinstance(source, fx.Node) or value.device.type != "cpu":
         return False
     before = source.meta["val"]
-    dense = value.is_contiguous() and before.is_contiguous() and before.shape == value.shape
-    return bool(dense and before.dtype == value.dtype and value.numel() * value.element_size() > SMALLEST_BLOCK)
+    alike = before.shape == value.shape and before.stride() == value.stride() and before.dtype == value.dtype
+    return bool(alike and _dense(value) and value.numel() * value.element_size() > SMALLEST_BLOCK)
+
+
+def _dense(value: torch.Tensor) -> bool:
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.numel() == span
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

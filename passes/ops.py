@@ -75,8 +75,10 @@ def _takeovers() -> dict[Any, dict[int, Takeover]]:
     for packet, twin_overload, position in (
         (library.CROSS_ENTROPY_BACKWARD, "out", 1), (library.CROSS_ENTROPY_LOGITS_BACKWARD, "over", 1),
         (library.EMBEDDING_BACKWARD_ADD, "out", 3), (library.MUL_MASK, "out", 0),
+        (library.ADD_RELU, "out", 0), (library.ADD_RELU, "out", 1),
     ):  # fmt: skip
-        table[packet.default] = {position: Takeover(getattr(packet, twin_overload), twin_overload)}
+        twin = Takeover(getattr(packet, twin_overload), twin_overload)
+        table.setdefault(packet.default, {})[position] = twin
     for name, overload, twin_overload, positions in with_out:
         target = getattr(getattr(aten, name), twin_overload)
         twin = Takeover(target, next(a.name for a in target._schema.arguments if a.kwarg_only and a.is_write))

@@ -50,6 +50,8 @@ HELPERS: dict[Any, Callable[..., Any]] = {
     library.MUL_MASK.default: kernels.mul_mask,
     library.MUL_MASK.out: kernels.mul_mask,
     library.DROPOUT.default: kernels.dropout,
+    library.ADD_RELU.default: kernels.add_relu,
+    library.ADD_RELU.out: kernels.add_relu,
 }
 
 

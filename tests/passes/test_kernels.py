@@ -18,6 +18,7 @@ from passes.kernels import alone, held_once
 from passes.memory import high_water, measure_peak
 from passes.profile import profile
 from planner import Plan, auto_checkpoint
+from planner.study import study
 from tests.zoo.compare import measured_peak_bytes, same_bits
 
 aten = torch.ops.aten
@@ -154,6 +155,61 @@ def test_dropout_draws_and_gives_the_same_bits(shape: tuple[int, ...], p: float,
     found = library.DROPOUT.default(values, p)
     assert torch.equal(torch.get_rng_state(), state)
     assert same_bits(expected[0], found[0]) and torch.equal(expected[1], found[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (4, 64, 57, 59)])
+def test_a_sum_and_its_relu_give_the_same_bits(
+    shape: tuple[int, ...], channels_last: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    a, b = (torch.randn(shape, dtype=dtype).to(memory_format=layout) for _ in range(2))
+    for values, special in ((a, (float("nan"), -0.0, float("-inf"))), (b, (1.0, -0.0, 1.0))):
+        for place, value in enumerate(special):
+            values[0, 0, 0, place] = value
+    expected = (a + b).relu()
+    found = library.ADD_RELU.default(a, b)
+    assert same_bits(expected, found) and found.stride() == expected.stride()
+    for written in (a, b):
+        x, y = a.clone(), b.clone()
+        assert same_bits(expected, library.ADD_RELU.out(x, y, out=x if written is a else y))
+        assert same_bits(expected, x if written is a else y)
+
+
+class Residual(nn.Module):
+    """Two convolutions and a skip; `kind` says what is done to the sum."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.norm, self.second = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        total = self.norm(self.second(x)) + x
+        if self.kind == "read twice":
+            return total.relu().square().mean() + total.mean()
+        return total.relu_().square().mean() if self.kind == "in place" else total.relu().square().mean()
+
+
+@pytest.mark.parametrize("kind", ["plain", "in place", "read twice"])
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_residual_sum_is_one_op(kind: str, share: float) -> None:
+    torch.manual_seed(0)
+    model, image = Residual(kind), torch.randn(4, 3, 80, 80)
+    studied = study(model, image, progress=False)
+    low = studied.minimum().minimum_bytes
+    plan = studied.plan(low + int((studied.plain_peak_bytes - low) * share))
+    found = [n.target for n in plan.planned.prepared.traced.graph_module.graph.nodes]
+    assert (library.ADD_RELU.default in found) == (kind != "read twice")
+    model(image).backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    plan.module(image).backward()
+    assert all(same_bits(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
+    assert measured_peak_bytes(plan.module, model, image, plan.static_bytes) <= plan.peak_bytes
 
 
 class Tied(nn.Module):

@@ -9,6 +9,9 @@ The gradient of an embedding whose weights are used elsewhere too (a language mo
 added to another: each row of it sums what belongs to that row, in order, so blocks of rows do (Embedding.cpp). And a
 product with a mask, as in dropout (Dropout.cpp), first turns the whole mask into numbers (TensorIterator.cpp); here one
 block at a time. A residual network's sums go through the memory once instead of twice.
+
+A batch norm is two things: statistics, of which the backward needs little, and a product and a sum for each element,
+with which its result can be had again for a fraction of the time (batch_norm_kernel.cpp).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 aten = torch.ops.aten
 BLOCKS = 16
 SMALLEST_BLOCK = 1 << 20
+NORM_BLOCK = 8 << 20  # handing over a block of a batch norm takes longer
 
 
 def rows_per_block(values: torch.Tensor) -> int:
@@ -184,6 +188,117 @@ def add_relu(first: torch.Tensor, second: torch.Tensor, *, out: torch.Tensor | N
     for block in _blocks(a):
         torch.add(a[block], b[block], out=written[block]).relu_()
     return result
+
+
+def batch_norm_statistics(
+    values: torch.Tensor, running_mean: torch.Tensor, running_var: torch.Tensor, momentum: float, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a batch norm in training finds out about `values`, `[batch, channels, *]`.
+
+    ATen's op for it has another result, rounded at another place: the whole batch norm runs and its result is dropped.
+
+    Returns:
+        Mean, reciprocal standard deviation, and the new running mean and variance, `[channels]` each.
+    """
+    found = aten._native_batch_norm_legit_functional.default(
+        values, None, None, running_mean, running_var, True, momentum, eps
+    )
+    return found[1], found[2], found[3], found[4]
+
+
+def batch_norm_moments(values: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`batch_norm_statistics` where none are kept: mean and reciprocal standard deviation."""
+    found = aten._native_batch_norm_legit.no_stats(values, None, None, True, 0.0, eps)
+    return found[1], found[2]
+
+
+def batch_norm(
+    values: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+) -> torch.Tensor:
+    """The result of a batch norm in training from its statistics; `values` contiguous, all of one type.
+
+    ATen makes a factor `invstd * weight` and a summand `bias - mean * factor` for each channel. With the factor as
+    weight and a variance of 1, its kernel for evaluation makes the same summand and works with the same numbers.
+    """
+    result = torch.empty_like(values)
+    _normalize(values, _factor(weight, invstd), bias, mean, result)
+    return result
+
+
+def batch_norm_relu(
+    values: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+) -> torch.Tensor:
+    """`relu(batch_norm(...))`, a block at a time."""
+    result, factor = torch.empty_like(values), _factor(weight, invstd)
+    for samples, channels in _planes(values):
+        block = result[samples, channels]
+        _normalize(values[samples, channels], factor[channels], _part(bias, channels), mean[channels], block)
+        block.relu_()
+    return result
+
+
+def batch_norm_add_relu(
+    values: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    other: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`relu(batch_norm(...) + other)`, a block at a time; `out` may be `other`."""
+    result, factor = torch.empty_like(values) if out is None else out, _factor(weight, invstd)
+    for samples, channels in _planes(values):
+        normal = torch.empty_like(values[samples, channels])
+        _normalize(values[samples, channels], factor[channels], _part(bias, channels), mean[channels], normal)
+        torch.add(normal, other[samples, channels], out=result[samples, channels]).relu_()
+        del normal  # before the next block's is made
+    return result
+
+
+def _factor(weight: torch.Tensor | None, invstd: torch.Tensor) -> torch.Tensor:
+    return invstd if weight is None else invstd * weight
+
+
+def _part(bias: torch.Tensor | None, channels: slice) -> torch.Tensor | None:
+    return None if bias is None else bias[channels]
+
+
+def _normalize(
+    values: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor | None, mean: torch.Tensor, out: torch.Tensor
+) -> None:
+    variance, unused = torch.ones_like(mean), values.new_empty(0)
+    aten.native_batch_norm.out(
+        values, factor, bias, mean, variance, False, 0.0, 0.0, out=out, save_mean=unused, save_invstd=unused
+    )
+
+
+def planes_per_block(values: torch.Tensor) -> int:
+    """How many planes of `[batch, channels, *]` make a block."""
+    plane = max(1, values.numel() // max(1, values.shape[0] * values.shape[1])) * values.element_size()
+    return max(1, NORM_BLOCK // plane)
+
+
+def _planes(values: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+    """Blocks of whole samples, or of one sample's channels: each is contiguous."""
+    batch, channels = values.shape[:2]
+    count = planes_per_block(values)
+    if count >= channels:
+        for first in range(0, batch, count // channels):
+            yield slice(first, first + count // channels), slice(0, channels)
+        return
+    for sample in range(batch):
+        for first in range(0, channels, count):
+            yield slice(sample, sample + 1), slice(first, first + count)
 
 
 def held_once(tensor: torch.Tensor) -> bool:

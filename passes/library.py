@@ -18,6 +18,8 @@ LOGITS_BACKWARD = f"Tensor gradient, {LOGITS}, Tensor total_weight"
 EMBEDDING = "Tensor gradient, Tensor indices, int padding_idx, Tensor other"
 MASK = "Tensor values, Tensor mask"
 SUM = "Tensor first, Tensor second"
+STATISTICS = "Tensor values, Tensor running_mean, Tensor running_var, float momentum, float eps"
+NORM = "Tensor values, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd"
 OUT = "*, Tensor(a!) out"
 
 for _name, _schema, _kernel in (
@@ -34,6 +36,12 @@ for _name, _schema, _kernel in (
     ("dropout", "(Tensor values, float p) -> (Tensor, Tensor)", kernels.dropout),
     ("add_relu", f"({SUM}) -> Tensor", kernels.add_relu),
     ("add_relu.out", f"({SUM}, {OUT}) -> Tensor(a!)", kernels.add_relu),
+    ("batch_norm_statistics", f"({STATISTICS}) -> (Tensor, Tensor, Tensor, Tensor)", kernels.batch_norm_statistics),
+    ("batch_norm_moments", "(Tensor values, float eps) -> (Tensor, Tensor)", kernels.batch_norm_moments),
+    ("batch_norm", f"({NORM}) -> Tensor", kernels.batch_norm),
+    ("batch_norm_relu", f"({NORM}) -> Tensor", kernels.batch_norm_relu),
+    ("batch_norm_add_relu", f"({NORM}, Tensor other) -> Tensor", kernels.batch_norm_add_relu),
+    ("batch_norm_add_relu.out", f"({NORM}, Tensor other, {OUT}) -> Tensor(a!)", kernels.batch_norm_add_relu),
 ):  # fmt: skip
     LIBRARY.define(_name + _schema, tags=(torch.Tag.nondeterministic_seeded,) if _name == "dropout" else ())
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
@@ -45,12 +53,25 @@ EMBEDDING_BACKWARD_ADD = torch.ops.planner.embedding_backward_add
 MUL_MASK = torch.ops.planner.mul_mask
 DROPOUT = torch.ops.planner.dropout
 ADD_RELU = torch.ops.planner.add_relu
+BATCH_NORM_STATISTICS = torch.ops.planner.batch_norm_statistics
+BATCH_NORM_MOMENTS = torch.ops.planner.batch_norm_moments
+BATCH_NORM = torch.ops.planner.batch_norm
+BATCH_NORM_RELU = torch.ops.planner.batch_norm_relu
+BATCH_NORM_ADD_RELU = torch.ops.planner.batch_norm_add_relu
 
+BATCH_NORMS = (
+    torch.ops.aten._native_batch_norm_legit_functional.default, torch.ops.aten._native_batch_norm_legit.no_stats,
+)  # fmt: skip
 # What a forward op of ours is called where ATen's ops are named.
 STANDS_FOR: dict[OpOverload, tuple[OpOverload, ...]] = {
     CROSS_ENTROPY.default: (torch.ops.aten._log_softmax.default, torch.ops.aten.nll_loss_forward.default),
     DROPOUT.default: (torch.ops.aten.native_dropout.default,),
     ADD_RELU.default: (torch.ops.aten.add.Tensor, torch.ops.aten.relu.default),
+    BATCH_NORM_STATISTICS.default: BATCH_NORMS,
+    BATCH_NORM_MOMENTS.default: BATCH_NORMS,
+    BATCH_NORM.default: BATCH_NORMS,
+    BATCH_NORM_RELU.default: (*BATCH_NORMS, torch.ops.aten.relu.default),
+    BATCH_NORM_ADD_RELU.default: (*BATCH_NORMS, torch.ops.aten.add.Tensor, torch.ops.aten.relu.default),
 }
 
 
@@ -67,6 +88,10 @@ def workspace_bytes(node: fx.Node) -> int:
         indices, other = _value(node.args[1]), _value(node.args[3])
         row = int(other.shape[1]) * other.element_size()
         return _block_bytes(other) + row + indices.numel() * indices.element_size()
+    if node.target in (BATCH_NORM_STATISTICS.default, BATCH_NORM_MOMENTS.default):
+        return _bytes(_value(node.args[0]))
+    if node.target is BATCH_NORM_ADD_RELU.default:
+        return _block_of_planes(_value(node.args[0]))
     masked = node.target in (MUL_MASK.default, DROPOUT.default)
     return _block_bytes(_value(node.args[0]).view(-1, 1)) if masked else 0
 
@@ -74,6 +99,17 @@ def workspace_bytes(node: fx.Node) -> int:
 def _block_bytes(values: torch.Tensor) -> int:
     rows, width = values.shape
     return int(min(rows, kernels.rows_per_block(values)) * width * values.element_size())
+
+
+def _block_of_planes(values: torch.Tensor) -> int:
+    batch, channels = values.shape[:2]
+    count = kernels.planes_per_block(values)
+    planes = count // channels * channels if count >= channels else count
+    return _bytes(values) * min(planes, batch * channels) // (batch * channels)
+
+
+def _bytes(values: torch.Tensor) -> int:
+    return values.numel() * values.element_size()
 
 
 def _value(node: object) -> torch.Tensor:

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from .alias import aliased_argument, is_view
+from .batch_norm import split_batch_norms
 from .kernels import SMALLEST_BLOCK
 from .library import (
     ADD_RELU,
@@ -42,6 +43,7 @@ def merge_all(graph: fx.Graph) -> None:
     add_embedding_gradients(graph)
     mask_in_blocks(graph)
     add_and_relu(graph)
+    split_batch_norms(graph)
 
 
 def merge_cross_entropy(graph: fx.Graph) -> None:

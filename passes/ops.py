@@ -18,6 +18,7 @@ aten = torch.ops.aten
 # op always trains, results that do not depend, or None for all of them).
 RUNNING_STATISTICS: dict[Any, tuple[frozenset[int], int | None, frozenset[int] | None]] = {
     aten._native_batch_norm_legit_functional.default: (frozenset({3, 4}), 5, frozenset({0, 1, 2})),
+    library.BATCH_NORM_STATISTICS.default: (frozenset({1, 2}), None, frozenset({0, 1})),
     aten._batch_norm_with_update_functional.default: (frozenset({3, 4}), None, frozenset({0, 1, 2, 3})),
     aten.native_batch_norm_backward.default: (frozenset({3, 4}), 7, None),
     aten.batch_norm_backward.default: (frozenset({3, 4}), 7, None),
@@ -75,7 +76,7 @@ def _takeovers() -> dict[Any, dict[int, Takeover]]:
     for packet, twin_overload, position in (
         (library.CROSS_ENTROPY_BACKWARD, "out", 1), (library.CROSS_ENTROPY_LOGITS_BACKWARD, "over", 1),
         (library.EMBEDDING_BACKWARD_ADD, "out", 3), (library.MUL_MASK, "out", 0),
-        (library.ADD_RELU, "out", 0), (library.ADD_RELU, "out", 1),
+        (library.ADD_RELU, "out", 0), (library.ADD_RELU, "out", 1), (library.BATCH_NORM_ADD_RELU, "out", 5),
     ):  # fmt: skip
         twin = Takeover(getattr(packet, twin_overload), twin_overload)
         table.setdefault(packet.default, {})[position] = twin

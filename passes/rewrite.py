@@ -2,12 +2,12 @@
 
 Each compute of the schedule becomes one node (its in-place twin where the schedule lets it take over an input); a view
 is taken from its base right before its first use; fx's generated code drops every value after its last use. What is
-executed is what was simulated.
+executed is what was simulated. Two computes are one node where a batch norm's statistics and its result are found one
+after the other (`passes.batch_norm`): what they need besides inputs and results is the same.
 """
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from solvers.schedule import Schedule, freed_after
 from solvers.simulate import taken_over
 
 from .alias import Aliases, Storage, device_of, is_view
+from .batch_norm import STATISTICS, belong_together, item, whole
 from .capture import Traced
 from .codegen import boxed
 from .errors import VerificationError
@@ -158,12 +159,18 @@ class _Emitter:
         self.graph.output(tuple(values))
 
     def emit(self, schedule: Schedule, positions: range) -> None:
+        merged = None
         for position in positions:
             kind, i = schedule[position]
-            if kind == "compute":
-                self._compute(i, taken_over(self.lowered.problem, schedule, position), freed_after(schedule, position))
-            else:
+            if kind == "free":
                 self.live.discard(i)
+            elif position != merged:
+                dropped = freed_after(schedule, position)
+                merged = self._follower(schedule, position)
+                if merged is not None:
+                    self._both(i, schedule[merged].index, dropped)
+                else:
+                    self._compute(i, taken_over(self.lowered.problem, schedule, position), dropped)
 
     def resolve(self, node: Any) -> Any:
         """The new graph's value for a node of the joint graph, taking views of its base where needed."""
@@ -211,8 +218,47 @@ class _Emitter:
                 continue  # a result that nobody reads
             storage = self.lowered.storages[t]
             assert storage is not None
-            self.current[t] = self._output(new, storage)
-            self.live.add(t)
+            self._bind(t, self._output(new, storage))
+
+    def _follower(self, schedule: Schedule, position: int) -> int | None:
+        """Where the result of a batch norm is computed whose statistics are found at `position`: right after, or None.
+
+        All that either of them writes must be new.
+        """
+        nodes, ops = self.lowered.nodes, self.lowered.problem.ops
+        first = nodes[schedule[position].index]
+        if first is None or first.target not in STATISTICS:
+            return None
+        written = ops[schedule[position].index].outputs
+        frees = freed_after(schedule, position)
+        after = position + 1 + len(frees)
+        if after >= len(schedule) or schedule[after].kind != "compute" or not frees.issubset(written):
+            return None
+        second = nodes[schedule[after].index]
+        new = self.live.isdisjoint((*written, *ops[schedule[after].index].outputs))
+        return after if new and second is not None and belong_together(first, second) else None
+
+    def _both(self, found: int, normal: int, dropped: frozenset[int]) -> None:
+        """Emit the statistics and the result of a batch norm as the one op that they were traced as."""
+        first, second = self.lowered.nodes[found], self.lowered.nodes[normal]
+        assert first is not None and second is not None
+        norm, result = whole(self.graph, first, second, self.resolve)
+        for i, node, new in ((found, first, norm), (normal, second, result)):
+            value = new.meta["val"]
+            self._copy_meta(new, node)
+            new.meta["val"] = value
+            new.meta["recompute_of"] = node.name if self.executed.get(i, 0) else None
+            self.executed[i] = self.executed.get(i, 0) + 1
+        for t in self.lowered.problem.ops[found].outputs:
+            if t not in dropped:
+                storage = self.lowered.storages[t]
+                assert storage is not None
+                self._bind(t, item(self.graph, norm, storage.index + 1))
+        self._bind(self.lowered.problem.ops[normal].outputs[0], result)
+
+    def _bind(self, tensor: int, value: fx.Node) -> None:
+        self.current[tensor] = value
+        self.live.add(tensor)
 
     def _write_over(self, taken: int, node: fx.Node, new: fx.Node) -> None:
         """Make `new` write its result into the memory of the argument that lives in tensor `taken`."""
@@ -229,9 +275,7 @@ class _Emitter:
     def _output(self, new: fx.Node, storage: Storage) -> fx.Node:
         if not isinstance(self.aliases.of[storage.node], tuple):
             return new
-        item = self.graph.call_function(operator.getitem, (new, storage.index))
-        item.meta["val"] = storage.node.meta["val"][storage.index]
-        return item
+        return item(self.graph, new, storage.index)
 
     def _special(self, i: int) -> None:
         """Taking a generator's state; gradient copies are autograd's own and leave no node."""
@@ -243,8 +287,7 @@ class _Emitter:
         state = self.graph.call_function(get_rng_state, (str(device_of(owner)),))
         size = self.lowered.problem.tensors[tensors[0]].bytes
         state.meta["val"] = torch.empty(size, dtype=torch.uint8, device="meta")
-        self.current[tensors[0]] = state
-        self.live.add(tensors[0])
+        self._bind(tensors[0], state)
 
     def _replay(self, i: int, node: fx.Node) -> fx.Node:
         state = self.current[self.lowered.rng_state[i]]

@@ -8,12 +8,14 @@ forward overwrites has another number in the backward. An in-place op has its fu
 is laid out as its argument; every other value in the memory it writes is gone, and a later read of one breaks the
 proof, as does writing where a caller can see it (unless the op itself looks whether one does). What must agree: every
 forward output and every gradient. And nothing else may run: each call has the number of a traced one, also where
-nobody reads it.
+nobody reads it. A batch norm has the numbers of the two ops that it is split into, and an op that does something to
+its result those of doing that to it (`passes.batch_norm`).
 """
 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +23,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .alias import aliased_argument, device_of, is_view
+from .batch_norm import FOLLOWED, statistics
 from .capture import Traced
 from .errors import VerificationError
+from .library import BATCH_NORM
 from .ops import (
     MINDS_THE_CALLER,
     RUNNING_STATISTICS,
@@ -36,6 +40,13 @@ from .random import get_rng_state, run_with_rng_state
 from .rewrite import Rewritten
 
 Number = int
+
+
+@dataclass(frozen=True)
+class _Known:
+    """An argument that no node stands for."""
+
+    number: Number
 
 
 class _Numbering:
@@ -157,6 +168,8 @@ class _Walk:
     def _admit(self, node: fx.Node, numbers: dict[fx.Node, Number]) -> None:
         """Remember what the traced graph computes; refuse a call that it does not make."""
         number = numbers[node]
+        found = statistics(node.target, node.args)
+        target, args = found or (node.target, node.args)
         if node.target is operator.getitem:
             parent, index = node.args
             results = parent.meta.get("val") if isinstance(parent, fx.Node) else None
@@ -164,13 +177,16 @@ class _Walk:
                 raise VerificationError(f"{node.name!r} takes a result that there is not", node=node.name)
             self.numbering.layouts.setdefault(number, _layout(node)) if self.trusted else None
             return
-        if node.target in RUNNING_STATISTICS:  # a recompute is handed the updated statistics and ignores them
-            positions = RUNNING_STATISTICS[node.target][0]
-            number = self._key(node.target, node.args, dict(node.kwargs), numbers, ("any statistics",), positions)
+        if target in RUNNING_STATISTICS:  # a recompute is handed the updated statistics and ignores them
+            positions = RUNNING_STATISTICS[target][0]
+            number = self._key(target, args, dict(node.kwargs), numbers, ("any statistics",), positions)
+        follows = functional_form(node)[0] in FOLLOWED
+        computed = {number, self._normal(node, numbers)} if found or follows else {number}
         if self.trusted:
-            self.numbering.traced.add(number)
+            self.numbering.traced |= computed
+            self.numbering.layouts |= dict.fromkeys(computed if follows else (), _layout(node))
             self.numbering.layouts[numbers[node]] = _layout(node)
-        elif number not in self.numbering.traced:
+        elif not computed <= self.numbering.traced:
             raise VerificationError(f"{node.name!r} computes what the traced step does not", node=node.name)
 
     def _call(self, node: fx.Node, numbers: dict[fx.Node, Number]) -> Number:
@@ -190,8 +206,11 @@ class _Walk:
                 self.numbering.traced.add(self._state(device_name))
             self.draws[device_name] = self.draws.get(device_name, 0) + 1
         target, kwargs = functional_form(node)
-        ignored = result_ignores(target, node.args, None)
-        return self._key(target, node.args, kwargs, numbers, extra, ignored)
+        if FOLLOWED.get(target) is not None:
+            return self._key(FOLLOWED[target], (_Known(self._normal(node, numbers)), *node.args[5:]), kwargs, numbers)
+        target, args = statistics(target, node.args) or (target, node.args)
+        ignored = result_ignores(target, args, None)
+        return self._key(target, args, kwargs, numbers, extra, ignored)
 
     def _check_read(self, node: fx.Node) -> None:
         for argument in node.all_input_nodes:
@@ -226,11 +245,28 @@ class _Walk:
             self.root_of[node] = node
 
     def _getitem(self, node: fx.Node, parent: fx.Node, numbers: dict[fx.Node, Number]) -> Number:
-        ignored = result_ignores(parent.target, parent.args, node.args[1])
+        index: Any = node.args[1]
+        found = statistics(parent.target, parent.args)
+        if found is None:
+            return self._item(parent, parent.target, parent.args, index, numbers)
+        return self._item(parent, *found, index - 1, numbers) if index else self._normal(parent, numbers)
+
+    def _item(
+        self, parent: fx.Node, target: Any, args: tuple[Any, ...], index: int, numbers: dict[fx.Node, Number]
+    ) -> Number:
+        ignored = result_ignores(target, args, index)
         if not ignored:
-            return self.numbering.number(("getitem", numbers[parent], node.args[1]))
-        key = self._key(parent.target, parent.args, dict(parent.kwargs), numbers, ("item", node.args[1]), ignored)
+            return self.numbering.number(("getitem", numbers[parent], index))
+        key = self._key(target, args, dict(parent.kwargs), numbers, ("item", index), ignored)
         return self.numbering.number(("getitem", key))
+
+    def _normal(self, node: fx.Node, numbers: dict[fx.Node, Number]) -> Number:
+        """The number of a batch norm's result; of an op that does something to it, of what it is done to."""
+        found = statistics(node.target, node.args)
+        if found is None:
+            return self._key(BATCH_NORM.default, node.args[:5], {}, numbers)
+        moments = (_Known(self._item(node, *found, i, numbers)) for i in range(2))
+        return self._key(BATCH_NORM.default, (*node.args[:3], *moments), {}, numbers)
 
     def _state(self, device: str) -> Number:
         return self.numbering.number(("rng", device, self.draws.get(device, 0)))
@@ -248,7 +284,9 @@ class _Walk:
         leaves, spec = pytree.tree_flatten((kept, sorted(kwargs.items())))
         numbered: list[tuple[str, Any]] = []
         for leaf in leaves:
-            if isinstance(leaf, fx.Node):
+            if isinstance(leaf, _Known):
+                numbered.append(("value", leaf.number))
+            elif isinstance(leaf, fx.Node):
                 if leaf not in numbers:
                     raise VerificationError(f"{leaf.name!r} is read before it is computed", node=leaf.name)
                 numbered.append(("value", numbers[leaf]))

@@ -52,6 +52,12 @@ HELPERS: dict[Any, Callable[..., Any]] = {
     library.DROPOUT.default: kernels.dropout,
     library.ADD_RELU.default: kernels.add_relu,
     library.ADD_RELU.out: kernels.add_relu,
+    library.BATCH_NORM_STATISTICS.default: kernels.batch_norm_statistics,
+    library.BATCH_NORM_MOMENTS.default: kernels.batch_norm_moments,
+    library.BATCH_NORM.default: kernels.batch_norm,
+    library.BATCH_NORM_RELU.default: kernels.batch_norm_relu,
+    library.BATCH_NORM_ADD_RELU.default: kernels.batch_norm_add_relu,
+    library.BATCH_NORM_ADD_RELU.out: kernels.batch_norm_add_relu,
 }
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .memory import span
+
 CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 GRADIENT, INPUT, WEIGHT, MASK = 0, 1, 2, 10  # places of arguments
 
@@ -25,7 +27,8 @@ def split_convolutions(graph: fx.Graph) -> None:
     That is where the input is larger than the weight: two calls prepare the weight twice.
     """
     nodes = [n for n in graph.nodes if n.target is CONVOLUTION_BACKWARD]
-    weights = list(dict.fromkeys(n.args[WEIGHT] for n in nodes if n.args[WEIGHT].op == "placeholder"))
+    read = [n.args[WEIGHT] for n in nodes if n.args[MASK][0] and n.args[WEIGHT].op == "placeholder"]
+    weights = list(dict.fromkeys(read))
     for node in nodes:
         numels = [node.args[place].meta["val"].numel() for place in (INPUT, WEIGHT)]
         if node.args[MASK][0] and any(node.args[MASK][1:]) and numels[0] > numels[1]:
@@ -58,8 +61,9 @@ def _let_input_go(graph: fx.Graph, part: fx.Node, weights: list[fx.Node]) -> Non
     value = source.meta["val"]
     if source.op == "placeholder":
         return  # resident in any case
-    for other in (part.args[GRADIENT], part.args[WEIGHT], *weights):
-        if isinstance(other, fx.Node) and _covers(other.meta["val"], value):
+    candidates: Any = (part.args[GRADIENT], part.args[WEIGHT], *weights)
+    for other in candidates:
+        if _covers(other.meta["val"], value):
             sizes, strides = list(value.shape), list(value.stride())
             with graph.inserting_before(part):
                 view = graph.call_function(torch.ops.aten.as_strided.default, (other, sizes, strides))
@@ -72,9 +76,4 @@ def _covers(other: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether a dense tensor's memory can be looked at in the shape and layout of `value`."""
     if other.dtype != value.dtype or other.device != value.device:
         return False
-    return other.numel() == _span(other) and other.numel() >= _span(value)
-
-
-def _span(value: torch.Tensor) -> int:
-    """Elements of memory from its first to its last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return other.numel() == span(other) and other.numel() >= span(value)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils._pytree import register_pytree_node
 
-from .kernels import alone
+from .tensors import alone, distinct, laid_out
 
 Half = Callable[[list[Any], dict[str, torch.Tensor]], tuple[Any, ...]]
 Answers = Callable[[list[torch.Tensor]], tuple[bool, ...]]
@@ -53,7 +53,7 @@ class _Step(torch.autograd.Function):
         with torch.no_grad():
             for i, value in zip(mutated, results[:count], strict=True):
                 primals[i].copy_(value)
-        outputs = _distinct(results[count : count + spec["num_outputs"]])
+        outputs = distinct(results[count : count + spec["num_outputs"]])
         returned = {o.untyped_storage().data_ptr() for o in outputs}
         saved = results[count + spec["num_outputs"] :]
         ctx.saved = [alone(s) if s.untyped_storage().data_ptr() in returned else s for s in saved]
@@ -83,7 +83,7 @@ class _Step(torch.autograd.Function):
         if present != spec["expected"]:
             expected = ", ".join(leaf["path"] or "the output" for leaf in spec["leaves"] if leaf["differentiated"])
             raise ExportError(f"backward must start from {expected} (that is what was planned), and from nothing else.")
-        tangents = [_laid_out(gradients[i], s) for i, s in zip(present, spec["tangent_strides"], strict=True)]
+        tangents = [laid_out(gradients[i], s) for i, s in zip(present, spec["tangent_strides"], strict=True)]
         del gradients
         kept = iter(ctx.saved_tensors)
         primals = [ctx.primals[i] if i in spec["mutated"] else next(kept) for i in spec["saved_primals"]]
@@ -94,24 +94,6 @@ class _Step(torch.autograd.Function):
             gradients_of_primals = step.halves[1](values, step.constants)
         ctx.held = None
         return (None, *gradients_of_primals)
-
-
-def _distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Autograd wants every output to be an object of its own."""
-    seen: set[int] = set()
-    result = []
-    for output in outputs:
-        result.append(output.detach() if id(output) in seen else output)
-        seen.add(id(output))
-    return tuple(result)
-
-
-def _laid_out(gradient: torch.Tensor, stride: list[int]) -> torch.Tensor:
-    """The gradient in the layout that was traced; where there is one index only, the steps between indices are free."""
-    steps = zip(gradient.shape, gradient.stride(), stride, strict=True)
-    if all(size == 1 or given == traced for size, given, traced in steps):
-        return gradient.detach().as_strided(gradient.shape, stride)
-    return torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 
 # The module -----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 
 import torch
 
+from .tensors import held_once
+
 aten = torch.ops.aten
 BLOCKS = 16
 SMALLEST_BLOCK = 1 << 20
@@ -299,20 +301,3 @@ def _planes(values: torch.Tensor) -> Iterator[tuple[slice, slice]]:
     for sample in range(batch):
         for first in range(0, channels, count):
             yield slice(sample, sample + 1), slice(first, first + count)
-
-
-def held_once(tensor: torch.Tensor) -> bool:
-    """Whether nothing but `tensor`, and the tensor that it is a view of, refers to its memory.
-
-    What a step saves is `alone`: never a view of what its caller was given, so a caller's tensor always counts.
-    """
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    own = 1 if tensor._base is None else 2
-    return count is not None and count(tensor.untyped_storage()._cdata) == own + 1  # and the storage object itself
-
-
-def alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory and layout in a tensor that keeps no other tensor alive, as a view would."""
-    return tensor.new_empty(0).set_(
-        tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-    )

@@ -15,7 +15,7 @@ from solvers.problem import Op, Problem, Tensor
 from .alias import Aliases, Storage, is_compute
 from .capture import Traced
 from .errors import Unsupported
-from .memory import granule, round_up
+from .memory import granule, round_up, span
 from .ops import (
     MINDS_THE_CALLER,
     RUNNING_STATISTICS,
@@ -247,8 +247,8 @@ class _Lowering:
             index = self._new_tensor(Tensor(node.name, size, "tangent"), storage)
             given.append(index)
             if not torch._prims_common.is_non_overlapping_and_dense_or_false(value):
-                laid_out = Tensor(f"{node.name}_laid_out", round_up(_span_bytes(value), self.granule), "temporary")
-                index = self._new_tensor(laid_out, storage)
+                size = round_up(span(value) * value.element_size(), self.granule)
+                index = self._new_tensor(Tensor(f"{node.name}_laid_out", size, "temporary"), storage)
                 written.append(index)
             self.storage_tensor[storage] = index
         self._add_op(Op("tangents", (), (*given, *written), 0, 0, False), None)
@@ -342,14 +342,6 @@ def _same_layout(source: torch.Tensor, result: torch.Tensor) -> bool:
         and source.storage_offset() == 0 and torch._prims_common.is_non_overlapping_and_dense_or_false(source)
         and source.untyped_storage().nbytes() == result.untyped_storage().nbytes()
     )  # fmt: skip
-
-
-def _span_bytes(value: torch.Tensor) -> int:
-    """What a tensor of this size and stride takes in a storage of its own."""
-    if not value.numel():
-        return 0
-    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return span * value.element_size()
 
 
 def stateful_primals(traced: Traced) -> tuple[int, ...]:

@@ -20,6 +20,13 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def span(value: torch.Tensor) -> int:
+    """Elements of memory from a tensor's first to its last; 0 for an empty one."""
+    if not value.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+
+
 def measure_peak(run: Callable[[], Any], device: torch.device | None = None) -> int:
     """Bytes of the highest point of memory *above its level at the start* while `run()` executes.
 

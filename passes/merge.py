@@ -33,6 +33,7 @@ from .library import (
     EMBEDDING_BACKWARD_ADD,
     MUL_MASK,
 )
+from .memory import span
 
 aten = torch.ops.aten
 
@@ -189,12 +190,7 @@ def _in_blocks(value: torch.Tensor, source: object) -> bool:
         return False
     before = source.meta["val"]
     alike = before.shape == value.shape and before.stride() == value.stride() and before.dtype == value.dtype
-    return bool(alike and _dense(value) and value.numel() * value.element_size() > SMALLEST_BLOCK)
-
-
-def _dense(value: torch.Tensor) -> bool:
-    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return value.numel() == span
+    return bool(alike and value.numel() == span(value) and value.numel() * value.element_size() > SMALLEST_BLOCK)
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

@@ -21,7 +21,7 @@ from . import library
 from ._torch import FakeTensor, below_autograd
 from .alias import device_of, is_compute
 from .flops import listed_flops, unlisted_flops
-from .memory import high_water
+from .memory import high_water, span
 from .ops import OPAQUE_RESULTS
 
 Cost = str | Callable[["OpProfile"], float]
@@ -215,10 +215,7 @@ def _is_opaque(node: Any) -> bool:
 def _made_up(value: Any) -> Any:
     if not isinstance(value, (torch.Tensor, FakeTensor)):
         return value
-    if value.numel() == 0:
-        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    flat = torch.zeros(span, dtype=value.dtype, device=value.device)
+    flat = torch.zeros(span(value), dtype=value.dtype, device=value.device)
     if value.is_floating_point():
         flat.uniform_(0.25, 0.75)
     return flat.as_strided(value.shape, value.stride())

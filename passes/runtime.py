@@ -15,8 +15,8 @@ from torch import fx
 
 from ._torch import below_autograd
 from .errors import PlannerError
-from .kernels import alone
 from .replay import as_tensor, copy_generator, old_value
+from .tensors import alone, distinct, laid_out
 
 
 class BackwardTwice(PlannerError, RuntimeError):
@@ -81,7 +81,7 @@ class _PlannedStep(torch.autograd.Function):
             for i, value in zip(step.mutated, results[:count], strict=True):
                 primals[i].copy_(value)
                 ctx.versions[i] = primals[i]._version
-        outputs = _distinct(results[count : count + step.num_outputs])
+        outputs = distinct(results[count : count + step.num_outputs])
         returned = {o.untyped_storage().data_ptr() for o in outputs}
         saved = results[count + step.num_outputs :]
         ctx.saved = [alone(s) if s.untyped_storage().data_ptr() in returned else s for s in saved]
@@ -117,8 +117,9 @@ class _PlannedStep(torch.autograd.Function):
         present = tuple(i for i, g in enumerate(gradients) if g is not None)
         if present != step.expected:
             return (None, None, *_run_fallback(ctx, {i: gradients[i] for i in present}))
-        tangents = [_laid_out(gradients[i], s) for i, s in zip(present, step.tangent_strides, strict=True)]
-        del gradients
+        given = [g for g in gradients if g is not None]
+        tangents = [laid_out(g, s) for g, s in zip(given, step.tangent_strides, strict=True)]
+        del gradients, given
         kept = iter(ctx.saved_tensors)
         overwritten = set(step.mutated)
         primals = [ctx.primals[i] if i in overwritten else next(kept) for i in step.saved_primals]
@@ -131,16 +132,6 @@ class _PlannedStep(torch.autograd.Function):
         return (None, None, *gradients_of_primals)
 
 
-def _distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Autograd wants every output to be an object of its own."""
-    seen: set[int] = set()
-    result = []
-    for output in outputs:
-        result.append(output.detach() if id(output) in seen else output)
-        seen.add(id(output))
-    return tuple(result)
-
-
 def _run_fallback(ctx: Any, gradients: dict[int, Any]) -> list[Any]:
     for i, (primal, version) in enumerate(zip(ctx.primals, ctx.versions, strict=True)):
         if primal._version != version:
@@ -150,11 +141,3 @@ def _run_fallback(ctx: Any, gradients: dict[int, Any]) -> list[Any]:
     generators, fallback = ctx.generators, ctx.fallback
     ctx.saved = None
     return fallback(primals, generators, gradients)
-
-
-def _laid_out(gradient: Any, stride: tuple[int, ...]) -> torch.Tensor:
-    """The gradient in the layout that was traced (an expanded `ones` becomes dense)."""
-    steps = zip(gradient.shape, gradient.stride(), stride, strict=True)
-    if all(size == 1 or given == traced for size, given, traced in steps):
-        return gradient.detach().as_strided(gradient.shape, stride)
-    return torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from passes import export_runtime, kernels, random
+from passes import export_runtime, kernels, random, tensors
 from passes.capture import OutputLeaf, Traced, state_tensors
 from passes.structure import Constant, Opaque, Slot, Template, Tree
 from solvers.errors import MIB, PlannerError
@@ -28,7 +28,7 @@ from .plan import Plan
 from .source import Half, identifier, write_guard, write_half
 
 # Files of a folder that are ours, word for word.
-COPIED = {"runtime.py": export_runtime, "random.py": random, "kernels.py": kernels}
+COPIED = {"runtime.py": export_runtime, "random.py": random, "kernels.py": kernels, "tensors.py": tensors}
 INIT = '''"""{doc}"""
 
 from pathlib import Path

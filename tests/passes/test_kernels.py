@@ -14,9 +14,9 @@ from passes import library
 from passes._torch import below_autograd
 from passes.alias import alias
 from passes.capture import Traced, bind_sample, capture
-from passes.kernels import alone, held_once
 from passes.memory import high_water, measure_peak
 from passes.profile import profile
+from passes.tensors import alone, held_once
 from planner import Plan, auto_checkpoint
 from planner.study import study
 from tests.zoo.compare import measured_peak_bytes, same_bits

@@ -186,7 +186,12 @@ class _Search:
         self.plain = 0
 
     def fits(self, batch: int, *, must: bool = False) -> bool:
-        studied = study(self.model, self.make_sample(batch), **self.options)
+        ceiling = None if must else self.budget  # one that is far too large may not even be profiled in memory
+        try:
+            studied = study(self.model, self.make_sample(batch), ceiling_bytes=ceiling, **self.options)
+        except BudgetError:
+            self.tried[batch] = False
+            return False
         self.tried[batch] = studied.plain_peak_bytes <= self.budget
         if self.tried[batch]:
             self.plain = max(self.plain, batch)

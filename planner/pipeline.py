@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from passes.profile import OpProfile, profile
 from passes.rewrite import Rewritten, rewrite
 from passes.runtime import Step
 from passes.verify import verify
+from solvers.bounds import floor_bytes
+from solvers.errors import MIB, BudgetError
 from solvers.schedule import Schedule, plain_order, with_frees
 from solvers.simulate import simulate
 from solvers.solution import Solution, solution
@@ -68,12 +70,19 @@ def plan_step(model: nn.Module, bound: Mapping[str, Any], options: Options, *, f
 
 
 def prepare(
-    model: nn.Module, bound: Mapping[str, Any], options: Options, progress: Progress, *, first: bool = True
+    model: nn.Module,
+    bound: Mapping[str, Any],
+    options: Options,
+    progress: Progress,
+    *,
+    first: bool = True,
+    ceiling_bytes: int | None = None,
 ) -> Prepared:
     """Everything before the decision.
 
     Args:
         first: False when planning anew for other inputs, where a hint that names nothing warns instead of raising.
+        ceiling_bytes: raise `BudgetError` before any op is run if the step is sure to need more.
     """
     device = model_device(model)
     with progress.stage("capture"):
@@ -84,15 +93,28 @@ def prepare(
         hinted = resolve(options.hints, traced, aliases, device, required=first)
     with progress.stage("profile"):
         real = not any(p.device.type == "meta" for p in model.parameters())
+        once = [n for n, hint in hinted.items() if hint.once]
+        if ceiling_bytes is not None:
+            _check_floor(traced, aliases, device, options, once, ceiling_bytes)
         profiles = profile(
             traced.graph_module.graph, measure=real, timed=real and options.cost == "measured", progress=progress.each
         )
-        once = [n for n, hint in hinted.items() if hint.once]
         lowered = lower_step(traced, aliases, profiles, device, options, once)
         plain = simulate(lowered.problem, with_frees(lowered.problem, plain_order(lowered.problem)))
     return Prepared(
         traced, aliases, profiles, lowered, device, plain.peak_bytes, options.keep_outputs, options.hints, hinted
     )
+
+
+def _check_floor(
+    traced: Traced, aliases: Aliases, device: torch.device, options: Options, once: Collection[fx.Node], ceiling: int
+) -> None:
+    """The floor without what ops need besides what they read and write is known without running one."""
+    counted = {n: replace(p, workspace_bytes=0) for n, p in profile(traced.graph_module.graph, measure=False).items()}
+    floor = floor_bytes(lower_step(traced, aliases, counted, device, options, once).problem)
+    if floor > ceiling:
+        message = f"the step cannot run below {floor / MIB:,.1f} MiB; it was to stay below {ceiling / MIB:,.1f} MiB"
+        raise BudgetError(message, budget_bytes=ceiling, floor_bytes=floor)
 
 
 def lower_step(

@@ -84,11 +84,15 @@ def study(
     save: Sequence[str] = (),
     never_recompute: Sequence[str] = (),
     recompute: Sequence[str] = (),
+    ceiling_bytes: int | None = None,
 ) -> Study:
     """Capture and profile the training step of `model`; arguments as in `auto_checkpoint`.
 
+    Args:
+        ceiling_bytes: raise before any op is run if the step is sure to need more.
+
     Raises:
-        BudgetError: what is to be reserved is no size.
+        BudgetError: what is to be reserved is no size, or the step needs more than the ceiling.
         CaptureError, Unsupported: the model cannot be planned.
         SolverUnavailable: `solver` is unknown or not installed.
     """
@@ -103,4 +107,4 @@ def study(
     options = replace(options, reserve_bytes=options.reserve_bytes + state_bytes)
     bound = _bind(model, sample, loss_fn)
     shown = Progress(progress)
-    return Study(model, bound, options, prepare(model, bound, options, shown), shown)
+    return Study(model, bound, options, prepare(model, bound, options, shown, ceiling_bytes=ceiling_bytes), shown)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch import fx
 
-from planner import Plan, PlannerError, auto_checkpoint, frontier, max_batch, minimum_budget
+from passes.profile import profile
+from planner import BudgetError, Plan, PlannerError, auto_checkpoint, frontier, max_batch, minimum_budget, pipeline
 from planner.curve import plain_curve, planned_curve, thin
 from planner.explain import peak_if_kept
+from planner.study import study
 from planner.tables import live_at_peak, module_rows, op_rows
 from solvers.errors import MIB
 from tests.planner.small import conv_net, mlp, plan_at, python
@@ -165,3 +169,19 @@ def test_max_batch_is_the_largest() -> None:
     assert tried[found.batch] and not tried[found.batch + 1]
     with pytest.raises(PlannerError, match="not even a batch of one"):
         max_batch(model, lambda n: mlp(batch=n)[1], 0.01, **options)
+
+
+def test_a_step_that_cannot_fit_is_not_run_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[bool] = []
+
+    def recording(graph: fx.Graph, *, measure: bool = True, **options: Any) -> Any:
+        measured.append(measure)
+        return profile(graph, measure=measure, **options)
+
+    monkeypatch.setattr(pipeline, "profile", recording)
+    model, sample = mlp(batch=4096)
+    with pytest.raises(BudgetError, match="cannot run below"):
+        study(model, sample, progress=False, ceiling_bytes=MIB)
+    assert measured == [False]
+    found = max_batch(model, lambda n: mlp(batch=n**4)[1], 1, solver="greedy", time_limit=2, progress=False)
+    assert measured.count(True) < len(found.tried), "every size was run"

@@ -7,7 +7,8 @@ searched by running them, ours by `max_batch` and then run. Every figure is a me
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
 
 def peak_of(make: Make, method: str, batch: int, budget: float) -> int:
     """Measured peak in bytes of a peer at a batch size."""
+    torch._dynamo.reset()  # which holds on to whatever it compiled
+    gc.collect()
     model, sample = seeded(make, batch)
     if method == "plain":
         return memory(Subject(model, model), sample).peak
@@ -78,11 +81,10 @@ def ours(make: Make, budget_bytes: int, limit: int) -> tuple[int, int, float]:
     return found.batch, measured, found.plan.overhead
 
 
-def rows(name: str, base: int, limit: int, budget: float) -> list[tuple[str, ...]]:
+def rows(name: str, base: int, limit: int, budget: float) -> Iterator[tuple[str, ...]]:
     """The table of one model under plain eager's peak at a batch of `base`."""
     make = MODELS[name]
     budget_bytes = peak_of(make, "plain", base, budget)
-    found: list[tuple[str, ...]] = []
     for method in METHODS:
         peaks: dict[int, int] = {}
 
@@ -93,15 +95,16 @@ def rows(name: str, base: int, limit: int, budget: float) -> list[tuple[str, ...
         try:
             batch = largest(fits, limit)
         except Failure as error:
-            found.append((name, method, "-", "-", quoted(error)))
+            yield name, method, "-", "-", quoted(error)
             continue
-        found.append((name, method, str(batch), f"{peaks[batch] / MIB:.1f}" if batch else "-", ""))
+        yield name, method, str(batch), f"{peaks[batch] / MIB:.1f}" if batch else "-", ""
     try:
         batch, measured, overhead = ours(make, budget_bytes, limit)
     except PlannerError as error:
-        return [*found, (name, "ours", "-", "-", quoted(error))]
+        yield name, "ours", "-", "-", quoted(error)
+        return
     note = f"predicted recompute {overhead:.1%}" + ("" if measured <= budget_bytes else "; OVER THE BUDGET")
-    return [*found, (name, "ours", str(batch), f"{measured / MIB:.1f}", note)]
+    yield name, "ours", str(batch), f"{measured / MIB:.1f}", note
 
 
 def main() -> int:
@@ -117,6 +120,7 @@ def main() -> int:
     with patient_dynamo():
         for name in options.names or ["gpt2-sdpa"]:
             for row in rows(name, options.base, options.limit, options.budget):
+                print(*row, sep="  ", flush=True)
                 over |= "OVER" in row[-1]
                 table.add_row(*row)
     Console(width=120).print(table)

@@ -168,16 +168,24 @@ def embedding_backward_add(
 def mul_mask(values: torch.Tensor, mask: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """`values * mask`, both contiguous and of one shape, the mask bool; `out` may be `values`."""
     result = torch.empty_like(values) if out is None else out
-    flat, bits, written = values.view(-1, 1), mask.view(-1, 1), result.view(-1, 1)
-    for block in _blocks(flat):
-        torch.mul(flat[block], bits[block], out=written[block])
+    for _ in _masked(values, mask, result):
+        pass
     return result
 
 
 def dropout(values: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """`native_dropout(values, p, True)` of contiguous values, 0 < p < 1: the result and the mask of what was kept."""
-    mask = torch.empty_like(values, dtype=torch.bool).bernoulli_(1.0 - p)
-    return mul_mask(values, mask).mul_(1.0 / (1.0 - p)), mask
+    mask, result = torch.empty_like(values, dtype=torch.bool).bernoulli_(1.0 - p), torch.empty_like(values)
+    for block in _masked(values, mask, result):
+        block.mul_(1.0 / (1.0 - p))
+    return result, mask
+
+
+def _masked(values: torch.Tensor, mask: torch.Tensor, out: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Write `values * mask` block by block; each is given while it is in the cache."""
+    flat, bits, written = values.view(-1, 1), mask.view(-1, 1), out.view(-1, 1)
+    for block in _blocks(flat):
+        yield torch.mul(flat[block], bits[block], out=written[block])
 
 
 def add_relu(first: torch.Tensor, second: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -64,12 +64,13 @@ def split_batch_norms(graph: fx.Graph) -> None:
 
 
 def _known(node: fx.Node) -> bool:
-    values: Any = node.args[0]
-    value = values.meta["val"]
-    others = [a.meta["val"].dtype for a in node.args[1:5] if isinstance(a, fx.Node)]
+    """Anything that is not contiguous is normalized by another formula (Normalization.cpp)."""
+    given = [a.meta["val"] for a in node.args[:5] if isinstance(a, fx.Node)]
+    value = given[0]
     return bool(
-        value.device.type == "cpu" and value.dtype in (torch.float32, torch.float64) and value.is_contiguous()
-        and all(dtype == value.dtype for dtype in others) and value.numel() * value.element_size() > SMALLEST_BLOCK
+        value.device.type == "cpu" and value.dtype in (torch.float32, torch.float64)
+        and all(g.dtype == value.dtype and g.is_contiguous() for g in given)
+        and value.numel() * value.element_size() > SMALLEST_BLOCK
     )  # fmt: skip
 
 

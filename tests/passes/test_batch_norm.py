@@ -80,6 +80,7 @@ class Normed(nn.Module):
         self.kind = kind
         self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
         self.norms = nn.ModuleList(self.norm() for _ in range(2))
+        self.wide = nn.Parameter(torch.randn(32)) if kind == "strided" else None
 
     def norm(self) -> nn.Module:
         if self.kind == "instance":
@@ -97,7 +98,10 @@ class Normed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "channels last":
             x = x.to(memory_format=torch.channels_last)
-        hidden = self.norms[0](self.first(x))
+        if self.kind == "strided":
+            hidden = nn.functional.batch_norm(self.first(x), None, None, self.wide[::2], self.wide[1::2], True)
+        else:
+            hidden = self.norms[0](self.first(x))
         hidden = nn.functional.elu(hidden) if self.kind == "elu" else hidden.relu_()
         out = self.norms[1](self.second(hidden))
         if self.kind == "read twice":
@@ -111,7 +115,7 @@ ALONE, RELU, ADD_RELU = FOLLOWED
 KINDS: dict[str, set[Any]] = {
     "relu": {RELU}, "no weight": {RELU}, "alone": {RELU}, "residual": {RELU, ADD_RELU}, "elu": {ALONE, RELU},
     "instance": {ALONE}, "read twice": {ALONE, RELU}, "added second": {ALONE, RELU}, "channels last": set(),
-    "frozen": set(),
+    "frozen": set(), "strided": {RELU},
 }  # fmt: skip
 IMAGE = torch.randn(4, 3, 72, 72, generator=torch.Generator().manual_seed(0))
 
@@ -154,6 +158,7 @@ def test_a_planned_step_is_the_plain_one(kind: str, share: float) -> None:
     found = targets(plan.planned.prepared.traced.graph_module)
     assert found & set(FOLLOWED) == KINDS[kind]
     assert bool(found & STATISTICS) == bool(KINDS[kind])
+    assert (aten._native_batch_norm_legit.no_stats in found) == (kind == "strided")
     for expected, got in zip(after_a_step(model, model), after_a_step(model, plan.module), strict=True):
         assert same_bits(expected, got)
     assert measured_peak_bytes(plan.module, model, IMAGE, plan.static_bytes) <= plan.peak_bytes

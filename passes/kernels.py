@@ -248,7 +248,7 @@ def batch_norm_relu(
 ) -> torch.Tensor:
     """`relu(batch_norm(...))`, a block at a time."""
     result, factor = torch.empty_like(values), _factor(weight, invstd)
-    for samples, channels in _planes(values):
+    for samples, channels in _planes(values, NORM_BLOCK):
         block = result[samples, channels]
         _normalize(values[samples, channels], factor[channels], _part(bias, channels), mean[channels], block)
         block.relu_()
@@ -267,7 +267,7 @@ def batch_norm_add_relu(
 ) -> torch.Tensor:
     """`relu(batch_norm(...) + other)`, a block at a time; `out` may be `other`."""
     result, factor = torch.empty_like(values) if out is None else out, _factor(weight, invstd)
-    for samples, channels in _planes(values):
+    for samples, channels in _planes(values, SMALLEST_BLOCK):
         normal = torch.empty_like(values[samples, channels])
         _normalize(values[samples, channels], factor[channels], _part(bias, channels), mean[channels], normal)
         torch.add(normal, other[samples, channels], out=result[samples, channels]).relu_()
@@ -292,16 +292,16 @@ def _normalize(
     )
 
 
-def planes_per_block(values: torch.Tensor) -> int:
+def planes_per_block(values: torch.Tensor, block_bytes: int) -> int:
     """How many planes of `[batch, channels, *]` make a block."""
     plane = max(1, values.numel() // max(1, values.shape[0] * values.shape[1])) * values.element_size()
-    return max(1, NORM_BLOCK // plane)
+    return max(1, block_bytes // plane)
 
 
-def _planes(values: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+def _planes(values: torch.Tensor, block_bytes: int) -> Iterator[tuple[slice, slice]]:
     """Blocks of whole samples, or of one sample's channels: each is contiguous."""
     batch, channels = values.shape[:2]
-    count = planes_per_block(values)
+    count = planes_per_block(values, block_bytes)
     if count >= channels:
         for first in range(0, batch, count // channels):
             yield slice(first, first + count // channels), slice(0, channels)

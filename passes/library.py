@@ -103,7 +103,7 @@ def _block_bytes(values: torch.Tensor) -> int:
 
 def _block_of_planes(values: torch.Tensor) -> int:
     batch, channels = values.shape[:2]
-    count = kernels.planes_per_block(values)
+    count = kernels.planes_per_block(values, kernels.SMALLEST_BLOCK)
     planes = count // channels * channels if count >= channels else count
     return _bytes(values) * min(planes, batch * channels) // (batch * channels)
 

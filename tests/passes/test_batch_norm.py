@@ -43,6 +43,7 @@ def test_same_bits(
     shape: tuple[int, ...], dtype: torch.dtype, affine: bool, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "NORM_BLOCK", block)
+    monkeypatch.setattr(kernels, "SMALLEST_BLOCK", block)
     arguments, expected = example(shape, dtype, affine=affine)
     other = torch.randn_like(expected)
     assert same_bits(expected, library.BATCH_NORM.default(*arguments))

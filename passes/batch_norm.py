@@ -102,12 +102,15 @@ def item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
 
 def _join(graph: fx.Graph, node: fx.Node) -> None:
     """Let one op stand for a relu, or a sum with its relu, and the batch norm right before it, which it alone reads."""
-    normal: Any = node.args[0]
-    if normal.target is not BATCH_NORM.default or len(normal.users) > 1 or next(_computes(normal)) is not node:
+    normal, *others = node.args
+    assert isinstance(normal, fx.Node)
+    if normal.target is not BATCH_NORM.default or len(normal.users) > 1 or normal in others:
+        return
+    if next(_computes(normal)) is not node:
         return
     target = next(joined for joined, follower in FOLLOWED.items() if follower is node.target)
     with graph.inserting_before(node):
-        joined = graph.create_node("call_function", target, (*normal.args, *node.args[1:]), name=_name(target))
+        joined = graph.create_node("call_function", target, (*normal.args, *others), name=_name(target))
     joined.meta = dict(node.meta)
     node.replace_all_uses_with(joined)
     graph.erase_node(node)

@@ -107,6 +107,8 @@ class Normed(nn.Module):
         out = self.norms[1](self.second(hidden))
         if self.kind == "read twice":
             return out.relu().square().mean() + out.mean()
+        if self.kind == "doubled":
+            return (out + out).relu().square().mean()
         if self.kind == "added second":
             return (hidden + out).relu().square().mean()
         return (out + hidden).relu().square().mean() if self.kind == "residual" else out.relu().square().mean()
@@ -116,7 +118,7 @@ ALONE, RELU, ADD_RELU = FOLLOWED
 KINDS: dict[str, set[Any]] = {
     "relu": {RELU}, "no weight": {RELU}, "alone": {RELU}, "residual": {RELU, ADD_RELU}, "elu": {ALONE, RELU},
     "instance": {ALONE}, "read twice": {ALONE, RELU}, "added second": {ALONE, RELU}, "channels last": set(),
-    "frozen": set(), "strided": {RELU},
+    "frozen": set(), "strided": {RELU}, "doubled": {ALONE, RELU},
 }  # fmt: skip
 IMAGE = torch.randn(4, 3, 72, 72, generator=torch.Generator().manual_seed(0))
 

@@ -19,14 +19,17 @@ from torch import nn
 from planner import PlannerError, max_batch
 from tests.zoo.models import gpt2, resnet50
 
-from .measure import Subject, memory
+from . import selective
+from .blocks import checkpoint_each, checkpoint_groups
+from .measure import Subject, memory, step
 from .methods import Failure, Peers, quoted
-from .mincut import patient_dynamo
+from .mincut import compile_with_budget, patient_dynamo
 from .models import GPT2_SIZES, vit
 
 MIB = 1 << 20
 METHODS = ("plain", "block", "sqrt", "selective", "mincut")
 Make = Callable[[int], tuple[nn.Module, Any]]
+Way = Callable[[nn.Module], nn.Module]
 
 
 def _gpt2(batch: int) -> tuple[nn.Module, Any]:
@@ -56,17 +59,36 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-def peak_of(make: Make, method: str, batch: int, budget: float) -> int:
+def way_of(make: Make, method: str, base: int, budget: float) -> Way:
+    """How a peer turns a model into its own: which blocks it checkpoints is decided at the batch of `base`."""
+    if method == "plain":
+        return lambda model: model
+    if method == "mincut":
+        return lambda model: compile_with_budget(model, budget, "dp")[0]
+    model, sample = seeded(make, base)
+    (found,) = Peers(model, sample, (budget,), ("dp",)).ways((method,))
+    blocks = found.blocks
+    if blocks is None:
+        raise RuntimeError(f"{method} does not run: {found.error}")
+
+    def applied(model: nn.Module) -> nn.Module:
+        if method == "sqrt":
+            checkpoint_groups(model, blocks)
+        else:
+            checkpoint_each(model, blocks, **({"context_fn": selective.contexts} if method == "selective" else {}))
+        return model
+
+    return applied
+
+
+def peak_of(make: Make, way: Way, batch: int) -> int:
     """Measured peak in bytes of a peer at a batch size."""
     torch._dynamo.reset()  # which holds on to whatever it compiled
     gc.collect()
     model, sample = seeded(make, batch)
-    if method == "plain":
-        return memory(Subject(model, model), sample).peak
-    (way,) = Peers(model, sample, (budget,), ("dp",)).ways((method,))
-    if way.subject is None:
-        raise RuntimeError(f"{method} does not run: {way.error}")
-    return memory(way.subject, sample).peak
+    subject = Subject(way(model), model)
+    step(subject.module, sample)  # what it compiles is compiled now
+    return memory(subject, sample).peak
 
 
 def ours(make: Make, budget_bytes: int, limit: int) -> tuple[int, int, float]:
@@ -84,15 +106,17 @@ def ours(make: Make, budget_bytes: int, limit: int) -> tuple[int, int, float]:
 def rows(name: str, base: int, limit: int, budget: float) -> Iterator[tuple[str, ...]]:
     """The table of one model under plain eager's peak at a batch of `base`."""
     make = MODELS[name]
-    budget_bytes = peak_of(make, "plain", base, budget)
+    budget_bytes = peak_of(make, way_of(make, "plain", base, budget), base)
     for method in METHODS:
         peaks: dict[int, int] = {}
 
-        def fits(batch: int, method: str = method, peaks: dict[int, int] = peaks) -> bool:
-            peaks[batch] = peak_of(make, method, batch, budget)
-            return peaks[batch] <= budget_bytes
-
         try:
+            way = way_of(make, method, base, budget)
+
+            def fits(batch: int, way: Way = way, peaks: dict[int, int] = peaks) -> bool:
+                peaks[batch] = peak_of(make, way, batch)
+                return peaks[batch] <= budget_bytes
+
             batch = largest(fits, limit)
         except Failure as error:
             yield name, method, "-", "-", quoted(error)

@@ -29,6 +29,7 @@ class Way:
 
     Attributes:
         graphs: what was compiled, where the peer compiles.
+        blocks: what was checkpointed, where the peer takes a choice of blocks.
         error: why it cannot run; then there is no subject.
     """
 
@@ -39,6 +40,7 @@ class Way:
     planning_seconds: float = 0.0
     graphs: Graphs | None = None
     error: str | None = None
+    blocks: Blocks | None = None
 
 
 def quoted(error: BaseException) -> str:
@@ -76,7 +78,7 @@ class Peers:
 
     def _best(self, method: str, apply: Callable[[nn.Module, Blocks], None], choices: Sequence[Blocks]) -> Way:
         """The choice of blocks with the lowest peak."""
-        best: tuple[int, Way, Blocks] | None = None
+        best: tuple[int, Way] | None = None
         errors = []
         for blocks in choices:
             twin = copy.deepcopy(self.model)
@@ -91,11 +93,11 @@ class Peers:
                 errors.append(f"{blocks.label}: {quoted(error)}")
                 continue
             if best is None or peak < best[0]:
-                best = peak, Way(method, "", Subject(twin, twin), blocks.label), blocks
+                best = peak, Way(method, "", Subject(twin, twin), blocks.label, blocks=blocks)
         if best is None:
             return Way(method, "", error="; ".join(errors) or "the model has no such blocks")
         if method == "block":
-            self.chosen = best[2]
+            self.chosen = best[1].blocks
         return best[1]
 
     def _seeded(self, module: nn.Module) -> float:

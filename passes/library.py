@@ -59,14 +59,16 @@ BATCH_NORM = torch.ops.planner.batch_norm
 BATCH_NORM_RELU = torch.ops.planner.batch_norm_relu
 BATCH_NORM_ADD_RELU = torch.ops.planner.batch_norm_add_relu
 
-BATCH_NORMS = (
+_TRACED_NORMS = (
     torch.ops.aten._native_batch_norm_legit_functional.default, torch.ops.aten._native_batch_norm_legit.no_stats,
 )  # fmt: skip
-# What a forward op of ours is called where ATen's ops are named.
+BATCH_NORMS = (*_TRACED_NORMS, torch.ops.aten.batch_norm.default, torch.ops.aten.native_batch_norm.default)
+# What else a forward op is called where ATen's ops are named: what ours stand for, and what is traced as another op.
 STANDS_FOR: dict[OpOverload, tuple[OpOverload, ...]] = {
     CROSS_ENTROPY.default: (torch.ops.aten._log_softmax.default, torch.ops.aten.nll_loss_forward.default),
     DROPOUT.default: (torch.ops.aten.native_dropout.default,),
     ADD_RELU.default: (torch.ops.aten.add.Tensor, torch.ops.aten.relu.default),
+    **dict.fromkeys(_TRACED_NORMS, BATCH_NORMS),
     BATCH_NORM_STATISTICS.default: BATCH_NORMS,
     BATCH_NORM_MOMENTS.default: BATCH_NORMS,
     BATCH_NORM.default: BATCH_NORMS,

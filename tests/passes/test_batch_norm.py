@@ -178,8 +178,9 @@ def test_a_forward_runs_the_whole_batch_norm(kind: str) -> None:
     assert bool(again & set(FOLLOWED)) == (kind != "instance") and not again & STATISTICS
 
 
-def test_a_batch_norm_may_be_run_again_whole() -> None:
-    model, plan = run_again("relu", "aten._native_batch_norm*")
+@pytest.mark.parametrize("pattern", ["aten._native_batch_norm*", "aten.batch_norm"])
+def test_a_batch_norm_may_be_run_again_whole(pattern: str) -> None:
+    model, plan = run_again("relu", pattern)
     assert WITH_RUNNING in targets(plan.planned.rewritten.backward)
     for expected, got in zip(after_a_step(model, model), after_a_step(model, plan.module), strict=True):
         assert same_bits(expected, got)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import kernels
 from .alias import is_compute
-from .kernels import SMALLEST_BLOCK
 from .library import (
     ADD_RELU,
     BATCH_NORM,
@@ -70,7 +70,7 @@ def _known(node: fx.Node) -> bool:
     return bool(
         value.device.type == "cpu" and value.dtype in (torch.float32, torch.float64)
         and all(g.dtype == value.dtype and g.is_contiguous() for g in given)
-        and value.numel() * value.element_size() > SMALLEST_BLOCK
+        and value.numel() * value.element_size() > kernels.SMALLEST_BLOCK
     )  # fmt: skip
 
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import kernels
 from .alias import aliased_argument, is_view
 from .batch_norm import split_batch_norms
-from .kernels import SMALLEST_BLOCK
 from .library import (
     ADD_RELU,
     CROSS_ENTROPY,
@@ -190,7 +190,8 @@ def _in_blocks(value: torch.Tensor, source: object) -> bool:
         return False
     before = source.meta["val"]
     alike = before.shape == value.shape and before.stride() == value.stride() and before.dtype == value.dtype
-    return bool(alike and value.numel() == span(value) and value.numel() * value.element_size() > SMALLEST_BLOCK)
+    large = value.numel() * value.element_size() > kernels.SMALLEST_BLOCK
+    return bool(alike and large and value.numel() == span(value))
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

@@ -349,7 +349,8 @@ def batch_norm(b: Builder) -> None:
     x = b.float(lambda rank: rank == 3)
     if x.example.shape[0] * x.example.shape[2] > 1:
         affine = bool(b.pick(0, 2))
-        b.module(nn.BatchNorm1d(x.example.shape[1], affine=affine, track_running_stats=bool(b.pick(0, 3))), x)
+        norm = nn.BatchNorm1d(x.example.shape[1], affine=affine, track_running_stats=bool(b.pick(0, 3)))
+        _cut_off(b, b.module(norm, x), x)
 
 
 def image_norm(b: Builder) -> None:
@@ -357,7 +358,18 @@ def image_norm(b: Builder) -> None:
     channels, height, width = x.example.shape[1:]
     if height * width > 1:
         kinds = (nn.BatchNorm2d(channels), nn.InstanceNorm2d(channels, affine=True), nn.GroupNorm(1, channels))
-        b.module(b.choose(kinds), x)
+        _cut_off(b, b.module(b.choose(kinds), x), x)
+
+
+def _cut_off(b: Builder, normal: Value, x: Value) -> None:
+    """What residual networks do to what they normalized."""
+    kind = b.pick(0, 4)
+    if kind == 1:
+        b.call(torch.relu, normal)
+    elif kind == 2:
+        b.call(torch.relu, b.call(torch.add, *((normal, x) if b.pick(0, 2) else (x, normal))))
+    elif kind == 3:
+        b.method("relu_", normal)
 
 
 def layer_norm(b: Builder) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from passes import kernels
 from passes.capture import bind_sample
 from passes.errors import Unsupported
 from passes.lower import RNG_STATE_BYTES
@@ -36,6 +37,7 @@ from tests.solvers.strategies import lazier, make_order
 from tests.zoo.compare import same_bits
 
 MIB = 1 << 20
+SMALL_BLOCKS = 48, 96  # bytes: merges are drawn too, and their blocks are several
 OPTIONS = Options(None, 0, "auto", "roofline", None, 30.0, 0.01, False)
 
 
@@ -299,7 +301,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=2000, help="programs that must run, besides those rejected")
     parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--small-blocks", action="store_true", help="merge ops and work on blocks whatever their size")
     options = parser.parse_args()
+    if options.small_blocks:
+        kernels.SMALLEST_BLOCK, kernels.NORM_BLOCK = SMALL_BLOCKS
     kinds: Counter[str] = Counter()
     failures: list[int] = []
     outcomes: list[Outcome] = []

@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from passes import kernels
 from passes.capture import bind_sample
 from passes.errors import Unsupported
 from planner import auto_checkpoint
@@ -24,7 +25,7 @@ from solvers.schedule import Step, plain_order, with_frees
 from solvers.simulate import simulate
 from tests.passes.corruptions import run
 from tests.passes.program_ops import FAMILIES, Builder, Pick
-from tests.passes.programs import OPTIONS, Rejected, check, check_auto, draw_program, run_seed
+from tests.passes.programs import OPTIONS, SMALL_BLOCKS, Rejected, check, check_auto, draw_program, run_seed
 from tests.zoo.compare import differences, run_step
 from tests.zoo.hazards import Wrap
 
@@ -51,6 +52,13 @@ def test_random_programs_under_a_budget(data: Any) -> None:
         check_auto(draw_program(pick, max_ops=8), pick(40, 95))
     except (Rejected, Unsupported):
         assume(False)
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_random_programs_with_merges_whatever_their_size(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in zip(("SMALLEST_BLOCK", "NORM_BLOCK"), SMALL_BLOCKS, strict=True):
+        monkeypatch.setattr(kernels, name, size)
+    assert {run_seed(seed)[0] for seed in range(first, first + 10)} & {"ok", "auto"}
 
 
 @pytest.mark.slow

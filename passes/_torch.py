@@ -36,6 +36,7 @@ __all__ = [
     "eager_kernels",
     "export_joint",
     "flop_registry",
+    "native_kernels",
     "quiet_fake_errors",
     "swapped_state",
 ]
@@ -157,6 +158,12 @@ def active_saving_hooks() -> str:
         return ""
     module, name = hooks[0].__module__, hooks[0].__qualname__.partition(".")[0]
     return module if module == "torch.utils.checkpoint" else f"{module}.{name}"
+
+
+def native_kernels() -> contextlib.AbstractContextManager[Any]:
+    """Run C++ kernels also where Python ones are registered for tracing."""
+    guard: Any = getattr(torch._C, "_DisablePythonDispatcher", contextlib.nullcontext)
+    return guard()
 
 
 @contextlib.contextmanager

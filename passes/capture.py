@@ -25,7 +25,6 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ._torch import (
-    FakeTensorMode,
     JointGraph,
     compiling_flags,
     eager_kernels,
@@ -36,7 +35,7 @@ from ._torch import (
 from .constants import Guard, KnownValues
 from .convolution import split_convolutions
 from .errors import CaptureError, Unsupported
-from .layouts import EagerLayouts
+from .layouts import EagerFakes, EagerLayouts
 from .merge import merge_all, save_logits
 from .modules import fill_forward_paths, module_path, module_paths
 from .ops import RUNNING_STATISTICS, result_ignores
@@ -490,7 +489,7 @@ def _drop_running_statistics(graph: fx.Graph) -> None:
 
 
 def _fake_inputs(tensors: list[torch.Tensor], device: torch.device | None) -> list[torch.Tensor]:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = EagerFakes(allow_non_fake_inputs=True)
     mode.cache_enabled = False  # a cached answer forgets that two results are one tensor (the LSTM's bias gradients)
     fakes = []
     for tensor in tensors:

@@ -230,14 +230,17 @@ def _slack_bytes(problem: Problem) -> int:
     """By how much a step may stay below its prediction.
 
     Lending a generator's state is charged to a first run too; and a gradient that is the tangent itself is copied by
-    autograd where the caller holds the tangent, which these runs do not.
+    autograd where the caller holds the tangent, which these runs do not. A batch norm whose two ops run as one makes
+    its few numbers a channel once.
     """
     draws = any(tensor.category == "rng" for tensor in problem.tensors)
     tangents = problem.ops[problem.num_forward].outputs
     handed_on = [op for op in problem.ops[problem.num_forward + 1 :] if op.name.endswith("_grad")
                  and set(op.inputs) & set(tangents)]  # fmt: skip
     copied = sum(problem.tensors[t].bytes for op in handed_on for t in op.outputs)
-    return copied + (3 * RNG_STATE_BYTES if draws else 0)
+    norms = [op for op in problem.ops if op.name.startswith("batch_norm_statistics")]
+    numbers = max((sum(problem.tensors[t].bytes for t in op.outputs) for op in norms), default=0)
+    return copied + numbers + (3 * RNG_STATE_BYTES if draws else 0)
 
 
 def _compare(program: Program, module: nn.Module, model: nn.Module) -> None:

@@ -1,8 +1,9 @@
-"""Shared by all tests: how many examples Hypothesis makes, and that no solver test is skipped unseen."""
+"""Shared by all tests: how many examples Hypothesis makes, what Ctrl-C does, that no solver test is skipped unseen."""
 
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +12,9 @@ QUIET = {"deadline": None, "derandomize": True, "suppress_health_check": [Health
 settings.register_profile("default", max_examples=60, **QUIET)
 settings.register_profile("thorough", max_examples=2000, **(QUIET | {"derandomize": False}))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+# A shell ignores Ctrl-C in what it runs in the background, and Python then leaves it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SOLVER_TESTS = "tests/solvers/"
 

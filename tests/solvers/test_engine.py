@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,11 @@ def alarm() -> Iterator[Callable[[float], None]]:
 
 def children() -> list[str]:
     """Process ids of this process's children."""
-    return [
-        child for task in os.listdir("/proc/self/task")
-        for child in Path(f"/proc/self/task/{task}/children").read_text().split()
-    ]  # fmt: skip
+    found: list[str] = []
+    for task in os.listdir("/proc/self/task"):
+        with suppress(FileNotFoundError):  # a thread that has ended since
+            found += Path(f"/proc/self/task/{task}/children").read_text().split()
+    return found
 
 
 def interrupted(run: Callable[[], Any], alarm: Callable[[float], None], seconds: float) -> float:

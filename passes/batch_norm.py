@@ -6,7 +6,7 @@ so that computing the result again need not find them again. A relu, or a sum an
 computed with the result: the memory is gone through once.
 
 Where both ops run one after the other, as they do in the forward, ATen's one op stands for them (`whole`); a rewrite
-puts it there, and the proof knows that it does (`numbering` in `passes.verify`).
+puts it there, and the proof (`passes.verify`) knows what it stands for.
 """
 
 from __future__ import annotations

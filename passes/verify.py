@@ -168,8 +168,6 @@ class _Walk:
     def _admit(self, node: fx.Node, numbers: dict[fx.Node, Number]) -> None:
         """Remember what the traced graph computes; refuse a call that it does not make."""
         number = numbers[node]
-        found = statistics(node.target, node.args)
-        target, args = found or (node.target, node.args)
         if node.target is operator.getitem:
             parent, index = node.args
             results = parent.meta.get("val") if isinstance(parent, fx.Node) else None
@@ -177,6 +175,8 @@ class _Walk:
                 raise VerificationError(f"{node.name!r} takes a result that there is not", node=node.name)
             self.numbering.layouts.setdefault(number, _layout(node)) if self.trusted else None
             return
+        found = statistics(node.target, node.args)
+        target, args = found or (node.target, node.args)
         if target in RUNNING_STATISTICS:  # a recompute is handed the updated statistics and ignores them
             positions = RUNNING_STATISTICS[target][0]
             number = self._key(target, args, dict(node.kwargs), numbers, ("any statistics",), positions)

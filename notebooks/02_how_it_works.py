@@ -43,7 +43,8 @@ model, x = Six(), torch.randn(512, 64)
 # nothing is computed, nothing of the model's size is allocated.
 
 # %%
-from passes.capture import bind_sample, capture
+from passes.trace.arguments import bind_sample
+from passes.trace.capture import capture
 
 traced = capture(model, bind_sample(model, x))
 print(traced.graph_module.print_readable(print_output=False, colored=False))
@@ -210,7 +211,7 @@ print("proved")
 import copy
 from dataclasses import replace
 
-from passes.random import run_with_rng_state
+from passes.run.random import run_with_rng_state
 
 
 def skip_gelu(graph):

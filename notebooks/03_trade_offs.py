@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from passes.memory import measure_peak
-from planner.demo import LanguageModel, make_batch
+from planner.command.demo import LanguageModel, make_batch
 from planner.frontier import frontier_of
 from planner.study import study
 

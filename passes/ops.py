@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from . import library  # registers the ops that TAKEOVERS names
+from .fuse import library  # registers the ops that TAKEOVERS names
 
 aten = torch.ops.aten
 

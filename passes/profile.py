@@ -17,10 +17,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from . import library
 from ._torch import FakeTensor, below_autograd
 from .alias import device_of, is_compute
 from .flops import listed_flops, unlisted_flops
+from .fuse import library
 from .memory import high_water, span
 from .ops import OPAQUE_RESULTS
 

@@ -2,7 +2,7 @@
 
 from passes.errors import CaptureError, InputMismatch, Unsupported, VerificationError
 from passes.rates import Roofline
-from passes.runtime import BackwardTwice, DoubleBackward
+from passes.run.step import BackwardTwice, DoubleBackward
 from solvers.errors import BudgetError, PlannerError, SolverUnavailable
 
 from .api import auto_checkpoint, minimum_budget

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.capture import bind_sample
 from passes.profile import OpProfile
-from passes.refuse import refuse
+from passes.trace.arguments import bind_sample
+from passes.trace.refuse import refuse
 from solvers import get_solver
 from solvers.errors import MIB, PlannerError
 
 from .budget import budget_to_bytes, optimizer_state_bytes, reserve_to_bytes
+from .dropin.module import PlannedModule
 from .hints import make_hints
-from .module import PlannedModule
 from .options import OnNewShape, Options, check_options
 from .pipeline import Planned, model_device, plan_step, prepare
 from .plan import Plan

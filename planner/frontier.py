@@ -67,7 +67,7 @@ class Frontier:
 
     def plot(self, width: float = 7.0, height: float = 4.2) -> Figure:
         """Recompute over memory as a matplotlib figure, the proved bounds beneath it. Sizes in inches."""
-        from .plots import plot_frontier
+        from .show.plots import plot_frontier
 
         return plot_frontier(self, width, height)
 

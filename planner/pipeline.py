@@ -10,12 +10,12 @@ import torch
 from torch import fx, nn
 
 from passes.alias import Aliases, alias, device_of
-from passes.capture import Traced, capture
 from passes.lower import Lowered, lower, stateful_primals
 from passes.ops import is_random
 from passes.profile import OpProfile, profile
 from passes.rewrite import Rewritten, rewrite
-from passes.runtime import Step
+from passes.run.step import Step
+from passes.trace.capture import Traced, capture
 from passes.verify import verify
 from solvers.bounds import floor_bytes
 from solvers.errors import MIB, BudgetError
@@ -25,8 +25,8 @@ from solvers.solution import Solution, solution
 
 from .hints import NO_HINTS, Hinted, Hints, resolve
 from .options import Options
+from .preference import solve_step
 from .progress import Progress
-from .solving import solve_step
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ import networkx as nx
 from torch import nn
 
 from passes.alias import is_compute
-from passes.modules import module_path
+from passes.trace.modules import module_path
 from solvers.errors import MIB
 from solvers.problem import Problem
 from solvers.schedule import Schedule, computes
 
+from .dropin.module import PlannedModule
 from .hints import hint_notes
-from .module import PlannedModule
 from .pipeline import Planned
-from .timeline import Timeline, timeline
+from .show.timeline import Timeline, timeline
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -156,7 +156,7 @@ class Plan:
         return describe(self)
 
     def __str__(self) -> str:
-        from .text import to_text
+        from .show.text import to_text
 
         return to_text(self)
 
@@ -172,7 +172,7 @@ class Plan:
             ModelMismatch: the plan is for another model; says what differs first.
             PlannerError: the model runs another plan already.
         """
-        from .apply import apply
+        from .dropin.apply import apply
 
         return apply(self, model, sample)
 
@@ -182,64 +182,64 @@ class Plan:
         Raises:
             PlannerError: the model does not run this plan.
         """
-        from .apply import remove
+        from .dropin.apply import remove
 
         return remove(self, model)
 
     # See ----------------------------------------------------------------------------------------------------------
 
     def _repr_html_(self) -> str:
-        from .html import repr_html
+        from .show.page import repr_html
 
         return repr_html(self)
 
     def plot(self, width: float = 9.0, height: float = 4.6) -> Figure:
         """The memory curve of the step, plain against planned, as a matplotlib figure (inches)."""
-        from .plots import plot
+        from .show.plots import plot
 
         return plot(self, width, height)
 
     def plot_graph(self, module: str | None = None) -> Figure:
         """The module tree, or one block's ops as a graph, saved and recomputed coloured."""
-        from .plots import plot_graph
+        from .show.plots import plot_graph
 
         return plot_graph(self, module)
 
     def tables(self) -> dict[str, pd.DataFrame]:
         """DataFrames `modules`, `ops` and `peak`."""
-        from .tables import tables
+        from .show.tables import tables
 
         return tables(self)
 
     def table_by_module(self, depth: int | None = None) -> pd.DataFrame:
         """Bytes saved, bytes dropped and recompute cost by module path, down to `depth`."""
-        from .tables import table_by_module
+        from .show.tables import table_by_module
 
         return table_by_module(self, depth)
 
     def table_by_op(self) -> pd.DataFrame:
         """The same, and more, by op."""
-        from .tables import table_by_op
+        from .show.tables import table_by_op
 
         return table_by_op(self)
 
     def explain(self, name: str = "") -> str:
         """Why the tensors of a module (or op) are saved or recomputed, and what binds at the peak."""
-        from .explain import explain
+        from .show.explain import explain
 
         return explain(self, name)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write one self-contained HTML page that opens offline, with hover and zoom on the memory curve."""
-        from .report import report
+        from .show.report import report
 
         return report(self, path)
 
     # Keep ---------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the plan as JSON (`planner.planfile`): readable, deterministic, atomic."""
-        from .planfile import save
+        """Write the plan as JSON (`planner.files.planfile`): readable, deterministic, atomic."""
+        from .files.planfile import save
 
         return save(self, path)
 
@@ -247,20 +247,20 @@ class Plan:
     def load(cls, path: str | os.PathLike[str], model: nn.Module, sample: Any, **options: Any) -> Plan:
         """Apply a saved plan: capture, compare, re-prove and rewrite, without solving.
 
-        `options` are those of `planner.planfile.load`: `loss_fn`, `cost`, `progress`.
+        `options` are those of `planner.files.planfile.load`: `loss_fn`, `cost`, `progress`.
 
         Raises:
             PlanFileError: the file is damaged or for another model or sample; says what differs first.
         """
-        from .planfile import load
+        from .files.planfile import load
 
         return load(path, model, sample, **options)
 
     # Ship ---------------------------------------------------------------------------------------------------------
 
     def export(self, path: str | os.PathLike[str]) -> Path:
-        """Write the planned step as a folder that runs with torch and safetensors alone (`planner.export`)."""
-        from .export import export
+        """Write the planned step as a folder that runs with torch and safetensors alone (`planner.ship.export`)."""
+        from .ship.export import export
 
         return export(self, path)
 

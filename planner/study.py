@@ -20,8 +20,8 @@ from .hints import make_hints
 from .options import OnNewShape, Options, check_options
 from .pipeline import Prepared, emit, prepare
 from .plan import Plan
+from .preference import solve_step
 from .progress import Progress
-from .solving import solve_step
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes import kernels
-from passes.capture import bind_sample
 from passes.errors import Unsupported
 from passes.lower import RNG_STATE_BYTES
 from passes.memory import measure_peak
-from passes.structure import flatten
+from passes.run import kernels
+from passes.trace.arguments import bind_sample
+from passes.trace.structure import flatten
 from planner import BudgetError, auto_checkpoint
 from planner.api import make_plan
 from planner.options import Options

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import fx, nn
 
-from passes import kernels, library
-from passes.batch_norm import FOLLOWED, STATISTICS, WITH_RUNNING
-from passes.capture import capture
 from passes.errors import VerificationError
+from passes.fuse import library
+from passes.fuse.batch_norm import FOLLOWED, STATISTICS, WITH_RUNNING
 from passes.profile import profile
 from passes.rewrite import Rewritten
+from passes.run import kernels
+from passes.trace.capture import capture
 from passes.verify import verify
 from planner import Plan
 from planner.study import study

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from passes import library
 from passes._torch import below_autograd
 from passes.alias import alias
-from passes.capture import Traced, bind_sample, capture
+from passes.fuse import library
 from passes.memory import high_water, measure_peak
 from passes.profile import profile
-from passes.tensors import alone, held_once
+from passes.run.tensors import alone, held_once
+from passes.trace.arguments import bind_sample
+from passes.trace.capture import Traced, capture
 from planner import Plan, auto_checkpoint
 from planner.study import study
 from tests.zoo.compare import measured_peak_bytes, same_bits

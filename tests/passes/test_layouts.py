@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from passes._torch import FakeTensorMode
-from passes.layouts import EagerFakes
+from passes.trace.layouts import EagerFakes
 from planner import auto_checkpoint
 from tests.zoo.compare import differences, run_step
 

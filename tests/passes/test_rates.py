@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from passes.profile import OpProfile, roofline
 from passes.rates import DEVICES, Roofline, cost_function, device_roofline, is_cost
 from planner import Plan, auto_checkpoint
-from planner.cli import app
+from planner.command.cli import app
 from planner.study import study
 from solvers import PlannerError
 

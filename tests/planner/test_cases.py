@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from passes import refuse
 from passes._torch import FakeTensorMode
-from passes.runtime import DoubleBackward
-from passes.structure import flatten
+from passes.run.step import DoubleBackward
+from passes.trace import refuse
+from passes.trace.structure import flatten
 from planner import (
     BackwardTwice,
     BudgetError,
@@ -530,7 +530,7 @@ def test_another_shape_is_planned_anew_and_cached() -> None:
 
 
 def test_the_cache_is_bounded() -> None:
-    from planner.dispatch import CACHE_SIZE
+    from planner.dropin.cache import CACHE_SIZE
 
     chosen = plan(linear(), batch())
     with warnings.catch_warnings():

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from planner.cli import main
-from planner.sizes import parse_size
+from planner.command.cli import main
+from planner.units import parse_size
 from solvers.engine import _interruptible
 from solvers.errors import MIB, BudgetError
 from tests.planner.small import ROOT

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from planner import Plan, auto_checkpoint, minimum_budget
-from planner.timeline import CATEGORIES
+from planner.show.timeline import CATEGORIES
 from solvers import Schedule, Step, computes, simulate
 from tests.planner.steps import MIB, SmallGPT, batch, conv_net, mlp, plan, tight
 from tests.zoo.compare import forward_backward, measured_peak_bytes

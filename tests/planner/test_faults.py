@@ -21,7 +21,7 @@ from torch import nn
 
 import solvers
 from planner import BudgetError, CaptureError, Plan, PlanFileError, PlannerError
-from planner.planfile import read
+from planner.files.planfile import read
 from solvers import cbc, engine
 from solvers.problem import Op, Problem, Tensor
 from solvers.schedule import plain_order, with_frees
@@ -261,7 +261,7 @@ def kills(act: Callable[[], Any], among: tuple[str, ...], step: int = 1) -> Iter
         line += step
 
 
-ATOMIC = (str(ROOT / "planner" / "atomic.py"),)
+ATOMIC = (str(ROOT / "planner" / "files" / "atomic.py"),)
 ENGINES = tuple(str(ROOT / "solvers" / name) for name in ("engine.py", "cbc.py", "ilp.py"))
 EXPORT = (*ATOMIC, str(ROOT / "planner" / "export.py"))
 

@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from planner import BudgetError, HintError, Plan, PlanFileError, auto_checkpoint, frontier, minimum_budget
-from planner.cli import main
+from planner.command.cli import main
+from planner.files.planfile import _checksum, read, render
 from planner.hints import make_hints, resolve
 from planner.options import Options
 from planner.pipeline import lower_step
-from planner.planfile import _checksum, read, render
-from planner.solving import AS_OFTEN, _free_of_charge, solve_preferring
+from planner.preference import AS_OFTEN, _free_of_charge, solve_preferring
 from planner.study import Study, study
 from solvers import plain_order, with_frees
 from solvers.schedule import computes

@@ -13,10 +13,10 @@ from torch import fx
 
 from passes.profile import profile
 from planner import BudgetError, Plan, PlannerError, auto_checkpoint, frontier, max_batch, minimum_budget, pipeline
-from planner.curve import plain_curve, planned_curve, thin
-from planner.explain import peak_if_kept
+from planner.show.curve import plain_curve, planned_curve, thin
+from planner.show.explain import peak_if_kept
+from planner.show.tables import live_at_peak, module_rows, op_rows
 from planner.study import study
-from planner.tables import live_at_peak, module_rows, op_rows
 from solvers.errors import MIB
 from tests.planner.small import conv_net, mlp, plan_at, python
 

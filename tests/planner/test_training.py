@@ -17,8 +17,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from passes import runtime
 from passes._torch import allocator_events
+from passes.run import step as runtime
 from planner import CaptureError, Plan, PlannerError
 from tests.planner.steps import (
     SmallGPT,

@@ -1,0 +1,134 @@
+"""refuse: what is not supported, as a table of construct -> reason -> remedy, checked before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from passes.errors import Unsupported
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One row: `find` yields the places where a model uses the construct."""
+
+    construct: str
+    reason: str
+    remedy: str
+    find: Callable[[nn.Module], Iterator[str]]
+
+
+def refuse(model: nn.Module) -> None:
+    """Raise Unsupported for the first construct of `model` that a plan would not keep faithful."""
+    for row in TABLE:
+        for place in row.find(model):
+            raise Unsupported(row.construct, place or "(the model itself)", row.reason, row.remedy)
+
+
+def _forward_hooks(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(not _of_torch(hook) for hook in hooks):
+            yield name
+
+
+def _backward_hooks(model: nn.Module) -> Iterator[str]:
+    return (n for n, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks)
+
+
+def _of_torch(hook: object) -> bool:
+    """torch's own parametrizations (weight_norm, spectral_norm) are pure functions of the parameters."""
+    module = getattr(type(hook), "__module__", "") if not hasattr(hook, "__module__") else hook.__module__
+    return str(module).startswith("torch.nn.utils")
+
+
+def _sparse_gradients(model: nn.Module) -> Iterator[str]:
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return (n for n, m in model.named_modules() if isinstance(m, kinds) and m.sparse)
+
+
+def _subclasses(model: nn.Module) -> Iterator[str]:
+    plain = (torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor) not in plain:
+            yield f"{name} ({type(tensor).__name__})"
+
+
+def storage_kind(tensor: torch.Tensor) -> str:
+    """What makes a tensor's memory other than one strided block; "" for an ordinary tensor."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout is not torch.strided:
+        return "sparse"
+    return "quantized" if tensor.is_quantized else ""
+
+
+def _not_dense(model: nn.Module) -> Iterator[str]:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if kind := storage_kind(tensor):
+            yield f"{name} ({kind})"
+
+
+def _uninitialized(model: nn.Module) -> Iterator[str]:
+    return (n for n, p in model.named_parameters() if torch.nn.parameter.is_lazy(p))
+
+
+def _mixed_devices(model: nn.Module) -> Iterator[str]:
+    devices: dict[torch.device, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        devices.setdefault(tensor.device, name)
+    if len({d for d in devices if d.type != "meta"}) > 1:
+        yield ", ".join(f"{name} on {device}" for device, name in devices.items())
+
+
+def _compiled(model: nn.Module) -> Iterator[str]:
+    kinds = ("OptimizedModule", "ScriptModule", "RecursiveScriptModule", "TopLevelTracedModule", "DataParallel")
+    for name, module in model.named_modules():
+        if type(module).__name__ in kinds:
+            yield f"{name or 'the model'} ({type(module).__name__})"
+
+
+def _runs_a_plan(model: nn.Module) -> Iterator[str]:
+    return (n for n, m in model.named_modules() if getattr(m.__dict__.get("forward"), "runs_plan", False))
+
+
+TABLE: tuple[Refusal, ...] = (
+    Refusal(
+        "compiled, scripted or DataParallel module", "its Python cannot be traced",
+        "Plan the module inside it, and compile or wrap plan.module afterwards.", _compiled,
+    ),
+    Refusal(
+        "module that runs a plan", "its planned step cannot be traced", "Call plan.remove(module) first.", _runs_a_plan,
+    ),
+    Refusal(
+        "lazy parameter", "its shape is not known yet", "Run the model once on a sample before planning.",
+        _uninitialized,
+    ),
+    Refusal(
+        "forward hook", "it would run once, while tracing, and never again",
+        "Remove it before planning, or move its computation into forward.", _forward_hooks,
+    ),
+    Refusal(
+        "module backward hook", "the planned backward runs no module boundaries",
+        "Use hooks on parameters (they fire as usual), or remove it before planning.", _backward_hooks,
+    ),
+    Refusal(
+        "sparse gradient", "its memory depends on the batch", "Build the embedding with sparse=False.",
+        _sparse_gradients,
+    ),
+    Refusal(
+        "tensor subclass", "what it stores cannot be seen from the graph",
+        "Convert the parameter to a plain tensor before planning.", _subclasses,
+    ),
+    Refusal(
+        "sparse, nested or quantized parameter or buffer", "its memory is not one dense block",
+        "Convert it to a dense tensor before planning.", _not_dense,
+    ),
+    Refusal(
+        "parameters on several devices", "one budget covers one device", "Move the model to one device.",
+        _mixed_devices,
+    ),
+)  # fmt: skip

@@ -1,0 +1,166 @@
+"""The drop-in module: the user's own model, with the planned step in place of its training forward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes.trace.arguments import bind_call
+from passes.trace.capture import Traced
+from planner.pipeline import Planned
+from solvers.errors import PlannerError
+
+from .cache import PlanState, Replan
+
+
+class PlannedModule(fx.GraphModule):
+    """Runs the planned step in training; the model's own forward under `eval()` or `no_grad`.
+
+    Parameters, buffers and submodules *are* the model's: the same objects under the same names, so optimizers,
+    `state_dict`, `.to()` and freezing act on both. `graph` shows the call of the planned step; `forward_graph` and
+    `backward_graph` are its two halves.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        planned: Planned,
+        sample: Mapping[str, Any],
+        replan: Replan,
+        loss_fn: Callable[..., Any] | None,
+        on_new_shape: str,
+    ) -> None:
+        object.__setattr__(self, "_plan_model", None)
+        super().__init__(nn.Module(), fx.Graph())
+        own = self.__dict__
+        own["_plan_model"] = model
+        own["_parameters"], own["_buffers"], own["_modules"] = model._parameters, model._buffers, model._modules
+        own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
+        own["_plan_state"] = PlanState(model, loss_fn, replan, on_new_shape)
+        own["planned_step"] = _StepCall(self)
+        self._plan_state.start(sample, planned)
+        self.graph = _call_graph(self._plan_state.signature, planned.prepared.traced)
+
+    # What a call does -------------------------------------------------------------------------------------------
+
+    def recompile(self) -> Any:
+        """Regenerate the graph's code; `forward` stays the planned dispatch."""
+        code = super().recompile()
+        cls = type(self)
+        if "forward" in cls.__dict__:
+            del cls.forward
+        return code
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own call: planned in training, the original forward under `eval()` or `no_grad`."""
+        state = self._plan_state
+        if self.training and torch.is_grad_enabled():
+            return state.run(bind_call(state.signature, args, kwargs), state.plain)
+        if state.loss_fn is None:
+            return state.model(*args, **kwargs)
+        return state.plain(bind_call(state.signature, args, kwargs))
+
+    # What belongs to the model ----------------------------------------------------------------------------------
+
+    @property
+    def training(self) -> bool:
+        model = self.__dict__.get("_plan_model")
+        return True if model is None else model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        model = self.__dict__.get("_plan_model")
+        if model is not None:
+            model.training = mode
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = self.__dict__.get("_plan_model")
+            if model is None or name.startswith("__"):
+                raise
+            return getattr(model, name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._plan_model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._plan_model.load_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PlannedModule:
+        self._plan_model._apply(fn, recurse)
+        return self
+
+    def train(self, mode: bool = True) -> PlannedModule:
+        self._plan_model.train(mode)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedModule:
+        new = self._around(copy.deepcopy(self._plan_model, memo))
+        memo[id(self)] = new
+        return new
+
+    def __copy__(self) -> PlannedModule:
+        return self._around(self._plan_model)
+
+    def _around(self, model: nn.Module) -> PlannedModule:
+        """The same plans around another instance of the model."""
+        state = self._plan_state
+        module = PlannedModule(model, state.latest, {}, state.replan, state.loss_fn, state.on_new_shape)
+        module.__dict__["_plan_state"] = state.around(model, state.hand_over(state.constants_of(model)))
+        return module
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PlannerError(
+            "a planned module is not pickled: it holds generated code. Save the weights (state_dict) and the plan "
+            "(plan.save), and load with Plan.load(path, model, sample)."
+        )
+
+    # What there is to look at -----------------------------------------------------------------------------------
+
+    @property
+    def forward_graph(self) -> fx.GraphModule:
+        """The planned forward (of the most recently planned shapes)."""
+        return self._plan_state.latest.step.forward
+
+    @property
+    def backward_graph(self) -> fx.GraphModule:
+        """The planned backward, with the recomputes in it."""
+        return self._plan_state.latest.step.backward
+
+    def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
+        """The call graph and both halves as source."""
+        parts = [super().print_readable(print_output=False)]
+        halves = (self.forward_graph, self.backward_graph)
+        parts += [half.print_readable(False, *args, **kwargs) for half in halves]
+        text = "\n".join(parts)
+        if print_output:
+            print(text)
+        return text
+
+
+class _StepCall(nn.Module):
+    """The target of the call graph's one node: flat inputs in, the model's output out."""
+
+    def __init__(self, owner: PlannedModule) -> None:
+        super().__init__()
+        self.__dict__["owner"] = owner
+
+    def forward(self, **bound: Any) -> Any:
+        state = self.__dict__["owner"]._plan_state
+        return state.run(bound, state.plain)
+
+
+def _call_graph(signature: Any, traced: Traced) -> fx.Graph:
+    """Placeholders under the model's own argument names, one call of the planned step, its output."""
+    graph = fx.Graph()
+    used = [name.split("]")[0].strip("['\"") for name in traced.input_names]
+    names = dict.fromkeys(n for n in signature.parameters if n in used)
+    values: dict[str, Any] = {n: graph.placeholder(n) for n in names}
+    graph.output(graph.call_module("planned_step", (), values))
+    return graph

@@ -263,7 +263,7 @@ def kills(act: Callable[[], Any], among: tuple[str, ...], step: int = 1) -> Iter
 
 ATOMIC = (str(ROOT / "planner" / "files" / "atomic.py"),)
 ENGINES = tuple(str(ROOT / "solvers" / name) for name in ("engine.py", "cbc.py", "ilp.py"))
-EXPORT = (*ATOMIC, str(ROOT / "planner" / "export.py"))
+EXPORT = (*ATOMIC, str(ROOT / "planner" / "ship" / "export.py"))
 
 
 def test_a_kill_while_saving_leaves_the_old_plan_or_the_new(plans: tuple[Plan, Plan], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import Unsupported
+from ..errors import PlannerError, Unsupported
 from .refuse import storage_kind
 from .structure import Template, argument_path, constants, slots
 
@@ -28,9 +28,19 @@ class StateEntry:
 
 
 def bind_sample(model: nn.Module, sample: Sample, loss_fn: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """Bind a sample (tensor, tuple of args, dict of kwargs) to the names of `forward`'s parameters."""
+    """Bind a sample (tensor, tuple of args, dict of kwargs) to the names of `forward`'s parameters.
+
+    Raises:
+        PlannerError: `forward` cannot be called with it.
+    """
     args, kwargs = split_sample(sample)
-    return bind_call(call_signature(model, loss_fn), args, kwargs)
+    try:
+        return bind_call(call_signature(model, loss_fn), args, kwargs)
+    except TypeError as error:
+        raise PlannerError(
+            f"the sample does not fit {type(model).__name__}.forward: {error}. Pass a tensor, a tuple of positional "
+            "arguments, or a dict of keyword arguments."
+        ) from error
 
 
 def split_sample(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:

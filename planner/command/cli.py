@@ -11,7 +11,7 @@ import typer
 from solvers import SOLVERS
 from solvers.errors import MIB, PlannerError
 
-from .cli_options import make_console, make_study, parse_budget, print_json, print_table, save_figure, set_aside
+from .cli_options import make_console, make_session, parse_budget, print_json, print_table, save_figure, set_aside
 
 INTERRUPTED = 130
 app = typer.Typer(
@@ -83,11 +83,11 @@ def plan(
       checkpoint-planner plan train.py:make --budget 60% --time-limit 60
       checkpoint-planner plan train.py:make --budget 60% --never-recompute aten.mm --save "blocks.*.attention"
     """
-    studied = make_study(
+    session = make_session(
         factory, solver=solver, cost=cost, time_limit=time_limit, gap=gap, reserve=reserve, optimizer=optimizer,
         drop_outputs=drop_outputs, save=save, never_recompute=never_recompute, recompute=recompute,
     )  # fmt: skip
-    made = studied.plan(parse_budget(budget, studied))
+    made = session.plan(parse_budget(budget, session))
     written = [("plan", out and made.save(out)), ("report", report and made.report(report)),
                ("folder", export and made.export(export))]  # fmt: skip
     if as_json:
@@ -148,11 +148,11 @@ def frontier(
     """
     from planner.frontier import frontier_of
 
-    studied = make_study(
+    session = make_session(
         factory, solver=solver, cost=cost, time_limit=time_limit, reserve=reserve, optimizer=optimizer,
         drop_outputs=drop_outputs, save=save, never_recompute=never_recompute,
     )  # fmt: skip
-    found = frontier_of(studied, points)
+    found = frontier_of(session, points)
     if plot is not None:
         save_figure(found.plot(), plot)
     if as_json:
@@ -182,18 +182,18 @@ def min_budget(
     Example:
       checkpoint-planner min-budget mymodels.gpt:make
     """
-    studied = make_study(
+    session = make_session(
         factory, time_limit=time_limit, reserve=reserve, optimizer=optimizer, drop_outputs=drop_outputs, save=save,
         never_recompute=never_recompute,
     )  # fmt: skip
-    found = studied.minimum()
+    found = session.minimum()
     sizes = {"minimum_bytes": found.minimum_bytes, "floor_bytes": found.floor_bytes,
-             "plain_peak_bytes": studied.plain_peak_bytes}  # fmt: skip
+             "plain_peak_bytes": session.plain_peak_bytes}  # fmt: skip
     if as_json:
         print_json(sizes)
         return
     print_table(("", "MiB", "of plain"), [
-        (name.removesuffix("_bytes").replace("_", " "), f"{size / MIB:,.3f}", f"{size / studied.plain_peak_bytes:.1%}")
+        (name.removesuffix("_bytes").replace("_", " "), f"{size / MIB:,.3f}", f"{size / session.plain_peak_bytes:.1%}")
         for name, size in sizes.items()
     ])  # fmt: skip
 

@@ -12,17 +12,17 @@ import typer
 from solvers.errors import MIB, PlannerError
 
 
-def make_study(
+def make_session(
     factory: str, *, reserve: str = "", optimizer: str = "", drop_outputs: bool = False, **options: Any
 ) -> Any:
-    from planner.study import study
+    from planner.session import open_session
 
     from .factory import load_factory, make
 
     options |= set_aside(reserve, optimizer, drop_outputs)
     build = load_factory(factory)
     model, sample = make(build)
-    return study(model, sample, **options)
+    return open_session(model, sample, **options)
 
 
 def set_aside(reserve: str, optimizer: str, drop_outputs: bool) -> dict[str, Any]:
@@ -41,10 +41,10 @@ def set_aside(reserve: str, optimizer: str, drop_outputs: bool) -> dict[str, Any
     }
 
 
-def parse_budget(text: str, studied: Any) -> int:
+def parse_budget(text: str, session: Any) -> int:
     from planner.units import parse_size
 
-    return parse_size(text, studied.plain_peak_bytes)
+    return parse_size(text, session.plain_peak_bytes)
 
 
 def save_figure(figure: Any, path: Path) -> None:

@@ -17,11 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from passes.trace.arguments import StateEntry, bind_call, call_signature, run_model, state_entries, state_tensors
+from passes.trace.arguments import (
+    StateEntry,
+    bind_call,
+    bind_sample,
+    call_signature,
+    run_model,
+    state_entries,
+    state_tensors,
+)
 from passes.trace.capture import Traced, capture
 from passes.trace.refuse import refuse
 from passes.trace.structure import unflatten
-from planner.api import _bind
 from planner.errors import ModelMismatch
 from planner.files.fingerprint import describe_value, fingerprint, node_lines, tensor_lines
 from solvers.errors import PlannerError
@@ -150,7 +157,7 @@ class _Bare(nn.Module):
 
 def _check_same_step(plan: Plan, model: nn.Module, sample: Any) -> None:
     """Capture the model's step and compare it with the plan's, op by op."""
-    own, state = plan.planned.prepared.traced, plan.module._plan_state
+    own, state = plan.prepared.traced, plan.module._plan_state
     refuse(model)
     if differs := _differs_at_sight(own, state, model):
         raise _mismatch(differs)
@@ -159,13 +166,13 @@ def _check_same_step(plan: Plan, model: nn.Module, sample: Any) -> None:
             "the planned model's Python asks about its inputs' values, so whether the plan fits another instance can "
             "only be told with inputs: call plan.apply(model, sample)."
         )
-    bound = _zeros(plan) if sample is None else _bind(model, sample, state.loss_fn)
+    bound = _zeros(plan) if sample is None else bind_sample(model, sample, state.loss_fn)
     expected = tuple(leaf.path for leaf in own.outputs if leaf.differentiated)
     with contextlib.ExitStack() as stack:
         for kind, dtype in state.first.autocast:
             stack.enter_context(torch.autocast(kind, dtype))
         other = capture(
-            model, bound, state.loss_fn, differentiated=expected, keep_outputs=plan.planned.prepared.keep_outputs
+            model, bound, state.loss_fn, differentiated=expected, keep_outputs=plan.prepared.options.keep_outputs
         )
     if fingerprint(other) != fingerprint(own):
         raise _mismatch(_difference(own, other))
@@ -205,7 +212,7 @@ def _zeros(plan: Plan) -> dict[str, Any]:
     for shape, dtype, device, requires_grad, stride in plan.module._plan_state.first.inputs[1:]:
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
         tensors.append(tensor.requires_grad_(requires_grad))
-    return dict(unflatten(plan.planned.prepared.traced.input_template, tensors))
+    return dict(unflatten(plan.prepared.traced.input_template, tensors))
 
 
 def _difference(own: Traced, other: Traced) -> str:
@@ -222,5 +229,5 @@ def _for_another(plan: Plan, state: PlanState, model: nn.Module) -> HandedOver:
     modules = (*settings(model), *map(id, constants))
     first = replace(state.first, modules=modules)
     handed = state.hand_over(constants)
-    cache = type(handed.cache)({first: plan.planned})
-    return replace(handed, first=first, cache=cache, latest=plan.planned, outdated=frozenset())
+    cache = type(handed.cache)({first: plan})
+    return replace(handed, first=first, cache=cache, latest=plan, outdated=frozenset())

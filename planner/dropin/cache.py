@@ -20,7 +20,8 @@ from passes.run.random import set_rng_state
 from passes.trace.arguments import argument_names, call_signature, run_model, state_entries, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.structure import Template, flatten, unflatten
-from planner.pipeline import Planned
+from planner.decided import Decided
+from planner.pipeline import Replan
 from solvers.errors import PlannerError
 
 from .plan_key import (
@@ -36,16 +37,15 @@ from .plan_key import (
 )
 
 CACHE_SIZE = 8
-Replan = Callable[[nn.Module, Any, "tuple[str, ...] | None"], Planned]
 
 
 @dataclass(frozen=True)
 class HandedOver:
     """Plans of one model for a copy of it: as `PlanState` has them, with the copy's `constants` found at `places`."""
 
-    cache: OrderedDict[Key, Planned]
+    cache: OrderedDict[Key, Decided]
     first: Key
-    latest: Planned
+    latest: Decided
     outdated: frozenset[Key]
     differentiated: tuple[str, ...] | None
     places: tuple[tuple[str, str], ...]
@@ -62,20 +62,20 @@ class PlanState:
         self.signature = call_signature(model, loss_fn)
         self.traced_forward = model.__dict__.get("forward")
         self.entries = tuple(state_entries(model))
-        self.cache: OrderedDict[Key, Planned] = OrderedDict()
+        self.cache: OrderedDict[Key, Decided] = OrderedDict()
         self.differentiated: tuple[str, ...] | None = None
         self.outdated: set[Key] = set()
         self.handed: HandedOver | None = None  # keeps the constants alive whose ids the keys hold
         self.unplanned = False
         self.noticed_hooks = False
 
-    def start(self, bound: Mapping[str, Any], planned: Planned) -> None:
+    def start(self, bound: Mapping[str, Any], planned: Decided) -> None:
         """Remember the first plan, made for calls that look like `bound`."""
         self.constants = _constant_attributes(self.model, planned)
         self.first = self.key(state_tensors(self.model, self.entries), *flatten(dict(bound)))
         self.add(self.first, planned)
 
-    def add(self, key: Key, planned: Planned) -> None:
+    def add(self, key: Key, planned: Decided) -> None:
         """Remember a plan; the one used longest ago is dropped when there are too many."""
         self.latest = self.cache[key] = planned
         self.outdated.discard(key)
@@ -115,7 +115,7 @@ class PlanState:
             key = replace(key, variant=key.variant + 1)
         return key
 
-    def _execute(self, planned: Planned, primals: list[torch.Tensor]) -> Any:
+    def _execute(self, planned: Decided, primals: list[torch.Tensor]) -> Any:
         traced = planned.prepared.traced
         _check_materialized(traced, primals)
         self._notice_hooks()
@@ -135,7 +135,7 @@ class PlanState:
             stacklevel=_user_frame(),
         )
 
-    def _missing(self, key: Key, bound: Mapping[str, Any]) -> Planned | None:
+    def _missing(self, key: Key, bound: Mapping[str, Any]) -> Decided | None:
         if key not in self.outdated:
             mismatch = self._difference(key)
             if self.on_new_shape == "error":
@@ -302,7 +302,7 @@ def _with_constants(key: Key, ids: tuple[int, ...]) -> Key:
     return replace(key, modules=(*key.modules[: len(key.modules) - len(ids)], *ids))
 
 
-def _constant_attributes(model: nn.Module, planned: Planned) -> list[tuple[nn.Module, str]]:
+def _constant_attributes(model: nn.Module, planned: Decided) -> list[tuple[nn.Module, str]]:
     """Where the modules keep the plain tensors that the traced graph holds as constants."""
     root = planned.prepared.traced.graph_module
     held = {id(getattr(root, str(n.target), None)) for n in root.graph.find_nodes(op="get_attr")}

@@ -11,10 +11,11 @@ from torch import fx, nn
 
 from passes.trace.arguments import bind_call
 from passes.trace.capture import Traced
-from planner.pipeline import Planned
+from planner.decided import Decided
+from planner.pipeline import Replan
 from solvers.errors import PlannerError
 
-from .cache import PlanState, Replan
+from .cache import PlanState
 
 
 class PlannedModule(fx.GraphModule):
@@ -28,7 +29,7 @@ class PlannedModule(fx.GraphModule):
     def __init__(
         self,
         model: nn.Module,
-        planned: Planned,
+        planned: Decided,
         sample: Mapping[str, Any],
         replan: Replan,
         loss_fn: Callable[..., Any] | None,

@@ -17,7 +17,7 @@ from torch import fx
 from passes.alias import is_compute
 from passes.trace.capture import Traced
 from passes.trace.modules import module_path
-from planner.pipeline import Prepared
+from planner.prepared import Prepared
 
 DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",

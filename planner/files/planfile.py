@@ -19,15 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.memory import granule, round_up
 from passes.rates import is_cost
-from passes.trace.refuse import refuse
-from planner import api
+from passes.trace.arguments import bind_sample
+from planner.decided import Decided
 from planner.errors import PlanFileError
 from planner.hints import make_hints
 from planner.options import Options
-from planner.pipeline import Prepared, emit, prepare
-from planner.plan import Plan
+from planner.pipeline import emit
+from planner.prepared import Prepared, check_model, prepare
 from planner.progress import Progress
 from solvers.errors import MIB, ScheduleError
 from solvers.problem import Problem
@@ -70,7 +69,7 @@ class PlanFile:
 # Saving -------------------------------------------------------------------------------------------------------------
 
 
-def save(plan: Plan, path: str | os.PathLike[str]) -> Path:
+def save(plan: Decided, path: str | os.PathLike[str]) -> Path:
     """Write `plan` to `path`; equal plans give equal bytes.
 
     Raises:
@@ -81,17 +80,16 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> Path:
     return write_text(path, render(data))
 
 
-def to_data(plan: Plan) -> dict[str, Any]:
+def to_data(plan: Decided) -> dict[str, Any]:
     """The content of the plan file, but for its checksum."""
-    prepared, found = plan.planned.prepared, plan.planned.solution
-    state = plan.module._plan_state
+    prepared, options = plan.prepared, plan.prepared.options
     lines = op_lines(prepared)
     return {
         "format": FORMAT,
         "version": VERSION,
         "checksum": "",
         "model": {
-            "class": type(state.model).__name__,
+            "class": prepared.model_name,
             "device": prepared.device.type,
             "torch": torch.__version__.split("+")[0],
             "fingerprint": fingerprint(prepared.traced),
@@ -99,15 +97,15 @@ def to_data(plan: Plan) -> dict[str, Any]:
         },
         "options": {
             "budget_bytes": plan.budget_bytes,
-            "reserve_bytes": reserve_bytes(prepared),
+            "reserve_bytes": options.reserve_bytes,
             "cost": plan.cost_name,
-            "loss_fn": _function_name(state.loss_fn),
-            "on_new_shape": state.on_new_shape,
-            "keep_outputs": prepared.keep_outputs,
-            "hints": prepared.hints.to_dict(),
+            "loss_fn": _function_name(options.loss_fn),
+            "on_new_shape": options.on_new_shape,
+            "keep_outputs": options.keep_outputs,
+            "hints": options.hints.to_dict(),
             "differentiated": [leaf.path for leaf in prepared.traced.outputs if leaf.differentiated],
         },
-        "result": _result(plan, found),
+        "result": _result(plan, plan.solution),
         "schedule": encode_schedule(plan.problem, plan.schedule, lines),
         "tensors": list(tensor_lines(prepared.traced)),
         "ops": _op_rows(plan, lines),
@@ -117,13 +115,6 @@ def to_data(plan: Plan) -> dict[str, Any]:
 def problem_digest(problem: Problem) -> str:
     """sha256 over bytes, costs and workspaces: equal digests mean that every figure of the plan holds here too."""
     return hashlib.sha256(canonical(problem.to_dict())).hexdigest()
-
-
-def reserve_bytes(prepared: Prepared) -> int:
-    """What was set aside: static bytes beyond parameters, buffers and inputs."""
-    primals = prepared.traced.placeholders[: prepared.traced.num_primals]
-    own = sum(round_up(s.bytes, granule(prepared.device)) for p in primals for s in prepared.aliases.storages(p))
-    return prepared.lowered.problem.static_bytes - own
 
 
 def render(data: dict[str, Any]) -> str:
@@ -140,7 +131,7 @@ def _block(value: Any, indent: str = "    ") -> str:
     return json.dumps(value)
 
 
-def _result(plan: Plan, found: Solution) -> dict[str, Any]:
+def _result(plan: Decided, found: Solution) -> dict[str, Any]:
     return {
         "peak_bytes": plan.peak_bytes,
         "plain_peak_bytes": plan.baseline_peak_bytes,
@@ -155,27 +146,13 @@ def _result(plan: Plan, found: Solution) -> dict[str, Any]:
     }
 
 
-def _op_rows(plan: Plan, lines: tuple[OpLine, ...]) -> list[dict[str, Any]]:
-    problem, decisions = plan.problem, decide(plan.problem, plan.schedule, frozenset(plan.saved))
+def _op_rows(plan: Decided, lines: tuple[OpLine, ...]) -> list[dict[str, Any]]:
+    problem = plan.problem
     return [
         {"op": line.name, "aten": line.aten, "result": line.result,
          "bytes": sum(problem.tensors[t].bytes for t in op.outputs), "decision": decision, "id": line.id}
-        for op, line, decision in zip(problem.ops, lines, decisions, strict=True)
+        for op, line, decision in zip(problem.ops, lines, plan.decisions, strict=True)
     ]  # fmt: skip
-
-
-def decide(problem: Problem, schedule: Schedule, saved: frozenset[str]) -> list[str]:
-    """Per op what happens to it: saved, recomputed (how often), both, run once, or run in the backward."""
-    runs = [0] * len(problem.ops)
-    for i in computes(schedule):
-        runs[i] += 1
-    result = []
-    for i, op in enumerate(problem.ops):
-        words = ["saved"] if any(problem.tensors[t].name in saved for t in op.outputs) else []
-        words += [f"recomputed {runs[i] - 1}x"] if runs[i] > 1 else []
-        words += ["left out"] if runs[i] == 0 else []
-        result.append("backward" if i >= problem.num_forward else ", ".join(words) or "once")
-    return result
 
 
 def encode_schedule(problem: Problem, schedule: Schedule, lines: tuple[OpLine, ...]) -> dict[str, Any]:
@@ -254,8 +231,10 @@ def load(
     loss_fn: Callable[..., Any] | None = None,
     cost: str | Callable[..., float] | None = None,
     progress: bool | None = None,
-) -> Plan:
+) -> tuple[Decided, dict[str, Any]]:
     """Apply a saved plan to `model`: capture it, compare, re-prove and rewrite; nothing is solved.
+
+    Returns the decided step, and the arguments by name that it was captured with.
 
     Args:
         sample, loss_fn: as they were when the plan was made.
@@ -268,13 +247,13 @@ def load(
     file = read(path)
     _check_loss(file, loss_fn)
     options = _options(file, loss_fn, cost, progress)
-    bound = api._bind(model, sample, loss_fn)
-    refuse(model)
+    check_model(model)
+    arguments = bind_sample(model, sample, loss_fn)
     shown = Progress(progress)
-    prepared = prepare(model, bound, options, shown)
+    expected = tuple(file["options"]["differentiated"])
+    prepared = prepare(model, arguments, options, shown, differentiated=expected)
     _check_model(file, prepared)
-    planned = emit(prepared, _solution(file, prepared), shown)
-    return api.make_plan(model, bound, planned, options)
+    return emit(prepared, _solution(file, prepared), file["options"]["budget_bytes"], shown), arguments
 
 
 def _check_types(file: PlanFile) -> None:
@@ -331,9 +310,9 @@ def _options(file: PlanFile, loss_fn: Any, cost: Any, progress: bool | None) -> 
     saved = file["options"]
     recorded = saved["cost"] if is_cost(saved["cost"]) else "roofline"
     return Options(
-        saved["budget_bytes"], saved["reserve_bytes"], "auto", cost if cost is not None else recorded, loss_fn,
-        30.0, 0.01, progress, saved["on_new_shape"], tuple(saved["differentiated"]), saved["keep_outputs"],
-        make_hints(**saved["hints"]),
+        cost=cost if cost is not None else recorded, loss_fn=loss_fn, reserve_bytes=saved["reserve_bytes"],
+        progress=progress, on_new_shape=saved["on_new_shape"], keep_outputs=saved["keep_outputs"],
+        hints=make_hints(**saved["hints"]),
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from planner.show.words import Verdict
 from planner.units import show_bytes
 
 from .planfile import PlanFile
@@ -36,14 +37,13 @@ def show_file(file: PlanFile) -> Group:
 
     saved, result = summary(file), file["result"]
     model, options = file["model"], file["options"]
-    bound = "no bound proved" if result["bound"] is None else f"proved bound {_bound(file):.2%}"
+    found = Verdict(
+        options["budget_bytes"], result["peak_bytes"], result["plain_peak_bytes"], _overhead(file), _bound(file),
+        result["status"], result["solver"], options["cost"], len(saved["saved"]), len(saved["recomputed"]),
+    )  # fmt: skip
     lines = [
-        f"{model['class']} on {model['device']}, planned with torch {model['torch']}",
-        f"budget {_mib(options['budget_bytes'])}, peak {_mib(result['peak_bytes'])}, "
-        f"plain {_mib(result['plain_peak_bytes'])}",
-        f"recompute {_overhead(file):.2%} of the step's cost ({options['cost']}), {bound}; {result['status']}, "
-        f"solver {result['solver']}",
-        f"{len(saved['saved'])} tensors saved, {len(saved['recomputed'])} ops recomputed; nothing was run or solved",
+        f"{model['class']} on {model['device']}, planned with torch {model['torch']}; nothing was run or solved",
+        found.sentence, found.details,
         *(f"note: {note}" for note in result["notes"]),
     ]
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -22,9 +22,11 @@ from passes.run import kernels, random, tensors
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import OutputLeaf, Traced
 from passes.trace.structure import Constant, Opaque, Slot, Template, Tree
+from planner.decided import Decided
+from planner.dropin.module import PlannedModule
 from planner.files.atomic import new_folder
 from planner.files.fingerprint import describe_value
-from planner.plan import Plan
+from planner.show.words import verdict
 from solvers.errors import MIB, PlannerError
 
 from .source import Half, identifier, write_guard, write_half
@@ -50,22 +52,22 @@ def load(device: str | None = None) -> ExportedModule:
 '''
 
 
-def export(plan: Plan, path: str | os.PathLike[str]) -> Path:
+def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -> Path:
     """Write `plan` as an importable folder; it appears complete or not at all.
 
     Raises:
         PlannerError: the folder exists and is not empty, an op is not torch's own, the weights have no data, or an
             input cannot be described without the model's library.
     """
-    spec, tensors, constants = _spec(plan)
+    spec, tensors, constants = _spec(plan, module)
     forward, backward = _halves(plan)
     with new_folder(path) as folder:
         _write(folder / "__init__.py", INIT.format(doc=_summary(plan)))
         _write(folder / "forward.py", write_half(forward))
         _write(folder / "backward.py", write_half(backward))
-        _write(folder / "guard.py", write_guard(plan.planned.prepared.traced.guard))
-        for name, module in COPIED.items():
-            _write(folder / name, Path(str(module.__file__)).read_text(encoding="utf-8"))
+        _write(folder / "guard.py", write_guard(plan.prepared.traced.guard))
+        for name, copied in COPIED.items():
+            _write(folder / name, Path(str(copied.__file__)).read_text(encoding="utf-8"))
         _write(folder / "spec.json", json.dumps(spec, indent=1) + "\n")
         _save(tensors, folder / "weights.safetensors")
         if constants:
@@ -86,11 +88,9 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
         raise OSError(f"{path.name}: {error}") from error
 
 
-def _summary(plan: Plan) -> str:
-    name = type(plan.module._plan_model).__name__
+def _summary(plan: Decided) -> str:
     return (
-        f"The planned training step of {name}: peak {plan.peak_bytes / MIB:,.1f} MiB (plain "
-        f"{plan.baseline_peak_bytes / MIB:,.1f} MiB), recompute {plan.overhead:.1%} of the step's cost.\n\n"
+        f"The planned training step of {plan.prepared.model_name}.\n\n{verdict(plan).sentence}.\n\n"
         "`load()` returns a drop-in module: same call, same parameter names and state_dict keys. It trains; it does\n"
         "not evaluate. Needs torch and safetensors."
     )
@@ -99,8 +99,8 @@ def _summary(plan: Plan) -> str:
 # Source ---------------------------------------------------------------------------------------------------------------
 
 
-def _halves(plan: Plan) -> tuple[Half, Half]:
-    traced, rewritten = plan.planned.prepared.traced, plan.planned.rewritten
+def _halves(plan: Decided) -> tuple[Half, Half]:
+    traced, rewritten = plan.prepared.traced, plan.rewritten
     taken = {n.name for half in (rewritten.forward, rewritten.backward) for n in half.graph.nodes}
     labels = {p.name: (identifier(name, taken), text) for p, name, text in _primals(traced)}
     size = {t.name: t.bytes for t in plan.problem.tensors}
@@ -146,8 +146,11 @@ def _saved_remark(node: fx.Node) -> str:
 # What the runtime has to know -----------------------------------------------------------------------------------------
 
 
-def _spec(plan: Plan) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    traced, step, state = plan.planned.prepared.traced, plan.planned.step, plan.module._plan_state
+Tensors = dict[str, torch.Tensor]
+
+
+def _spec(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tensors, Tensors]:
+    traced, step, state = plan.prepared.traced, plan.step, module._plan_state
     model = state.model
     tensors = _data(dict(zip((e.name for e in traced.state), state_tensors(model, traced.state), strict=True)))
     used = [n for half in (step.forward, step.backward) for n in half.graph.nodes if n.op == "get_attr"]
@@ -155,7 +158,7 @@ def _spec(plan: Plan) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str
     spec = {
         "class": type(model).__name__,
         "torch": torch.__version__,
-        "device": plan.planned.prepared.device.type,
+        "device": plan.prepared.device.type,
         "signature": [[p.name, p.kind.name, p.default is not p.empty] for p in state.signature.parameters.values()],
         "inputs": _template(traced.input_template, "the sample"),
         "input_tensors": [_tensor(name, n, "input") for _, name, n in _input_nodes(traced)],

@@ -6,24 +6,24 @@ import io
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from planner.decided import Decided
 from planner.units import show_bytes
 
 from .curve import Curve, plain_curve, planned_curve, thin
 from .explain import at_peak
-from .page import verdict
 from .tables import ModuleRow, module_rows, op_rows
+from .words import verdict
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-    from planner.plan import Plan
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ROWS = 24
 
 
-def to_text(plan: Plan, width: int = 100) -> str:
+def to_text(plan: Decided, width: int = 100) -> str:
     """The whole story as plain text of at most `width` columns."""
     from rich.console import Console
 
@@ -32,18 +32,18 @@ def to_text(plan: Plan, width: int = 100) -> str:
     return stream.getvalue().rstrip("\n")
 
 
-def renderable(plan: Plan, width: int = 100) -> Group:
+def renderable(plan: Decided, width: int = 100) -> Group:
     """The same for a rich console."""
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[Any] = [Text(verdict(plan), style="bold"), *(Text(f"note: {n}") for n in plan.notes), Text("")]
+    parts: list[Any] = [Text(verdict(plan).sentence, style="bold"), *(Text(f"note: {n}") for n in plan.notes), Text("")]
     parts += [Text(line, no_wrap=True) for line in curves(plan, width - 20)]
     parts += [Text(""), module_table(plan), Text(""), *(Text(line) for line in at_peak(plan))]
     return Group(*parts)
 
 
-def curves(plan: Plan, columns: int) -> list[str]:
+def curves(plan: Decided, columns: int) -> list[str]:
     """Two sparklines on one scale: the plain step, then the planned one."""
     plain, planned = plain_curve(plan), planned_curve(plan)
     end, top = max(plain.end, planned.end) or 1.0, max(plan.baseline_peak_bytes, plan.peak_bytes)
@@ -64,7 +64,7 @@ def _spark(curve: Curve, columns: int, end: float, top: int) -> str:
     return "".join(BLOCKS[max(1, round(level / (top or 1) * 8))] for level in levels).ljust(columns)
 
 
-def module_table(plan: Plan) -> Table:
+def module_table(plan: Decided) -> Table:
     """The table by module, as deep as fits on a screen."""
     from rich.table import Table
 

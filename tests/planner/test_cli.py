@@ -116,7 +116,7 @@ def test_frontier_min_budget_and_max_batch(factory: Path, capsys: pytest.Capture
     ("arguments", "said"),
     [
         (("plan", "mine:small", "--budget", "1KiB"), "smallest budget"),
-        (("plan", "mine:small", "--budget", "12"), "is no size"),
+        (("plan", "mine:small", "--budget", "12"), "is not a size"),
         (("plan", "mine:small", "--budget", "0%"), "not above zero"),
         (("plan", "mine:small", "--budget", "80%", "--solver", "magic"), "no solver is named"),
         (("plan", "mine:small", "--budget", "80%", "--cost", "gold"), "cost='gold'"),
@@ -132,7 +132,7 @@ def test_frontier_min_budget_and_max_batch(factory: Path, capsys: pytest.Capture
         (("plan", "mine:batched", "--budget", "80%"), "called without arguments, as batched()"),
         (("max-batch", "mine:small", "--budget", "1MiB"), "called with a batch size, as small(1)"),
         (("plan", "mine:small", "--budget", "80%", "--optimizer", "adam"), "no optimizer 'adam': it has "),
-        (("plan", "mine:small", "--budget", "80%", "--reserve", "some"), "'some' is no size"),
+        (("plan", "mine:small", "--budget", "80%", "--reserve", "some"), "'some' is not a size"),
         (("plan", "mine:small"), "Missing option '--budget'. `"),
         (("plan", "mine:small", "--bugdet", "80%"), "No such option: --bugdet"),
         (("frontier", "mine:small", "--points", "1"), "--points"),
@@ -183,7 +183,7 @@ def test_ctrl_c_is_told_and_has_its_code(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("planner.study.prepare", interrupted)
+    monkeypatch.setattr("planner.session.prepare", interrupted)
     code, out, err = run(capsys, "plan", "mine:small", "--budget", "80%", "--out", "p.json")
     assert (code, out, err) == (130, "", "interrupted\n")
     assert not Path("p.json").exists()

@@ -60,7 +60,7 @@ def test_a_value_that_is_no_budget(budget: Any) -> None:
         plan(linear(), batch(), budget)
     message = str(caught.value)
     assert f"budget_mb={budget!r}" in message
-    assert 'budget_mb takes MiB as an int or a float, a size ("12GB"), a share of the plain peak ("50%"), or None' in message
+    assert "budget_mb takes MiB as an int or a float, a size (" in message
     assert caught.value.budget_bytes is None
 
 

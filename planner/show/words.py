@@ -29,7 +29,7 @@ class Verdict(NamedTuple):
             return f"peak {show_bytes(self.peak_bytes)}, nothing is recomputed"
         bound = "no bound proved" if self.bound is None else f"proved lower bound {self.bound:.2%}"
         peaks = f"peak {show_bytes(self.peak_bytes)} instead of {show_bytes(self.plain_peak_bytes)}"
-        return f"{peaks}, recompute costs {self.overhead:.2%} of the step ({bound})"
+        return f"{peaks}, recompute costs {self.overhead:.2%} of the step ({bound}, {self.status})"
 
     @property
     def sentence(self) -> str:
@@ -40,9 +40,9 @@ class Verdict(NamedTuple):
 
     @property
     def details(self) -> str:
-        """How sure it is, who answered in which unit of cost, and how much is saved and recomputed."""
+        """Who answered, in which unit of cost, and how much is saved and recomputed."""
         return (
-            f"{self.status}, solver {self.solver}, cost in {self.cost_name}; {self.num_saved} tensors saved, "
+            f"solver {self.solver}, cost in {self.cost_name}; {self.num_saved} tensors saved, "
             f"{self.num_recomputed} ops recomputed"
         )
 
@@ -59,4 +59,4 @@ def describe(plan: Decided) -> str:
     """The verdict and the notes, a line each."""
     found = verdict(plan)
     notes = (f"note: {note}" for note in plan.notes)
-    return "\n  ".join([f"Plan ({plan.status}): {found.sentence}", found.details, *notes])
+    return "\n  ".join([f"Plan ({found.sentence})", found.details, *notes])

@@ -39,6 +39,7 @@ __all__ = [
     "native_kernels",
     "quiet_fake_errors",
     "swapped_state",
+    "under_transform",
 ]
 
 
@@ -158,6 +159,13 @@ def active_saving_hooks() -> str:
         return ""
     module, name = hooks[0].__module__, hooks[0].__qualname__.partition(".")[0]
     return module if module == "torch.utils.checkpoint" else f"{module}.{name}"
+
+
+def under_transform() -> bool:
+    """Whether a `torch.func` transform (grad, vmap, jvp, ...) is running this code."""
+    functorch = getattr(torch._C, "_functorch", None)
+    level = getattr(functorch, "maybe_current_level", lambda: None)()
+    return level is not None
 
 
 def native_kernels() -> contextlib.AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes._torch import below_autograd
+from passes._torch import below_autograd, under_transform
 from passes.errors import PlannerError
 
 from .replay import as_tensor, copy_generator, old_value
@@ -63,7 +63,16 @@ class Step:
     hold_outputs: bool = True
 
     def __call__(self, primals: Sequence[torch.Tensor], fallback: Fallback) -> tuple[Any, ...]:
-        """Run the forward; gradients flow when `backward` is called on an output."""
+        """Run the forward; gradients flow when `backward` is called on an output.
+
+        Raises:
+            PlannerError: under a transform of `torch.func`.
+        """
+        if under_transform():
+            raise PlannerError(
+                "a planned step runs under loss.backward() and torch.autograd.grad; torch.func.grad, vmap, jvp and the "
+                "other transforms cannot look into it. Give them the original model."
+            )
         return _PlannedStep.apply(self, fallback, *primals)
 
 

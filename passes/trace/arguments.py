@@ -98,14 +98,31 @@ def call_bound(function: Callable[..., Any], signature: inspect.Signature, bound
 def run_model(
     model: nn.Module, loss_fn: Callable[..., Any] | None, signature: inspect.Signature, bound: Mapping[str, Any]
 ) -> Any:
-    """The plain step's forward: the model, then the loss where one was given."""
+    """The plain step's forward: the model, with the hooks that `runs_hooks` tells of, then the loss if there is one."""
+    called = model if runs_hooks(model, loss_fn) else model.forward
     if loss_fn is None:
-        return call_bound(model, signature, bound)
+        return call_bound(called, signature, bound)
     names = loss_arguments(loss_fn)
     own = set(inspect.signature(model.forward).parameters)
     extra = [bound[n if n in bound and n not in own else f"loss_{n}"] for n in names]
     inner = {k: v for k, v in bound.items() if k in own}
-    return loss_fn(call_bound(model, inspect.signature(model.forward), inner), *extra)
+    return loss_fn(call_bound(called, inspect.signature(model.forward), inner), *extra)
+
+
+def runs_hooks(model: nn.Module, loss_fn: Callable[..., Any] | None) -> bool:
+    """Whether the model's own forward hooks belong to the step.
+
+    They do where what follows them does: a loss, or a parametrization of torch's own (weight_norm), which makes a
+    weight. Otherwise they are the caller's, and run around the step whenever it is called. The hooks of submodules
+    are always part of it.
+    """
+    hooks = (*model._forward_hooks.values(), *model._forward_pre_hooks.values())
+    return loss_fn is not None or any(_of_torch(hook) for hook in hooks)
+
+
+def _of_torch(hook: object) -> bool:
+    module = getattr(type(hook), "__module__", "") if not hasattr(hook, "__module__") else hook.__module__
+    return str(module).startswith("torch.nn.utils")
 
 
 def state_entries(model: nn.Module) -> list[StateEntry]:

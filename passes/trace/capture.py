@@ -42,6 +42,7 @@ from .arguments import (
 from .failure import capture_error
 from .isolate import isolated
 from .layouts import EagerFakes, EagerLayouts
+from .leaks import Remembered
 from .modules import fill_forward_paths, module_path, module_paths
 from .refuse import storage_kind
 from .structure import Template, Tree, flatten, slots, unflatten
@@ -147,7 +148,9 @@ def capture(
                 tracer.notes = (f"{COMPILING} ({error.location or 'place unknown'})",)
             except CaptureError:
                 raise error from error.__cause__
+    tracer.remembered.check()
     _check(joint, [e.name for e in entries] + names, len(entries))
+    _drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
     return _traced(joint, tracer, entries, input_template, len(input_tensors), keep_outputs)
 
 
@@ -182,12 +185,15 @@ class _StepTracer:
         self.leaves: list[OutputLeaf] = []
         self.guard: Guard | None = None
         self.notes: tuple[str, ...] = ()
+        self.remembered = Remembered()
 
     def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
+        self.remembered = Remembered()
+        self.remembered.add(flat)
         state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
         bound = unflatten(self.input_template, flat[len(self.entries) :])
         known = KnownValues(flat[len(self.entries) :], self.sample)
-        with swapped_state(self.model, state), known, EagerLayouts():
+        with swapped_state(self.model, state), known, EagerLayouts(self.remembered):
             value = run_model(self.model, self.loss_fn, self.signature, bound)
             _write_back_reassigned(self.model, self.entries, state)
         self.guard = known.guard
@@ -275,6 +281,28 @@ def _check(joint: JointGraph, names: list[str], num_state: int) -> None:
             "the step has no backward: no output depends on a parameter that requires a gradient, so there is "
             "nothing to recompute. Check requires_grad of the parameters, and that forward does not run under no_grad."
         )
+
+
+def _drop_tangents_of_state(graph: fx.Graph, num_primals: int, num_differentiated: int) -> None:
+    """A parameter that the forward overwrites (under `no_grad`) gets a tangent of its own, before the outputs'.
+
+    It is zero: a step differentiates its outputs, and a parameter is a leaf. What is added to it is the gradient.
+    """
+    tangents = graph.find_nodes(op="placeholder")[num_primals:]
+    output = graph.output_node()
+    for tangent in tangents[: len(tangents) - num_differentiated]:
+        for user in list(tangent.users):
+            if user.target is torch.ops.aten.add.Tensor and not user.kwargs:
+                user.replace_all_uses_with(next(a for a in user.all_input_nodes if a is not tangent))
+                graph.erase_node(user)
+        results: Any = output.args[0]
+        output.args = ([None if result is tangent else result for result in results],)
+        if tangent.users:
+            raise Unsupported(
+                "parameter overwritten in forward", tangent.name, "its gradient is computed from its new value",
+                "Change it under torch.no_grad(), outside forward.",
+            )  # fmt: skip
+        graph.erase_node(tangent)
 
 
 def _check_constants(graph_module: fx.GraphModule) -> None:

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes._torch import FakeTensor, FakeTensorMode, FunctionalTensor, native_kernels
 
+from .leaks import Remembered
+
 aten = torch.ops.aten
 
 # Ops whose results are the same bits in every layout: each element by itself, rounded once, or only moved.
@@ -40,8 +42,16 @@ LAYOUT_FREE = frozenset(
 class EagerLayouts(TorchDispatchMode):
     """Gives kernels whose bits depend on it the layout that eager has, while the forward is traced."""
 
+    def __init__(self, remembered: Remembered) -> None:
+        super().__init__()
+        self.remembered = remembered
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        result = self._laid_out(func, args, kwargs or {})
+        self.remembered.add(result)
+        return result
+
+    def _laid_out(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.overloadpacket in LAYOUT_FREE or func.is_view:
             return func(*args, **kwargs)
         laid_out: dict[int, torch.Tensor] = {}

@@ -96,6 +96,8 @@ class PlanState:
         """Run the step planned for such a call, planning it first where that is asked for; else `plain`."""
         tensors, template = flatten(dict(bound))
         state = state_tensors(self.model, self.entries)
+        if not any(t.requires_grad for t in (*state, *tensors)):  # nothing to train: no backward, nothing to plan
+            return plain(bound)
         key = self._variant(self.key(state, tensors, template), tensors)
         planned = self.cache.get(key)
         if planned is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from passes.trace.arguments import bind_call
+from passes.trace.arguments import bind_call, runs_hooks
 from passes.trace.capture import Traced
 from planner.decided import Decided
 from planner.pipeline import Replan
@@ -22,9 +23,11 @@ class PlannedModule(fx.GraphModule):
     """Runs the planned step in training; the model's own forward under `eval()` or `no_grad`.
 
     Parameters, buffers and submodules *are* the model's: the same objects under the same names, so optimizers,
-    `state_dict`, `.to()` and freezing act on both. `graph` shows the call of the planned step; `forward_graph` and
-    `backward_graph` are its two halves.
+    `state_dict`, `.to()`, freezing and forward hooks act on both. `graph` shows the call of the planned step;
+    `forward_graph` and `backward_graph` are its two halves.
     """
+
+    runs_plan = True
 
     def __init__(
         self,
@@ -41,6 +44,8 @@ class PlannedModule(fx.GraphModule):
         own["_plan_model"] = model
         own["_parameters"], own["_buffers"], own["_modules"] = model._parameters, model._buffers, model._modules
         own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
+        if not runs_hooks(model, loss_fn):
+            own.update((name, getattr(model, name)) for name in _HOOKS)
         own["_plan_state"] = PlanState(model, loss_fn, replan, on_new_shape)
         own["planned_step"] = _StepCall(self)
         self._plan_state.start(sample, planned)
@@ -49,11 +54,12 @@ class PlannedModule(fx.GraphModule):
     # What a call does -------------------------------------------------------------------------------------------
 
     def recompile(self) -> Any:
-        """Regenerate the graph's code; `forward` stays the planned dispatch."""
+        """Regenerate the graph's code; `forward` stays the planned dispatch, under the model's own signature."""
         code = super().recompile()
-        cls = type(self)
-        if "forward" in cls.__dict__:
-            del cls.forward
+        cls: Any = type(self)  # every GraphModule has a class of its own
+        del cls.forward
+        if state := self.__dict__.get("_plan_state"):
+            cls.forward = _with_signature(state.signature)
         return code
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,8 +67,6 @@ class PlannedModule(fx.GraphModule):
         state = self._plan_state
         if self.training and torch.is_grad_enabled():
             return state.run(bind_call(state.signature, args, kwargs), state.plain)
-        if state.loss_fn is None:
-            return state.model(*args, **kwargs)
         return state.plain(bind_call(state.signature, args, kwargs))
 
     # What belongs to the model ----------------------------------------------------------------------------------
@@ -143,6 +147,24 @@ class PlannedModule(fx.GraphModule):
         if print_output:
             print(text)
         return text
+
+
+def _with_signature(signature: inspect.Signature) -> Callable[..., Any]:
+    """`PlannedModule.forward` as trainers look at it, who ask a model's signature which columns of a batch it takes."""
+
+    def forward(self: PlannedModule, *args: Any, **kwargs: Any) -> Any:
+        return PlannedModule.forward(self, *args, **kwargs)
+
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # type: ignore[attr-defined]
+    forward.__doc__ = PlannedModule.forward.__doc__
+    return forward
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
 
 
 class _StepCall(nn.Module):

@@ -316,8 +316,6 @@ class PlainState(nn.Module):
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
-    "forward hook": (lambda: with_hook("forward_hook"), batch, "forward hook at 1", "Remove it before planning"),
-    "pre-hook": (lambda: with_hook("forward_pre_hook"), batch, "forward hook at 1", "Remove it before planning"),
     "backward hook": (
         lambda: with_hook("full_backward_hook"), batch, "module backward hook at 1", "Use hooks on parameters"),
     "sparse embedding": (
@@ -645,12 +643,12 @@ def test_a_replaced_layer_is_noticed() -> None:
         assert torch.equal(chosen.module(x), model(x))
 
 
-def test_a_hook_registered_after_planning_is_noticed_and_refused() -> None:
+def test_a_hook_registered_after_planning_is_noticed_and_traced() -> None:
     model = nn.Sequential(linear(), linear())
-    chosen = plan(model, batch())
-    model[0].register_forward_hook(lambda *a: None)
-    with pytest.warns(UserWarning, match="planning anew"), pytest.raises(Unsupported, match="forward hook at 0"):
-        chosen.module(batch())
+    chosen, x = plan(model, batch()), batch()
+    model[0].register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.warns(UserWarning, match="planning anew"):
+        assert torch.equal(chosen.module(x), model(x))
 
 
 def test_a_replaced_constant_is_noticed() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from passes.profile import OpProfile
 from passes.rates import cost_function
@@ -13,6 +13,7 @@ from solvers.errors import PlannerError
 from .hints import NO_HINTS, Hints
 
 OnNewShape = Literal["replan", "eager", "error"]
+ON_NEW_SHAPE: tuple[str, ...] = get_args(OnNewShape)
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def check_options(options: Options) -> None:
     """Raise PlannerError for a value that no plan can be made with."""
     if not callable(options.cost):
         cost_function(options.cost)
-    if options.on_new_shape not in ("replan", "eager", "error"):
+    if options.on_new_shape not in ON_NEW_SHAPE:
         raise PlannerError(f"on_new_shape={options.on_new_shape!r} is unknown: it takes 'replan', 'eager' or 'error'.")
     if not _is_number(options.time_limit) or not options.time_limit > 0:
         raise PlannerError(f"time_limit={options.time_limit!r} must be a positive number of seconds.")

@@ -18,6 +18,7 @@ from passes.alias import is_compute
 from passes.trace.capture import Traced
 from passes.trace.modules import module_path
 from planner.pipeline import Prepared
+from planner.printable import printable
 
 DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
@@ -43,12 +44,12 @@ class OpLine:
 
 
 def op_lines(prepared: Prepared) -> tuple[OpLine, ...]:
-    """A line for each op of the problem, in its order."""
+    """A line for each op of the problem, in its order, as it prints."""
     lowered = prepared.lowered
     digests = _Digests(prepared.traced)
     lines = []
     for i, (op, node) in enumerate(zip(lowered.problem.ops, lowered.nodes, strict=True)):
-        path = module_path(owner(prepared, i))
+        path = printable(module_path(owner(prepared, i)))
         name = f"{path}/{op.name}" if path else op.name
         if node is None:
             lines.append(OpLine(name, "", "", _short(op.name)))
@@ -75,13 +76,13 @@ def tensor_lines(traced: Traced) -> tuple[str, ...]:
             lines.append(f"{kind} {entry.name}{tied}: {value}{' grad' if entry.requires_grad else ''}")
         else:
             lines.append(f"input {traced.input_names[i - len(traced.state)]}: {value}")
-    return tuple(lines)
+    return tuple(map(printable, lines))
 
 
 def node_lines(traced: Traced) -> tuple[str, ...]:
     """Every op of a captured step, before it is lowered: `blocks.0.mlp.0/addmm_2 = aten.addmm.default -> f32[8, 4]`."""
     return tuple(
-        f"{module_path(n)}/{n.name} = {n.target} -> {describe_value(n.meta.get('val'))}" for n in _computes(traced)
+        f"{printable(module_path(n))}/{n.name} = {n.target} -> {describe_value(n.meta.get('val'))}" for n in _computes(traced)
     )
 
 

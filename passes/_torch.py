@@ -130,7 +130,7 @@ def compiling_flags() -> Iterator[None]:
 
 
 class _GeneratorOfThread:
-    """What `torch.random` takes for the CPU's default generator: another one in one thread, the default in all others."""
+    """What `torch.random` takes for the CPU's default generator: in one thread another one."""
 
     def __init__(self, own: torch.Generator, others: Any) -> None:
         self.thread, self.own, self.others = threading.get_ident(), own, others
@@ -198,7 +198,7 @@ def _kineto_events(run: Callable[[], Any]) -> list[int]:
 
 def refer_weakly(module: fx.GraphModule) -> None:
     """Let the graph refer to its module without keeping it: dropped, the module and what it holds go at once."""
-    module.graph.owning_module = weakref.proxy(module)
+    module.graph.owning_module = weakref.proxy(module)  # type: ignore[assignment]
 
 
 _sources: Any = getattr(fx.graph_module, "_loader", None)

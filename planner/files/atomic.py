@@ -14,8 +14,8 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from passes.printable import brief
 from planner.errors import PlannerError
-from planner.printable import brief
 
 STALE_SECONDS = 3600
 KEPT_CHARACTERS = 40  # of a name: with what is added, at most 255 bytes, which file systems allow

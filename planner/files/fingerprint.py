@@ -15,10 +15,10 @@ import torch
 from torch import fx
 
 from passes.alias import is_compute
+from passes.printable import printable
 from passes.trace.capture import Traced
 from passes.trace.modules import module_path
 from planner.pipeline import Prepared
-from planner.printable import printable
 
 DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
@@ -49,7 +49,7 @@ def op_lines(prepared: Prepared) -> tuple[OpLine, ...]:
     digests = _Digests(prepared.traced)
     lines = []
     for i, (op, node) in enumerate(zip(lowered.problem.ops, lowered.nodes, strict=True)):
-        path = printable(module_path(owner(prepared, i)))
+        path = module_path(owner(prepared, i))
         name = f"{path}/{op.name}" if path else op.name
         if node is None:
             lines.append(OpLine(name, "", "", _short(op.name)))
@@ -82,7 +82,7 @@ def tensor_lines(traced: Traced) -> tuple[str, ...]:
 def node_lines(traced: Traced) -> tuple[str, ...]:
     """Every op of a captured step, before it is lowered: `blocks.0.mlp.0/addmm_2 = aten.addmm.default -> f32[8, 4]`."""
     return tuple(
-        f"{printable(module_path(n))}/{n.name} = {n.target} -> {describe_value(n.meta.get('val'))}" for n in _computes(traced)
+        f"{module_path(n)}/{n.name} = {n.target} -> {describe_value(n.meta.get('val'))}" for n in _computes(traced)
     )
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from passes.memory import granule, round_up
+from passes.printable import brief, printable
 from passes.rates import is_cost
 from passes.trace.refuse import refuse
 from planner import api
@@ -28,7 +29,6 @@ from planner.hints import make_hints
 from planner.options import ON_NEW_SHAPE, Options
 from planner.pipeline import Prepared, emit, prepare
 from planner.plan import Plan
-from planner.printable import brief, printable
 from planner.progress import Progress
 from solvers.errors import MIB, PlannerError, ScheduleError
 from solvers.problem import Problem
@@ -214,7 +214,7 @@ def decode_schedule(problem: Problem, names: list[str], data: dict[str, Any]) ->
         tensors = {t.name: i for i, t in enumerate(problem.tensors)}
         parts = [step.split(" ", 1) for step in data["steps"]]
         places = {"compute": index, "free": tensors}
-        return tuple(Step(kind, places[kind][name]) for kind, name in parts)  # type: ignore[arg-type]
+        return tuple(Step(kind, places[kind][name]) for kind, name in parts)
     runs: dict[int, list[int]] = {}
     for group in data["recompute"]:
         before = index[group["before"]]

@@ -8,8 +8,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from passes.printable import brief
 from planner.errors import PlanFileError
-from planner.printable import brief
 
 from .atomic import as_path
 

@@ -17,21 +17,22 @@ from safetensors.torch import save_file
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from passes.printable import brief, printable
 from passes.run import exported as export_runtime
 from passes.run import kernels, random, tensors
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import OutputLeaf, Traced
 from passes.trace.structure import Constant, Opaque, Slot, Template, Tree
-from planner.files.atomic import new_folder
+from planner.files.atomic import as_path, new_folder
 from planner.files.fingerprint import describe_value
 from planner.plan import Plan
 from solvers.errors import MIB, PlannerError
 
-from .source import Half, identifier, write_guard, write_half
+from .source import Half, docstring, identifier, write_guard, write_half
 
 # Files of a folder that are ours, word for word.
 COPIED = {"runtime.py": export_runtime, "random.py": random, "kernels.py": kernels, "tensors.py": tensors}
-INIT = '''"""{doc}"""
+INIT = '''{doc}
 
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def export(plan: Plan, path: str | os.PathLike[str]) -> Path:
     spec, tensors, constants = _spec(plan)
     forward, backward = _halves(plan)
     with new_folder(path) as folder:
-        _write(folder / "__init__.py", INIT.format(doc=_summary(plan)))
+        _write(folder / "__init__.py", INIT.format(doc=docstring(_summary(plan))))
         _write(folder / "forward.py", write_half(forward))
         _write(folder / "backward.py", write_half(backward))
         _write(folder / "guard.py", write_guard(plan.planned.prepared.traced.guard))
@@ -72,7 +73,7 @@ def export(plan: Plan, path: str | os.PathLike[str]) -> Path:
             _save(constants, folder / "constants.safetensors")
         for file in folder.glob("*.safetensors"):
             file.chmod((folder / "spec.json").stat().st_mode)
-    return Path(path)
+    return as_path(path)
 
 
 def _write(path: Path, text: str) -> None:
@@ -87,7 +88,7 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def _summary(plan: Plan) -> str:
-    name = type(plan.module._plan_model).__name__
+    name = printable(type(plan.module._plan_model).__name__)
     return (
         f"The planned training step of {name}: peak {plan.peak_bytes / MIB:,.1f} MiB (plain "
         f"{plan.baseline_peak_bytes / MIB:,.1f} MiB), recompute {plan.overhead:.1%} of the step's cost.\n\n"
@@ -183,8 +184,10 @@ def _leaf(leaf: OutputLeaf) -> dict[str, Any]:
 
 def _data(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, tensor in tensors.items():
+        if name == "__metadata__" or any("\ud800" <= c <= "\udfff" for c in name):
+            raise PlannerError(f"a safetensors file cannot hold a tensor called {brief(name)!r}: give it another name.")
         if tensor.device.type == "meta" or type(tensor) not in (torch.Tensor, nn.Parameter):
-            raise PlannerError(f"{name} has no data to export: materialize the model first (load its weights).")
+            raise PlannerError(f"{brief(name)} has no data to export: materialize the model first (load its weights).")
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 

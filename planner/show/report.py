@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from passes.printable import printable
 from planner.files.atomic import write_text
 
 from .curve import Curve, plain_curve, planned_curve
@@ -48,8 +49,8 @@ def report(plan: Plan, path: str | os.PathLike[str]) -> Path:
 
 def page(plan: Plan) -> str:
     """The page's HTML."""
-    title = f"Memory plan of {type(plan.module._plan_model).__name__}"
-    data = json.dumps(_data(plan), separators=(",", ":")).replace("</", "<\\/")
+    title = f"Memory plan of {printable(type(plan.module._plan_model).__name__)}"
+    data = json.dumps(_data(plan), separators=(",", ":")).replace("<", "\\u003c")
     script = (Path(__file__).parent / "report.js").read_text(encoding="utf-8")
     return PAGE.format(title=escape(title), style=STYLE, body=body(plan, CHART), data=data, script=script)
 

@@ -11,6 +11,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -62,7 +63,11 @@ def tell(line: str) -> None:
 def send(count: int, seed: int = 0) -> tuple[Counter[str], list[str]]:
     """Interrupt a child `count` times; how many came in which stage, and what went wrong."""
     command = [sys.executable, "-m", "tests.planner.interrupts", "--child"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with (
+        tempfile.TemporaryDirectory() as folder,  # others' temporary files are not what is left behind
+        subprocess.Popen(command, **pipes, text=True, env={**os.environ, "TMPDIR": folder}) as process,
+    ):
         assert process.stdout is not None and process.stderr is not None
         try:
             return _send(process.pid, process.stdout, count, random.Random(seed))
@@ -87,7 +92,7 @@ def _send(pid: int, lines: IO[str], count: int, rng: random.Random) -> tuple[Cou
         said = _line(lines, "ok", "bad")
         latest = max(latest, time.monotonic() - sent)
         if trial >= 0:
-            stages[said.removeprefix("ok ").partition(":")[0]] += 1
+            stages[said.partition(" ")[2].partition(":")[0]] += 1
         wrong += [said] if said.startswith("bad") else []
         _line(lines, "begin")
     tell(f"the longest wait for an interrupt: {latest:.2f} s")
@@ -111,7 +116,7 @@ def main() -> None:
         child()
         return
     stages, wrong = send(arguments.count, arguments.seed)
-    print("\n".join(wrong))
+    print("\n".join(wrong), end="\n" * bool(wrong))
     print(f"{sum(stages.values())} interrupts, {len(wrong)} left something behind:", dict(sorted(stages.items())))
     sys.exit(bool(wrong))
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import logging
 import struct
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,10 +39,14 @@ __all__ = [
     "eager_kernels",
     "export_joint",
     "flop_registry",
+    "forget_source",
     "native_kernels",
+    "private_generator",
     "quiet_fake_errors",
+    "refer_weakly",
     "swapped_state",
     "under_transform",
+    "without_sources",
 ]
 
 
@@ -83,6 +90,7 @@ def export_joint(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequen
         )  # fmt: skip
         metadata = joint._aot_state.fw_metadata
         graph_module = joint._aot_graph_capture.graph_module
+    refer_weakly(graph_module)
     infos = metadata.output_info
     return JointGraph(
         graph_module=graph_module,
@@ -100,16 +108,54 @@ def swapped_state(module: nn.Module, state: dict[str, torch.Tensor]) -> contextl
     return _reparametrize_module(module, state, tie_weights=True, strict=False, stack_weights=True)
 
 
+class _InThisThread:
+    """True in the thread that made it, False in all others."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return threading.get_ident() == self.thread
+
+
 @contextlib.contextmanager
 def compiling_flags() -> Iterator[None]:
-    """Make `torch.compiler.is_compiling()` and `is_exporting()` answer True, as `torch.export` does."""
+    """Make `torch.compiler.is_compiling()` and `is_exporting()` hold in this thread, as `torch.export` does in all."""
     compiler: Any = torch.compiler
     before = compiler._is_compiling_flag, compiler._is_exporting_flag
-    compiler._is_compiling_flag = compiler._is_exporting_flag = True
     try:
+        compiler._is_compiling_flag = compiler._is_exporting_flag = _InThisThread()
         yield
     finally:
         compiler._is_compiling_flag, compiler._is_exporting_flag = before
+
+
+class _GeneratorOfThread:
+    """What `torch.random` takes for the CPU's default generator: in one thread another one."""
+
+    def __init__(self, own: torch.Generator, others: Any) -> None:
+        self.thread, self.own, self.others = threading.get_ident(), own, others
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own if threading.get_ident() == self.thread else self.others, name)
+
+
+@contextlib.contextmanager
+def private_generator() -> Iterator[torch.Generator]:
+    """Let this thread's `torch.manual_seed`, `get_rng_state`, `set_rng_state` and `fork_rng` act on a copy (CPU).
+
+    The default generator belongs to all threads: saved before tracing and put back after it, it would repeat what
+    another thread drew in between. No op that is traced draws from it.
+    """
+    module: Any = torch.random
+    before = module.default_generator
+    own = torch.Generator()
+    own.set_state(before.get_state())
+    try:
+        module.default_generator = _GeneratorOfThread(own, before)
+        yield own
+    finally:
+        module.default_generator = before
 
 
 @contextlib.contextmanager
@@ -149,6 +195,48 @@ def _kineto_events(run: Callable[[], Any]) -> list[int]:
         run()
     events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
     return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+
+
+def refer_weakly(module: fx.GraphModule) -> None:
+    """Let the graph refer to its module without keeping it: dropped, the module and what it holds go at once."""
+    module.graph.owning_module = weakref.proxy(module)  # type: ignore[assignment]
+
+
+_sources: Any = getattr(fx.graph_module, "_loader", None)
+
+
+def forget_source(module: fx.GraphModule) -> None:
+    """Let the generated source of `module` go with it: torch keeps every source, for tracebacks, for ever."""
+    name = getattr(getattr(getattr(module, "forward", None), "__code__", None), "co_filename", "")
+    weakref.finalize(module, _forget, [name]).atexit = False
+
+
+@contextlib.contextmanager
+def without_sources() -> Iterator[None]:
+    """Forget the generated sources of what this thread makes in the block."""
+    if _sources is None:  # pragma: no cover - depends on the installed torch
+        yield
+        return
+    thread, made, cache = threading.get_ident(), [], _sources.cache
+
+    def noted(*args: Any, **kwargs: Any) -> str:
+        name: str = cache(*args, **kwargs)
+        if threading.get_ident() == thread:
+            made.append(name)
+        return name
+
+    try:
+        _sources.cache = noted
+        yield
+    finally:
+        _sources.cache = cache
+        _forget(made)
+
+
+def _forget(names: Sequence[str]) -> None:
+    for name in names:
+        if _sources is not None and _sources.eval_cache.pop(name, None) is not None:
+            linecache.cache.pop(name, None)
 
 
 def active_saving_hooks() -> str:

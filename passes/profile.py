@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 
 from ._torch import FakeTensor, below_autograd
 from .alias import device_of, is_compute
+from .draws import drawing_privately
+from .exclusive import exclusive, interrupt_point
 from .flops import listed_flops, unlisted_flops
 from .fuse import library
 from .memory import high_water, span
@@ -115,8 +117,9 @@ def profile(
     measured: dict[fx.Node, OpProfile] = {}
     if timed:
         _settle_heap()
-    with torch.random.fork_rng(devices=_cuda_devices(nodes)), below_autograd():
+    with exclusive(), below_autograd():
         for group in progress(groups, "profile") if progress else groups:
+            interrupt_point()
             workspace, results, seconds = _measure(group[0], timed)
             for node in group:
                 measured[node] = replace(
@@ -172,8 +175,9 @@ def _measure(node: fx.Node, timed: bool) -> tuple[int, tuple[int, ...] | None, f
         args = _even_groups(node, args)
         value = node.meta.get("val")
         expected = value if isinstance(value, (tuple, list)) else None
-        workspace, results = high_water(lambda: target(*args, **kwargs), device_of(node), expected)
-        seconds = _time(lambda: target(*args, **kwargs), device_of(node)) if timed else None
+        run = drawing_privately(target, args, kwargs, device_of(node))
+        workspace, results = high_water(run, device_of(node), expected)
+        seconds = _time(run, device_of(node)) if timed else None
     except (RuntimeError, IndexError, ValueError):
         return 0, None, 0.0 if timed else None
     return workspace, results, seconds
@@ -217,7 +221,7 @@ def _made_up(value: Any) -> Any:
         return value
     flat = torch.zeros(span(value), dtype=value.dtype, device=value.device)
     if value.is_floating_point():
-        flat.uniform_(0.25, 0.75)
+        flat.uniform_(0.25, 0.75, generator=torch.Generator(value.device))
     return flat.as_strided(value.shape, value.stride())
 
 
@@ -247,7 +251,3 @@ def _time(run: Callable[[], Any], device: torch.device) -> float:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _cuda_devices(nodes: Sequence[fx.Node]) -> list[int]:
-    return sorted({d.index or 0 for d in map(device_of, nodes) if d.type == "cuda"})

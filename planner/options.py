@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from passes.profile import OpProfile
 from passes.rates import cost_function
@@ -14,6 +14,7 @@ from solvers.errors import PlannerError
 from .hints import NO_HINTS, Hints
 
 OnNewShape = Literal["replan", "eager", "error"]
+ON_NEW_SHAPE: tuple[str, ...] = get_args(OnNewShape)
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Options:
         get_solver(self.solver)
         if not callable(self.cost):
             cost_function(self.cost)
-        if self.on_new_shape not in ("replan", "eager", "error"):
+        if self.on_new_shape not in ON_NEW_SHAPE:
             raise PlannerError(f"on_new_shape={self.on_new_shape!r} is unknown: it takes 'replan', 'eager' or 'error'.")
         if not _is_number(self.time_limit) or not self.time_limit > 0:
             raise PlannerError(f"time_limit={self.time_limit!r} must be a positive number of seconds.")

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from passes.alias import Aliases, alias
 from passes.lower import Lowered, lower
+from passes.printable import printable
 from passes.profile import OpProfile, profile
 from passes.trace.capture import Traced, capture
 from passes.trace.refuse import refuse
@@ -90,7 +91,7 @@ def prepare(
         )
         lowered = lower_step(traced, aliases, profiles, device, options, once)
         plain = simulate(lowered.problem, with_frees(lowered.problem, plain_order(lowered.problem)))
-    name = type(model).__name__
+    name = printable(type(model).__name__)
     return Prepared(traced, aliases, profiles, lowered, device, plain.peak_bytes, options, hinted, name)
 
 

@@ -24,8 +24,10 @@ from passes._torch import (
     export_joint,
     quiet_fake_errors,
     swapped_state,
+    without_sources,
 )
 from passes.errors import CaptureError, Unsupported
+from passes.exclusive import exclusive
 from passes.fuse.convolution import split_convolutions
 from passes.fuse.merge import merge_all, save_logits
 from passes.ops import RUNNING_STATISTICS, result_ignores
@@ -135,7 +137,7 @@ def capture(
     entries = state_entries(model)
     tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, input_tensors)
     tensors = [*state_tensors(model, entries), *input_tensors]
-    with isolated(model):
+    with exclusive(), isolated(model), without_sources():
         fake = _fake_inputs(tensors, device)
         try:
             joint = _export(tracer, fake)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._torch import private_generator
 from ..errors import CaptureError, Unsupported
 
 
@@ -23,7 +24,7 @@ def isolated(model: nn.Module) -> Iterator[None]:
     try:
         if not model.training:
             model.train()
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        with private_generator(), torch.random.fork_rng(devices=devices), torch.enable_grad():
             yield
         _check_attributes(model, before)
     except CaptureError as error:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes._torch import FakeTensor, FakeTensorMode, FunctionalTensor, native_kernels
+from passes.exclusive import interrupt_point
 
 from .leaks import Remembered
 
@@ -133,6 +134,7 @@ class EagerFakes(FakeTensorMode):
     """Fake tensors whose layouts are those that the kernels make."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        interrupt_point()
         result: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         if not isinstance(first, FakeTensor):

@@ -147,11 +147,16 @@ class KnownValues(TorchFunctionMode):
     def _really(self, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
         """The call on real values, in a 1-tuple; None where it cannot be made."""
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            before = torch.default_generator.get_state()
             try:
                 real_args, real_kwargs = pytree.tree_map(self._value, (args, kwargs))
-                return (func(*real_args, **real_kwargs),)
+                result = (func(*real_args, **real_kwargs),)
             except Exception:  # noqa: BLE001 - whatever it is, tracing the call itself will say it better
                 return None
+            if torch.equal(torch.default_generator.get_state(), before):
+                return result
+            torch.default_generator.set_state(before)  # what it drew is known of no other step
+            return None
 
     def _value(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from passes.printable import printable
 from solvers import SOLVERS
 from solvers.errors import MIB, PlannerError
 
@@ -102,7 +103,7 @@ def plan(
     console.print(renderable(made, console.width))
     for name, path in written:
         if path:
-            console.print(f"{name} written to {path}", highlight=False, soft_wrap=True)
+            console.print(f"{name} written to {printable(path)}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

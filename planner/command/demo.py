@@ -9,14 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
 from passes.memory import measure_peak
 from planner.plan import Plan
 from planner.session import open_session
+from planner.show.console import Console, Table
 from planner.units import show_bytes
 
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from passes._torch import forget_source, refer_weakly
 from passes.trace.arguments import bind_call, runs_hooks
 from passes.trace.capture import Traced
 from planner.decided import Decided
@@ -49,7 +51,9 @@ class PlannedModule(fx.GraphModule):
         own["_plan_state"] = PlanState(model, loss_fn, replan, on_new_shape)
         own["planned_step"] = _StepCall(self)
         self._plan_state.start(sample, planned)
+        refer_weakly(self)  # the empty graph
         self.graph = _call_graph(self._plan_state.signature, planned.prepared.traced)
+        refer_weakly(self)
 
     # What a call does -------------------------------------------------------------------------------------------
 
@@ -57,6 +61,7 @@ class PlannedModule(fx.GraphModule):
         """Regenerate the graph's code; `forward` stays the planned dispatch, under the model's own signature."""
         code = super().recompile()
         cls: Any = type(self)  # every GraphModule has a class of its own
+        forget_source(self)
         del cls.forward
         if state := self.__dict__.get("_plan_state"):
             cls.forward = _with_signature(state.signature)
@@ -172,10 +177,10 @@ class _StepCall(nn.Module):
 
     def __init__(self, owner: PlannedModule) -> None:
         super().__init__()
-        self.__dict__["owner"] = owner
+        self.__dict__["owner"] = weakref.ref(owner)  # which holds this
 
     def forward(self, **bound: Any) -> Any:
-        state = self.__dict__["owner"]._plan_state
+        state = self.__dict__["owner"]()._plan_state
         return state.run(bound, state.plain)
 
 

@@ -12,33 +12,35 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from passes.printable import brief, printable
 from passes.rates import is_cost
 from passes.trace.arguments import bind_sample
 from planner.decided import Decided
 from planner.errors import PlanFileError
 from planner.hints import make_hints
-from planner.options import Options
+from planner.options import ON_NEW_SHAPE, Options
 from planner.pipeline import emit
 from planner.prepared import Prepared, check_model, prepare
 from planner.progress import Progress
-from solvers.errors import MIB, ScheduleError
+from solvers.errors import MIB, PlannerError, ScheduleError
 from solvers.problem import Problem
 from solvers.schedule import Schedule, Step, computes, with_frees
 from solvers.solution import Solution, solution
 
 from .atomic import write_text
 from .fingerprint import OpLine, fingerprint, op_lines, tensor_lines
-from .strictjson import canonical, read_json
+from .strictjson import MAX_BYTES, canonical, read_json
 
 FORMAT = "checkpoint-planner plan"
 VERSION = 1
+MAX_RUNS = 20_000  # of recomputes, or eight for each op where that is more
 OP_KEYS = ("op", "aten", "result", "bytes", "decision", "id")
 FIELDS: dict[str, dict[str, Any]] = {
     "model": {"class": str, "device": str, "torch": str, "fingerprint": str, "problem": str},
@@ -63,7 +65,7 @@ class PlanFile:
         return self.data[key]
 
     def error(self, field: str, message: str) -> PlanFileError:
-        return PlanFileError(f"{self.path}: {message}", path=self.path, field=field)
+        return PlanFileError(f"{brief(self.path)}: {message}", path=self.path, field=field)
 
 
 # Saving -------------------------------------------------------------------------------------------------------------
@@ -73,11 +75,14 @@ def save(plan: Decided, path: str | os.PathLike[str]) -> Path:
     """Write `plan` to `path`; equal plans give equal bytes.
 
     Raises:
-        PlannerError: the file cannot be written.
+        PlannerError: the file cannot be written, or would be larger than what is read again.
     """
     data = to_data(plan)
     data["checksum"] = _checksum(data)
-    return write_text(path, render(data))
+    text = render(data)
+    if len(text) > MAX_BYTES:  # ASCII
+        raise PlannerError(f"the plan takes {len(text):,} bytes; plan files are read up to {MAX_BYTES:,} bytes.")
+    return write_text(path, text)
 
 
 def to_data(plan: Decided) -> dict[str, Any]:
@@ -179,16 +184,20 @@ def decode_schedule(problem: Problem, names: list[str], data: dict[str, Any]) ->
     """Inverse of `encode_schedule`.
 
     Raises:
-        KeyError: a name is unknown; ScheduleError: an op reads what no earlier op wrote.
+        KeyError: a name is unknown; ScheduleError: an op reads what no earlier op wrote, or a group is listed twice.
     """
     index = {name: i for i, name in enumerate(names)}
     if data["frees"] == "listed":
         tensors = {t.name: i for i, t in enumerate(problem.tensors)}
         parts = [step.split(" ", 1) for step in data["steps"]]
-        return tuple(
-            Step("compute", index[name]) if kind == "compute" else Step("free", tensors[name]) for kind, name in parts
-        )
-    runs = {index[group["before"]]: [index[name] for name in group["run"]] for group in data["recompute"]}
+        places = {"compute": index, "free": tensors}
+        return tuple(Step(kind, places[kind][name]) for kind, name in parts)
+    runs: dict[int, list[int]] = {}
+    for group in data["recompute"]:
+        before = index[group["before"]]
+        if before in runs or problem.ops[before].optional:
+            raise ScheduleError(f"it lists twice what runs before {group['before']!r}, or runs nothing before that")
+        runs[before] = [index[name] for name in group["run"]]
     return with_frees(problem, [j for i in problem.required() for j in (*runs.get(i, ()), i)])
 
 
@@ -199,7 +208,7 @@ def _checksum(data: dict[str, Any]) -> str:
 def _function_name(function: Any) -> str | None:
     if function is None:
         return None
-    return getattr(function, "__qualname__", type(function).__qualname__)
+    return printable(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 # Loading ------------------------------------------------------------------------------------------------------------
@@ -211,12 +220,13 @@ def read(path: str | os.PathLike[str]) -> PlanFile:
     Raises:
         PlanFileError: the file is damaged, of another version, or no plan file; says what is wrong first.
     """
-    file = PlanFile(os.fspath(path), read_json(Path(path)))
+    data = read_json(path)
+    file = PlanFile(os.fsdecode(path), data)
     if not isinstance(file.data, dict) or file.data.get("format") != FORMAT:
-        raise file.error("format", f"no plan file: its first key must be \"format\": {FORMAT!r}")
+        raise file.error("format", f"not a plan file: its first key must be \"format\": {FORMAT!r}")
     version = file.data.get("version")
     if type(version) is not int or version != VERSION:
-        raise file.error("version", f"its version is {version!r}, this library reads version {VERSION}")
+        raise file.error("version", f"its version is {_brief(version)}, this library reads version {VERSION}")
     if file.data.get("checksum") != _checksum(file.data):
         raise file.error("checksum", "damaged or edited: its content does not have the checksum that it states")
     _check_types(file)
@@ -281,6 +291,19 @@ def _check_types(file: PlanFile) -> None:
         _check_strings(file, f"schedule.recompute[{i}].run", group["run"])
     if file["schedule"]["frees"] not in ("earliest", "listed"):
         raise file.error("schedule.frees", "'schedule.frees' must be 'earliest' or 'listed'")
+    if file["options"]["on_new_shape"] not in ON_NEW_SHAPE:
+        raise file.error("options.on_new_shape", f"'options.on_new_shape' must be one of {', '.join(ON_NEW_SHAPE)}")
+    _check_runs(file)
+
+
+def _check_runs(file: PlanFile) -> None:
+    """Bound what loading does: a schedule is rewritten and proved run by run."""
+    schedule, count = file["schedule"], len(file["ops"])
+    again = sum(len(group["run"]) for group in schedule["recompute"])
+    again += max(0, sum(step.startswith("compute ") for step in schedule["steps"]) - count)
+    limit = min(max(MAX_RUNS, 8 * count), count * count)
+    if again > limit:
+        raise file.error("schedule", f"its schedule runs {again:,} ops again; the limit for {count:,} ops is {limit:,}")
 
 
 def _check_strings(file: PlanFile, name: str, values: list[Any]) -> None:
@@ -348,16 +371,16 @@ def _solution(file: PlanFile, prepared: Prepared) -> Solution:
     problem, saved = prepared.lowered.problem, file["result"]
     schedule = _schedule(file, prepared)
     same = problem_digest(problem) == file["model"]["problem"]
-    notes = tuple(saved["notes"])
-    if not same:
-        notes += ("bytes or costs of ops differ from the machine the plan was made on; its bound was dropped",)
+    if same:
+        note = _stated_bound(saved)
+    else:
+        note = "bytes or costs of ops differ from the machine the plan was made on; its bound was dropped"
     try:
-        found = solution(
-            problem, schedule, saved["solver"], bound=saved["bound"] if same else None,
-            family=saved["bound_family"] if same else "", notes=notes,
-        )  # fmt: skip
+        found = solution(problem, schedule, saved["solver"])
     except ScheduleError as error:
-        raise file.error("schedule", f"its schedule is not valid: {error}") from error
+        raise file.error("schedule", f"its schedule is not valid: {brief(error)}") from error
+    notes = [*saved["notes"], *([note] if note and found.added_cost else [])]
+    found = replace(found, notes=tuple(dict.fromkeys(notes)))
     budget = file["options"]["budget_bytes"]
     if budget is not None and found.peak_bytes > budget:
         sizes = f"{found.peak_bytes / MIB:,.1f} MiB here, over its budget of {budget / MIB:,.1f} MiB"
@@ -368,14 +391,23 @@ def _solution(file: PlanFile, prepared: Prepared) -> Solution:
     return found
 
 
+def _stated_bound(result: dict[str, Any]) -> str:
+    """What the file says of its bound, which is not proved again here."""
+    if result["bound"] is None:
+        return ""
+    share = min(result["bound"], result["added_cost"]) / (result["step_cost"] or 1)
+    family = f" ({result['bound_family']})" if result["bound_family"] else ""
+    return f"by the plan file, {result['status']}: a bound of {share:.2%}{family}; loading proves none"
+
+
 def _schedule(file: PlanFile, prepared: Prepared) -> Schedule:
     names = [op["op"] for op in file["ops"]]
     try:
         return decode_schedule(prepared.lowered.problem, names, file["schedule"])
     except (KeyError, TypeError, ValueError) as error:
-        raise file.error("schedule", f"its schedule names what is not in the step: {error}") from error
+        raise file.error("schedule", f"its schedule names what is not in the step: {brief(error)}") from error
     except ScheduleError as error:
-        raise file.error("schedule", f"its schedule is not valid: {error}") from error
+        raise file.error("schedule", f"its schedule is not valid: {brief(error)}") from error
 
 
 def _brief(value: Any) -> str:

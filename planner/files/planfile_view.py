@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from passes.printable import printable
 from planner.show.words import Verdict
 from planner.units import show_bytes
 
 from .planfile import PlanFile
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from planner.show.console import Group
 
 Row = tuple[str, str, str]
 SHOWN = 60
@@ -31,9 +32,7 @@ def summary(file: PlanFile) -> dict[str, Any]:
 
 def show_file(file: PlanFile) -> Group:
     """The file for a terminal: the verdict, then modules with what they save and recompute."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
+    from planner.show.console import Group, Table, Text
 
     saved, result = summary(file), file["result"]
     model, options = file["model"], file["options"]
@@ -51,8 +50,8 @@ def show_file(file: PlanFile) -> Group:
     for name in ("ops saved", "ops recomputed"):
         table.add_column(name, justify="right")
     for module, (kept, again) in _by_module(file).items():
-        table.add_row(module, str(kept or ""), str(again or ""))
-    return Group(*(Text(line) for line in lines), Text(""), table)
+        table.add_row(Text(printable(module)), str(kept or ""), str(again or ""))
+    return Group(*(Text(printable(line)) for line in lines), Text(""), table)
 
 
 def differences(first: PlanFile, second: PlanFile) -> list[Row]:

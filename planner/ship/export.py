@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from passes.printable import brief
 from passes.run import exported as export_runtime
 from passes.run import kernels, random, tensors
 from passes.trace.arguments import state_tensors
@@ -24,16 +25,16 @@ from passes.trace.capture import OutputLeaf, Traced
 from passes.trace.structure import Constant, Opaque, Slot, Template, Tree
 from planner.decided import Decided
 from planner.dropin.module import PlannedModule
-from planner.files.atomic import new_folder
+from planner.files.atomic import as_path, new_folder
 from planner.files.fingerprint import describe_value
 from planner.show.words import verdict
 from solvers.errors import MIB, PlannerError
 
-from .source import Half, identifier, write_guard, write_half
+from .source import Half, docstring, identifier, write_guard, write_half
 
 # Files of a folder that are ours, word for word.
 COPIED = {"runtime.py": export_runtime, "random.py": random, "kernels.py": kernels, "tensors.py": tensors}
-INIT = '''"""{doc}"""
+INIT = '''{doc}
 
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
     spec, tensors, constants = _spec(plan, module)
     forward, backward = _halves(plan)
     with new_folder(path) as folder:
-        _write(folder / "__init__.py", INIT.format(doc=_summary(plan)))
+        _write(folder / "__init__.py", INIT.format(doc=docstring(_summary(plan))))
         _write(folder / "forward.py", write_half(forward))
         _write(folder / "backward.py", write_half(backward))
         _write(folder / "guard.py", write_guard(plan.prepared.traced.guard))
@@ -74,7 +75,7 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
             _save(constants, folder / "constants.safetensors")
         for file in folder.glob("*.safetensors"):
             file.chmod((folder / "spec.json").stat().st_mode)
-    return Path(path)
+    return as_path(path)
 
 
 def _write(path: Path, text: str) -> None:
@@ -186,8 +187,10 @@ def _leaf(leaf: OutputLeaf) -> dict[str, Any]:
 
 def _data(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, tensor in tensors.items():
+        if name == "__metadata__" or any("\ud800" <= c <= "\udfff" for c in name):
+            raise PlannerError(f"a safetensors file cannot hold a tensor called {brief(name)!r}: give it another name.")
         if tensor.device.type == "meta" or type(tensor) not in (torch.Tensor, nn.Parameter):
-            raise PlannerError(f"{name} has no data to export: materialize the model first (load its weights).")
+            raise PlannerError(f"{brief(name)} has no data to export: materialize the model first (load its weights).")
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 

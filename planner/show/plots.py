@@ -72,6 +72,7 @@ def _mark_peak(axes: Axes, plan: Decided, starts: tuple[float, ...], top: float)
     axes.annotate(
         f"peak {show_bytes(size)} at {place(plan, label)}", (x, top * 1.13), xytext=(-5 if left else 5, 0),
         textcoords="offset points", ha="right" if left else "left", va="center", fontsize=8.5, zorder=6,
+        parse_math=False,
     )  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def _plot_tree(plan: Decided, limit: int = 40) -> Figure:
             share = r.again_cost / (plan.problem.step_cost or 1)
             axes.text(saved[y] + dropped[y], y, f"  +{share:.2%}", va="center", fontsize=7.5, color=TEXT)
     names = ["    " * r.depth + (r.module.rpartition(".")[2] or "(model)") for r in rows]
-    axes.set_yticks(list(places), names, fontsize=8.5, family="monospace", ha="left")
+    axes.set_yticks(list(places), names, fontsize=8.5, family="monospace", ha="left", parse_math=False)
     width = max((len(n) for n in names), default=1)
     axes.tick_params(axis="y", length=0, pad=6.2 * width)
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -134,7 +135,8 @@ def _plot_block(plan: Decided, module: str) -> Figure:
     axes.set_xlim(-1.7 * columns - 0.3, max(1.7 * columns, margin) + 0.2)
     axes.set_ylim(-len(layers) + 0.4, 0.6)
     axes.set_axis_off()
-    axes.set_title(f"{module}: saved blue, recomputed orange, both striped, neither grey", fontsize=9.5)
+    title = f"{module}: saved blue, recomputed orange, both striped, neither grey"
+    axes.set_title(title, fontsize=9.5, parse_math=False)
     return figure
 
 

@@ -48,7 +48,7 @@ def report(plan: Decided, path: str | os.PathLike[str]) -> Path:
 def page(plan: Decided) -> str:
     """The page's HTML."""
     title = f"Memory plan of {plan.prepared.model_name}"
-    data = json.dumps(_data(plan), separators=(",", ":")).replace("</", "<\\/")
+    data = json.dumps(_data(plan), separators=(",", ":")).replace("<", "\\u003c")
     script = (Path(__file__).parent / "report.js").read_text(encoding="utf-8")
     return PAGE.format(title=escape(title), style=STYLE, body=body(plan, CHART), data=data, script=script)
 

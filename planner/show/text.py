@@ -15,9 +15,8 @@ from .tables import ModuleRow, module_rows, op_rows
 from .words import verdict
 
 if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
 
+    from .console import Group, Table
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ROWS = 24
@@ -25,7 +24,7 @@ ROWS = 24
 
 def to_text(plan: Decided, width: int = 100) -> str:
     """The whole story as plain text of at most `width` columns."""
-    from rich.console import Console
+    from .console import Console
 
     stream = io.StringIO()
     Console(file=stream, width=width, color_system=None, force_terminal=False).print(renderable(plan, width))
@@ -34,8 +33,7 @@ def to_text(plan: Decided, width: int = 100) -> str:
 
 def renderable(plan: Decided, width: int = 100) -> Group:
     """The same for a rich console."""
-    from rich.console import Group
-    from rich.text import Text
+    from .console import Group, Text
 
     parts: list[Any] = [Text(verdict(plan).sentence, style="bold"), *(Text(f"note: {n}") for n in plan.notes), Text("")]
     parts += [Text(line, no_wrap=True) for line in curves(plan, width - 20)]
@@ -66,7 +64,7 @@ def _spark(curve: Curve, columns: int, end: float, top: int) -> str:
 
 def module_table(plan: Decided) -> Table:
     """The table by module, as deep as fits on a screen."""
-    from rich.table import Table
+    from .console import Table, Text
 
     rows = _fitting([r for r in module_rows(op_rows(plan)) if r.saved_bytes or r.recomputed_ops])
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -77,7 +75,7 @@ def module_table(plan: Decided) -> Table:
         share = row.again_cost / (plan.problem.step_cost or 1)
         name = "  " * row.depth + (row.module.rpartition(".")[2] or "(model)")
         sizes = show_bytes(row.saved_bytes), show_bytes(row.dropped_bytes)
-        table.add_row(name, *sizes, str(row.recomputed_ops), f"{share:.2%}")
+        table.add_row(Text(name), *sizes, str(row.recomputed_ops), f"{share:.2%}")
     return table
 
 

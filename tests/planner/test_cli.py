@@ -140,7 +140,7 @@ def test_frontier_min_budget_and_max_batch(factory: Path, capsys: pytest.Capture
         (("max-batch", "mine:batched", "--budget", "80%"), "needs a whole"),
         (("max-batch", "mine:batched", "--budget", "1KiB"), "not even a batch of one"),
         (("show", "none.json"), "none.json"),
-        (("show", "mine.py"), "no valid plan file"),
+        (("show", "mine.py"), "not a valid plan file"),
         (("frontier", "mine:small", "--points", "2", "--plot", "x.no", "--solver", "greedy"), "cannot write x.no"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,8 +14,9 @@ from passes.lower import Lowered, lower, stateful_primals
 from passes.ops import is_random
 from passes.profile import OpProfile, profile
 from passes.rewrite import Rewritten, rewrite
-from passes.run.step import Step
+from passes.run.step import Fallback, Step
 from passes.trace.capture import Traced, capture
+from passes.trace.structure import unflatten
 from passes.verify import verify
 from solvers.bounds import floor_bytes
 from solvers.errors import MIB, BudgetError
@@ -135,6 +136,14 @@ def emit(prepared: Prepared, solution: Solution, progress: Progress) -> Planned:
     with progress.stage("verify"):
         verify(prepared.traced, rewritten)
     return Planned(prepared, solution, rewritten, make_step(prepared, rewritten), dict(progress.seconds))
+
+
+def run_planned(planned: Planned, primals: Sequence[torch.Tensor], fallback: Fallback) -> Any:
+    """Run a planned step on parameters, buffers and inputs; its output, built like the model's."""
+    traced = planned.prepared.traced
+    results = planned.step(primals, fallback)
+    leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in traced.outputs]
+    return unflatten(traced.output_template, leaves)
 
 
 def emit_schedule(prepared: Prepared, schedule: Schedule, solver: str = "given") -> Planned:

@@ -20,7 +20,7 @@ from passes.run.random import set_rng_state
 from passes.trace.arguments import argument_names, call_signature, run_model, state_entries, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.structure import Template, flatten, unflatten
-from planner.pipeline import Planned
+from planner.pipeline import Planned, run_planned
 from solvers.errors import PlannerError
 
 from .plan_key import (
@@ -119,9 +119,7 @@ class PlanState:
         traced = planned.prepared.traced
         _check_materialized(traced, primals)
         self._notice_hooks()
-        results = planned.step(primals, _Fallback(self, traced))
-        leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in traced.outputs]
-        return unflatten(traced.output_template, leaves)
+        return run_planned(planned, primals, _Fallback(self, traced))
 
     def _notice_hooks(self) -> None:
         """Say once that hooks on saved tensors have no effect on a planned step."""

@@ -1,0 +1,68 @@
+"""`plan.check(model, sample)`: the check of a plan that is already there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from passes.trace.arguments import argument_names, bind_call, split_sample, state_entries
+from passes.trace.structure import flatten
+from planner.errors import ModelMismatch
+from planner.pipeline import Planned
+from solvers.errors import PlannerError
+
+from .record import Checked
+from .run import check_step
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+
+
+def check_plan(plan: Plan, model: nn.Module | None, sample: Any) -> Checked:
+    """See `Plan.check`."""
+    state = plan.module._plan_state
+    model = state.model if model is None or model is plan.module else model
+    if sample is None:
+        raise PlannerError("plan.check runs steps on a sample: call plan.check(model, sample), as for auto_checkpoint.")
+    try:
+        bound = bind_call(state.signature, *split_sample(sample))
+    except TypeError as error:
+        raise PlannerError(f"the sample does not fit {type(model).__name__}.forward: {error}.") from error
+    applied: Any = model.__dict__.get("forward")
+    own = applied.state if getattr(applied, "runs_plan", False) else state
+    with own.set_aside() if own.model is model else contextlib.nullcontext():
+        planned = _planned_for(list(own.cache.values()), model, bound)
+        return check_step(model, planned, bound, state.loss_fn, True)
+
+
+def _planned_for(made: Sequence[Planned], model: nn.Module, bound: dict[str, Any]) -> Planned:
+    """The step that was planned for such a model and call."""
+    tensors, template = flatten(bound)
+    entries = tuple(state_entries(model))
+    wrong = ""
+    for planned in reversed(made):
+        traced = planned.prepared.traced
+        if entries != traced.state:
+            raise ModelMismatch(
+                f"the plan was made for another model: this {type(model).__name__} has other parameters or buffers.",
+                differs="parameters or buffers",
+            )
+        metas = [p.meta["val"] for p in traced.placeholders[len(traced.state) : traced.num_primals]]
+        given, expected = ([_form(t) for t in side] for side in (tensors, metas))
+        if given == expected and (traced.guard is None or traced.guard.holds(tensors)):
+            return planned
+        names = argument_names(template)
+        pairs = list(zip(names, given, expected, strict=False))
+        wrong = next((f"{n} is {g}, planned {e}" for n, g, e in pairs if g != e), "other arguments or other answers")
+    raise PlannerError(
+        f"the plan has not been made for this sample ({wrong}): call plan.module with it first, which plans such "
+        "calls, or pass the sample that the plan was made with."
+    )
+
+
+def _form(t: torch.Tensor) -> str:
+    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}{', requires_grad' if t.requires_grad else ''}"

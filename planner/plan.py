@@ -17,6 +17,7 @@ from solvers.errors import MIB
 from solvers.problem import Problem
 from solvers.schedule import Schedule, computes
 
+from .check.record import NOT_RUN, Checked
 from .dropin.module import PlannedModule
 from .hints import hint_notes
 from .pipeline import Planned
@@ -35,12 +36,14 @@ class Plan:
         module: the drop-in `torch.fx.GraphModule`.
         budget_bytes: the peak asked for (None: no limit).
         planned: everything the plan was made from.
+        checked: what was compared with the plain model by running both, over how many steps, or why nothing was.
     """
 
     module: PlannedModule
     budget_bytes: int | None
     planned: Planned
     cost_name: str
+    checked: Checked = NOT_RUN
 
     @property
     def problem(self) -> Problem:
@@ -186,6 +189,23 @@ class Plan:
 
         return remove(self, model)
 
+    def check(self, model: nn.Module | None = None, sample: Any = None) -> Checked:
+        """Run two steps of `model` (by default the planned one) on `sample`, plain and planned, and compare them.
+
+        Everything that can be observed must be equal bit for bit; the model is left as it was. The result is also
+        what `plan.checked` says from then on.
+
+        Raises:
+            CheckError: something differs (names the first op, gradient or output and the likely cause), or no step
+                can be run.
+            PlannerError: the plan has not been made for such a sample.
+        """
+        from .check.plan import check_plan
+
+        found = check_plan(self, model, sample)
+        object.__setattr__(self, "checked", found)
+        return found
+
     # See ----------------------------------------------------------------------------------------------------------
 
     def _repr_html_(self) -> str:
@@ -278,6 +298,7 @@ def describe(plan: Plan) -> str:
     if not plan.recomputed:
         lines.append("  nothing is recomputed: the plain step fits")
     lines += [f"  note: {note}" for note in plan.notes]
+    lines.append(f"  {plan.checked.line}")
     return "\n".join(lines)
 
 

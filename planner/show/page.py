@@ -46,7 +46,8 @@ def repr_html(plan: Plan) -> str:
 
 def body(plan: Plan, chart: str | None = None) -> str:
     """Verdict, chart, what binds at the peak, table; `chart` replaces the static curve."""
-    parts = [f'<p class="cp-v">{escape(verdict(plan))}</p>', *(f"<p>{escape(note)}</p>" for note in plan.notes)]
+    parts = [f'<p class="cp-v">{escape(verdict(plan))}</p>', *(f"<p>{escape(note)}</p>" for note in plan.notes),
+             f"<p>{escape(plan.checked.line)}</p>"]  # fmt: skip
     return "".join([*parts, chart or svg(plan), legend(plan), _peak(plan), table(plan)])
 
 

@@ -16,6 +16,8 @@ from solvers import get_solver
 from solvers.errors import MIB, PlannerError
 
 from .budget import budget_to_bytes, optimizer_state_bytes, reserve_to_bytes
+from .check import check_step
+from .check.record import Check
 from .dropin.module import PlannedModule
 from .hints import make_hints
 from .options import OnNewShape, Options, check_options
@@ -42,6 +44,7 @@ def auto_checkpoint(
     save: Sequence[str] = (),
     never_recompute: Sequence[str] = (),
     recompute: Sequence[str] = (),
+    check: Check = "auto",
 ) -> Plan:
     """Plan a training step of `model` that stays under `budget_mb`, at the lowest recompute cost found.
 
@@ -79,11 +82,17 @@ def auto_checkpoint(
               no budget: always). It is no promise: where the budget leaves no room, or an op may not run again, it is
               kept, and a note says so. `plan.bound` then bounds the schedules that run these ops at least as often
               as the plan does.
+        check: whether two steps of the planned and of the plain model are run from equal state, on copies, and
+            compared bit for bit before the plan is handed over; `plan.checked` tells. "auto" does so where the memory
+            is free, and for no longer than planning took: with one step instead of two, or not at all. True does so
+            always, also when a call with other shapes is planned anew.
 
     Raises:
         BudgetError: the budget is no budget, or nothing found fits; carries the smallest that works. Where hints
             narrow what fits, it says what would work without them.
         CaptureError, Unsupported: the model cannot be planned; says where and what to do.
+        CheckError: the planned step differs from the plain one; names the first op, gradient or output and the likely
+            cause.
         SolverUnavailable: `solver` is unknown or not installed.
         HintError: a hint names no op of the step (the nearest names are told), or contradicts another one.
     """
@@ -92,7 +101,7 @@ def auto_checkpoint(
     options = Options(
         budget_bytes=None, reserve_bytes=0, solver=solver, cost=cost, loss_fn=loss_fn, time_limit=time_limit, gap=gap,
         progress=progress, on_new_shape=on_new_shape, keep_outputs=keep_outputs,
-        hints=make_hints(save, never_recompute, recompute),
+        hints=make_hints(save, never_recompute, recompute), check=check,
     )  # fmt: skip
     check_options(options)
     budget_bytes = budget_to_bytes(budget_mb, model_device(model))
@@ -104,14 +113,19 @@ def auto_checkpoint(
 
 
 def make_plan(model: nn.Module, bound: dict[str, Any], planned: Planned, options: Options) -> Plan:
-    """Wrap a planned step as a `Plan` with its drop-in module."""
+    """Wrap a planned step as a `Plan` with its drop-in module, checked by running where the options ask for it."""
 
     def replan(instance: nn.Module, call: Any, differentiated: tuple[str, ...] | None) -> Planned:
         _check_model(instance)
-        return plan_step(instance, call, replace(options, differentiated=differentiated, progress=False), first=False)
+        again = replace(options, differentiated=differentiated, progress=False)
+        anew = plan_step(instance, call, again, first=False)
+        check_step(instance, anew, call, options.loss_fn, options.check is True)
+        return anew
 
+    with Progress(options.progress).stage("check"):
+        checked = check_step(model, planned, bound, options.loss_fn, options.check)
     module = PlannedModule(model, planned, bound, replan, options.loss_fn, options.on_new_shape)
-    return Plan(module, options.budget_bytes, planned, options.cost_name)
+    return Plan(module, options.budget_bytes, planned, options.cost_name, checked)
 
 
 def minimum_budget(

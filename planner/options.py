@@ -10,6 +10,7 @@ from passes.profile import OpProfile
 from passes.rates import cost_function
 from solvers.errors import PlannerError
 
+from .check.record import Check, check_mode
 from .hints import NO_HINTS, Hints
 
 OnNewShape = Literal["replan", "eager", "error"]
@@ -31,6 +32,7 @@ class Options:
     differentiated: tuple[str, ...] | None = None
     keep_outputs: bool = True
     hints: Hints = NO_HINTS
+    check: Check = False
 
     @property
     def cost_function(self) -> Callable[[OpProfile], float]:
@@ -43,6 +45,7 @@ class Options:
 
 def check_options(options: Options) -> None:
     """Raise PlannerError for a value that no plan can be made with."""
+    check_mode(options.check)
     if not callable(options.cost):
         cost_function(options.cost)
     if options.on_new_shape not in ("replan", "eager", "error"):

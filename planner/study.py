@@ -16,6 +16,7 @@ from solvers.solution import Solution
 
 from .api import _bind, _check_model, make_plan
 from .budget import optimizer_state_bytes, reserve_to_bytes
+from .check.record import Check
 from .hints import make_hints
 from .options import OnNewShape, Options, check_options
 from .pipeline import Prepared, emit, prepare
@@ -61,7 +62,7 @@ class Study:
             return solve_step(self.prepared, budget_bytes, options, self.progress.report)
 
     def plan(self, budget_bytes: int | None) -> Plan:
-        """Solve, rewrite and prove."""
+        """Solve, rewrite, prove, and check by running where the options ask for it."""
         planned = emit(self.prepared, self.solve(budget_bytes), self.progress)
         options = replace(self.options, budget_bytes=budget_bytes)
         return make_plan(self.model, self.bound, planned, options)
@@ -84,6 +85,7 @@ def study(
     save: Sequence[str] = (),
     never_recompute: Sequence[str] = (),
     recompute: Sequence[str] = (),
+    check: Check = False,
     ceiling_bytes: int | None = None,
 ) -> Study:
     """Capture and profile the training step of `model`; arguments as in `auto_checkpoint`.
@@ -100,7 +102,7 @@ def study(
     get_solver(solver)
     options = Options(
         None, reserve_to_bytes(reserve_mb), solver, cost, loss_fn, time_limit, gap, progress, on_new_shape,
-        keep_outputs=keep_outputs, hints=make_hints(save, never_recompute, recompute),
+        keep_outputs=keep_outputs, hints=make_hints(save, never_recompute, recompute), check=check,
     )  # fmt: skip
     check_options(options)
     state_bytes = optimizer_state_bytes(optimizer, model)

@@ -11,7 +11,7 @@ from torch import nn
 from planner.errors import CheckError
 from planner.pipeline import Planned
 
-from .blame import explain
+from .blame import REPORT, explain
 from .case import Case
 from .compare import Observed, differences
 from .record import NOT_RUN, Check, Checked
@@ -60,10 +60,9 @@ def _check(
         try:
             ours = case.take(case.planned(planned), len(plain))
         except Exception as error:
-            raise CheckError(
-                f"the planned step fails where the plain one runs: {type(error).__name__}: {error}. This is a defect "
-                "of the plan: please report it.", differs="the planned step",
-            ) from error  # fmt: skip
+            cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            message = f"the planned step fails where the plain one runs: {cause}. {REPORT}."
+            raise CheckError(message, differs="the planned step", cause=cause) from error
         found = differences(plain, ours)
         noise = explain(case, planned, plain, ours, found) if found else ""
     return Checked(len(plain), _compared(plain[0]) + noise, time.perf_counter() - start)

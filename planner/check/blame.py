@@ -32,9 +32,7 @@ REPORT = "This is a defect of the plan: please report it"
 Known = set[bytes]
 
 
-def explain(
-    case: Case, planned: Planned, plain: list[Observed], ours: list[Observed], found: list[Difference]
-) -> str:
+def explain(case: Case, planned: Planned, plain: list[Observed], found: list[Difference]) -> str:
     """What to add to the record where the plain step differs from itself as much; raises CheckError otherwise."""
     noise = differences(plain, case.take(case.plain, len(plain)))
     changed = case.changed
@@ -43,7 +41,10 @@ def explain(
         return f"; the plain step does not repeat itself, and {_few(found)} as far as it does, by {worst:.3g} at most"
     first = found[0]
     if noise:
-        cause = f"the plain step does not repeat itself from equal state: two runs of it differ in {_few(noise)}"
+        cause = (
+            f"the plain step does not repeat itself from equal state; two runs of it differ in {_few(noise)}. Its "
+            "forward reads a clock or state outside the model, or changes state that could not be put back"
+        )
         raise _error(found, None, cause)
     values = _Values(case, planned, first.step - 1)
     node, cause = _cause(values, plain, first, changed)
@@ -51,10 +52,9 @@ def explain(
 
 
 def _within(found: list[Difference], noise: list[Difference]) -> bool:
-    sizes = {(d.step, d.what): d.size for d in noise}
-    allowed = [sizes.get((d.step, d.what)) for d in found]
-    pairs = zip((d.size for d in found), allowed, strict=True)
-    return all(size is not None and spread is not None and size <= SPREAD * spread for size, spread in pairs)
+    """Whether all that differs are roundings, and none is much larger than those between two plain runs."""
+    spread = {(d.step, d.what): d.size or 0.0 for d in noise}
+    return all(d.rounding and (d.size or 0.0) <= SPREAD * spread.get((d.step, d.what), 0.0) for d in found)
 
 
 def _few(found: list[Difference]) -> str:

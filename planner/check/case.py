@@ -120,6 +120,7 @@ class Case:
 
     def _observe(self, run: Run, tensors: Tensors, step: int) -> Observed:
         given = list(tensors)
+        torch.clear_autocast_cache()  # under autocast around both steps, the second would see the first one's weights
         output, template = run(tensors, step, lambda output: self._backward(output, step))
         own = {t.untyped_storage().data_ptr() for t in given}
         outputs = [self._kept(t.detach(), t.untyped_storage().data_ptr() in own) for t in output]

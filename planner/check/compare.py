@@ -10,6 +10,7 @@ import torch
 
 from passes.trace.structure import Constant, Opaque, Slot, Template, Tree, outline
 
+ROUNDINGS = 1024
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -44,6 +45,7 @@ class Difference:
         how: in words.
         kind: "structure", "output", "gradient", "state" or "generator".
         size: largest absolute difference, where two tensors differ in their numbers alone.
+        rounding: whether it is as small as what the order of a sum changes.
     """
 
     step: int
@@ -51,6 +53,7 @@ class Difference:
     how: str
     kind: str
     size: float | None = None
+    rounding: bool = False
 
     def __str__(self) -> str:
         return f"{self.what} ({self.how})"
@@ -89,7 +92,7 @@ def _tensors(
     for key, a in plain.items():
         how, size = _tensor(a, planned[key], strides, "unchanged" if kind == "state" else "None")
         if how:
-            yield Difference(step, name(key), how, kind, size)
+            yield Difference(step, name(key), how, kind, size, size is not None and _is_rounding(size, a))
 
 
 def _tensor(a: torch.Tensor | None, b: torch.Tensor | None, strides: bool, nothing: str) -> tuple[str, float | None]:
@@ -105,6 +108,13 @@ def _tensor(a: torch.Tensor | None, b: torch.Tensor | None, strides: bool, nothi
     if strides and not _same_layout(a, b):
         return f"strides {b.stride()}, plain {a.stride()}", None
     return "", None
+
+
+def _is_rounding(size: float, a: torch.Tensor) -> bool:
+    if not (a.is_floating_point() or a.is_complex()):
+        return False
+    share = min(ROUNDINGS * torch.finfo(a.dtype).eps, 1 / 64)
+    return size <= share * float(a.to(_wide(a)).abs().nan_to_num(0.0).max())
 
 
 def _wide(t: torch.Tensor) -> torch.dtype:

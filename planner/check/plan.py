@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from passes.trace.arguments import argument_names, bind_call, split_sample, state_entries
+from passes.trace.arguments import argument_names, bind_call, split_sample, state_entries, state_tensors
 from passes.trace.structure import flatten
 from planner.errors import ModelMismatch
 from planner.pipeline import Planned
@@ -46,12 +46,13 @@ def _planned_for(made: Sequence[Planned], model: nn.Module, bound: dict[str, Any
     wrong = ""
     for planned in reversed(made):
         traced = planned.prepared.traced
-        if entries != traced.state:
+        metas = [p.meta["val"] for p in traced.placeholders[: traced.num_primals]]
+        own, metas = metas[: len(traced.state)], metas[len(traced.state) :]
+        if entries != traced.state or list(map(_form, state_tensors(model, entries))) != list(map(_form, own)):
             raise ModelMismatch(
                 f"the plan was made for another model: this {type(model).__name__} has other parameters or buffers.",
                 differs="parameters or buffers",
             )
-        metas = [p.meta["val"] for p in traced.placeholders[len(traced.state) : traced.num_primals]]
         given, expected = ([_form(t) for t in side] for side in (tensors, metas))
         if given == expected and (traced.guard is None or traced.guard.holds(tensors)):
             return planned
@@ -65,4 +66,4 @@ def _planned_for(made: Sequence[Planned], model: nn.Module, bound: dict[str, Any
 
 
 def _form(t: torch.Tensor) -> str:
-    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}{', requires_grad' if t.requires_grad else ''}"
+    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"

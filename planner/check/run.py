@@ -64,7 +64,7 @@ def _check(
             message = f"the planned step fails where the plain one runs: {cause}. {REPORT}."
             raise CheckError(message, differs="the planned step", cause=cause) from error
         found = differences(plain, ours)
-        noise = explain(case, planned, plain, ours, found) if found else ""
+        noise = explain(case, planned, plain, found) if found else ""
     return Checked(len(plain), _compared(plain[0]) + noise, time.perf_counter() - start)
 
 
@@ -121,5 +121,3 @@ def _compared(observed: Observed) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-

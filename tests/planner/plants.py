@@ -162,7 +162,7 @@ def python_drawing(t: torch.Tensor) -> torch.Tensor:
 
 
 def numpy_drawing(t: torch.Tensor) -> torch.Tensor:
-    np.random.rand()  # noqa: NPY002 - the global generator is the point
+    np.random.rand()
     return t
 
 
@@ -255,7 +255,7 @@ on_result("running variance one bit off", FORWARD, 2, ulp)
 on_result("the loss as float64", FORWARD, 4, torch.Tensor.double)
 on_result("the loss one bit off", FORWARD, 4, ulp)
 on_result("logits in another layout", FORWARD, 5, strided)
-on_result("the last logits in memory of their own", FORWARD, 7, lambda t: torch.empty_strided(t.shape, t.stride()).copy_(t))
+on_result("the last logits on their own", FORWARD, 7, lambda t: torch.empty_strided(t.shape, t.stride()).copy_(t))
 on_result("a negative zero", FORWARD, 6, lambda t: torch.where(t == 0, -0.0, t))
 on_result("zeros for no gradient", BACKWARD, 0, lambda _: torch.zeros(3))
 on_result("no gradient", BACKWARD, 3, lambda _: None)
@@ -340,10 +340,16 @@ _on_replay("replayed from another state", _seeded)
 
 
 @contextmanager
-def kernel(name: str, instead: Callable[..., Any]) -> Iterator[None]:
-    """Register another kernel for one of our ops on the CPU."""
+def damaged(target: Any) -> Iterator[None]:
+    """Register a kernel for one of our ops on the CPU whose first float result is half as much again."""
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        result = target._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        next(t for t in (result if isinstance(result, (tuple, list)) else [result]) if t.is_floating_point()).mul_(1.5)
+        return result
+
     library = torch.library.Library("planner", "IMPL")
-    library.impl(name, instead, "CPU")
+    library.impl(target._name.removeprefix("planner::"), wrong, "CPU")
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ from passes.profile import OpProfile
 from solvers.errors import MIB
 
 from .budget import Budget
+from .check.record import Check
 from .options import OnNewShape
 from .plan import Plan
 from .session import open_session
@@ -34,6 +35,7 @@ def auto_checkpoint(
     save: Sequence[str] = (),
     never_recompute: Sequence[str] = (),
     recompute: Sequence[str] = (),
+    check: Check = "auto",
 ) -> Plan:
     """Plan a training step of `model` that stays under `budget_mb`, at the lowest recompute cost found.
 
@@ -70,11 +72,17 @@ def auto_checkpoint(
               compute is not kept from the forward for the backward wherever the rest of the budget allows that (with
               no budget: always). Where the budget leaves no room, or an op may not run again, it is kept, and a note
               says so. `plan.bound` then bounds the schedules that run these ops at least as often as the plan does.
+        check: whether two steps of the planned and of the plain model are run from equal state, on copies, and
+            compared bit for bit before the plan is handed over; `plan.checked` tells. "auto" does so where the memory
+            is free, and for no longer than planning took: with one step instead of two, or not at all. True does so
+            always, also when a call with other shapes is planned anew.
 
     Raises:
         BudgetError: the budget is not one, or nothing found fits; carries the smallest that works. Where hints
             narrow what fits, it says what would work without them.
         CaptureError, Unsupported: the model cannot be planned; says where and what to do.
+        CheckError: the planned step differs from the plain one; names the first op, gradient or output and the likely
+            cause.
         SolverUnavailable: `solver` is unknown or not installed.
         HintError: a hint names no op of the step (the nearest names are told), or contradicts another one.
     """
@@ -82,7 +90,7 @@ def auto_checkpoint(
     session = open_session(
         model, sample, solver=solver, cost=cost, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb,
         time_limit=time_limit, gap=gap, progress=progress, on_new_shape=on_new_shape, keep_outputs=keep_outputs,
-        save=save, never_recompute=never_recompute, recompute=recompute,
+        save=save, never_recompute=never_recompute, recompute=recompute, check=check,
     )  # fmt: skip
     return session.plan(budget.to_bytes(session.prepared.device, session.plain_peak_bytes))
 

@@ -6,19 +6,24 @@ Viewers, plan files and exports read this record; `Plan` is it with a module and
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import networkx as nx
+import torch
 
 from passes.alias import is_compute
 from passes.rewrite import Rewritten
-from passes.run.step import Step
+from passes.run.step import Fallback, Step
 from passes.trace.modules import module_path
+from passes.trace.structure import unflatten
 from solvers.problem import Problem
 from solvers.schedule import Schedule, computes, plain_order, with_frees
 from solvers.solution import Solution
 
+from .check.record import NOT_RUN, Checked
 from .hints import hint_notes
 from .prepared import Prepared
 from .timeline import Timeline, timeline
@@ -34,6 +39,7 @@ class Decided:
         rewritten, step: the proved halves, and what runs them.
         budget_bytes: the peak asked for (None: no limit).
         seconds: how long each stage took.
+        checked: what was compared with the plain model by running both, over how many steps, or why nothing was.
     """
 
     prepared: Prepared
@@ -42,6 +48,7 @@ class Decided:
     step: Step
     budget_bytes: int | None
     seconds: dict[str, float]
+    checked: Checked = NOT_RUN
 
     @property
     def cost_name(self) -> str:
@@ -104,6 +111,13 @@ class Decided:
         """Hints in force, fallbacks taken and limits hit."""
         prepared = self.prepared
         return (*hint_notes(prepared.hinted), *prepared.traced.notes, *self.solution.notes)
+
+    def run(self, primals: Sequence[torch.Tensor], fallback: Fallback) -> Any:
+        """Run the planned step on parameters, buffers and inputs; its output, built like the model's."""
+        traced = self.prepared.traced
+        results = self.step(primals, fallback)
+        leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in traced.outputs]
+        return unflatten(traced.output_template, leaves)
 
     @cached_property
     def step_flops(self) -> int:

@@ -11,6 +11,7 @@ from passes.rates import cost_function
 from solvers import get_solver
 from solvers.errors import PlannerError
 
+from .check.record import Check, check_mode
 from .hints import NO_HINTS, Hints
 
 OnNewShape = Literal["replan", "eager", "error"]
@@ -36,9 +37,11 @@ class Options:
     on_new_shape: OnNewShape = "replan"
     keep_outputs: bool = True
     hints: Hints = NO_HINTS
+    check: Check = False
 
     def __post_init__(self) -> None:
         get_solver(self.solver)
+        check_mode(self.check)
         if not callable(self.cost):
             cost_function(self.cost)
         if self.on_new_shape not in ON_NEW_SHAPE:

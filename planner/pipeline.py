@@ -17,6 +17,7 @@ from passes.verify import verify
 from solvers.schedule import Schedule
 from solvers.solution import Solution, solution
 
+from .check.run import check_step
 from .decided import Decided
 from .options import Options
 from .preference import solve_step
@@ -36,7 +37,9 @@ def replanner(options: Options, budget_bytes: int | None) -> Replan:
         prepared = prepare(
             model, arguments, options, progress, differentiated=differentiated, required_hints=False
         )
-        return decide(prepared, budget_bytes, progress)
+        decided = decide(prepared, budget_bytes, progress)
+        check_step(model, decided, arguments, options.loss_fn, options.check is True)
+        return decided
 
     return replan
 

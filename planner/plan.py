@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .check.record import Checked
+from .check.run import check_step
 from .decided import Decided
 from .dropin.module import PlannedModule
 from .pipeline import replanner
+from .progress import Progress
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,15 +30,22 @@ class Plan(Decided):
         module: the drop-in `torch.fx.GraphModule`.
     """
 
-    module: PlannedModule
+    module: PlannedModule = field(kw_only=True)
 
     @classmethod
     def of(cls, model: nn.Module, arguments: Mapping[str, Any], decided: Decided) -> Plan:
-        """The plan of a step of `model` that was decided for a call with `arguments`."""
+        """The plan of a step of `model` that was decided for a call with `arguments`, checked where that is asked for.
+
+        Raises:
+            CheckError: the planned step does not do what the plain one does.
+        """
         options = decided.prepared.options
+        with Progress(options.progress).stage("check"):
+            checked = check_step(model, decided, arguments, options.loss_fn, options.check)
         replan = replanner(options, decided.budget_bytes)
         module = PlannedModule(model, decided, arguments, replan, options.loss_fn, options.on_new_shape)
-        return cls(**{f.name: getattr(decided, f.name) for f in fields(Decided)}, module=module)
+        figures = {f.name: getattr(decided, f.name) for f in fields(Decided)}
+        return cls(**{**figures, "checked": checked}, module=module)
 
     def __repr__(self) -> str:
         from .show.words import describe
@@ -72,6 +82,23 @@ class Plan(Decided):
         from .dropin.apply import remove
 
         return remove(self, model)
+
+    def check(self, model: nn.Module | None = None, sample: Any = None) -> Checked:
+        """Run two steps of `model` (by default the planned one) on `sample`, plain and planned, and compare them.
+
+        Everything that can be observed must be equal bit for bit; the model is left as it was. The result is also
+        what `plan.checked` says from then on.
+
+        Raises:
+            CheckError: something differs (names the first op, gradient or output and the likely cause), or no step
+                can be run.
+            PlannerError: the plan has not been made for such a sample.
+        """
+        from .check.plan import check_plan
+
+        found = check_plan(self.module, model, sample)
+        object.__setattr__(self, "checked", found)
+        return found
 
     # See ----------------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class _Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.attributes = module, dict(module.__dict__)
-        self.containers = {k: copy.copy(v) for k, v in self.attributes.items() if type(v) in _CONTAINERS}
+        self.containers = {k: copy.copy(v) for k, v in self.attributes.items() if type(v) in CONTAINERS}
         plain = [v for v in self.attributes.values() if type(v) is torch.Tensor]
         self.tensors = [(t, t._version, t.detach().clone()) for t in plain]
 
@@ -58,20 +58,20 @@ class _Attributes:
         return list(dict.fromkeys(new + grown))
 
     def restore(self) -> None:
-        _refill(self.module.__dict__, self.attributes)
+        refill(self.module.__dict__, self.attributes)
         for name, content in self.containers.items():
-            _refill(self.attributes[name], content)
+            refill(self.attributes[name], content)
         for tensor, version, data in self.tensors:
             if tensor._version != version:
                 tensor.detach().copy_(data)
 
 
-_CONTAINERS = (dict, OrderedDict, list, set)
+CONTAINERS = (dict, OrderedDict, list, set)
 
 _OF_MODULE = frozenset(nn.Module().__dict__)
 
 
-def _refill(container: Any, content: Any) -> None:
+def refill(container: Any, content: Any) -> None:
     """Give a container its content back; at no moment, not even for an interrupt, is what it held and holds missing."""
     if isinstance(container, list):
         container[:] = content

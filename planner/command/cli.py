@@ -37,6 +37,9 @@ Optimizer = Annotated[str, typer.Option(
 DropOutputs = Annotated[bool, typer.Option(
     "--drop-outputs", help="Nobody holds what the model returns besides its loss (logits, ...).")]
 
+CheckHow = Annotated[bool | None, typer.Option(
+    "--check/--no-check", show_default="where it is cheap", help="Run two steps, plain and planned, and compare them.")]
+
 
 @app.command()
 def demo(
@@ -74,6 +77,7 @@ def plan(
     save: Save = [],  # noqa: B006
     never_recompute: Once = [],  # noqa: B006
     recompute: Prefer = [],  # noqa: B006
+    check: CheckHow = None,
     as_json: Json = False,
 ) -> None:
     """Plan the training step of a model under a budget.
@@ -87,6 +91,7 @@ def plan(
     session = make_session(
         factory, solver=solver, cost=cost, time_limit=time_limit, gap=gap, reserve=reserve, optimizer=optimizer,
         drop_outputs=drop_outputs, save=save, never_recompute=never_recompute, recompute=recompute,
+        check="auto" if check is None else check,
     )  # fmt: skip
     made = session.plan(parse_budget(budget, session))
     written = [("plan", out and made.save(out)), ("report", report and made.report(report)),
@@ -94,8 +99,8 @@ def plan(
     if as_json:
         from planner.files.planfile import to_data
 
-        data = to_data(made)
-        print_json({key: data[key] for key in ("model", "options", "result", "schedule")})
+        data = {**to_data(made), "checked": {"steps": made.checked.steps, "compared": made.checked.compared}}
+        print_json({key: data[key] for key in ("model", "options", "result", "schedule", "checked")})
         return
     from planner.show.text import renderable
 
@@ -104,6 +109,30 @@ def plan(
     for name, path in written:
         if path:
             console.print(f"{name} written to {printable(path)}", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def check(
+    path: Annotated[Path, typer.Argument(metavar="PLAN.JSON")], factory: FactoryArg, as_json: Json = False
+) -> None:
+    """Run a plan file's step beside its model's plain one.
+
+    Two steps of each, from equal state, compared bit for bit. What differs is an error that names the first op.
+
+    \b
+    Example:
+      checkpoint-planner check plan.json mymodels.gpt:make
+    """
+    from planner.plan import Plan
+
+    from .factory import load_factory, make
+
+    model, sample = make(load_factory(factory))
+    found = Plan.load(path, model, sample, progress=False).check(sample=sample)
+    if as_json:
+        print_json({"steps": found.steps, "compared": found.compared})
+    else:
+        typer.echo(found.line)
 
 
 @app.command()

@@ -121,9 +121,7 @@ class PlanState:
         traced = planned.prepared.traced
         _check_materialized(traced, primals)
         self._notice_hooks()
-        results = planned.step(primals, _Fallback(self, traced))
-        leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in traced.outputs]
-        return unflatten(traced.output_template, leaves)
+        return planned.run(primals, _Fallback(self, traced))
 
     def _notice_hooks(self) -> None:
         """Say once that hooks on saved tensors have no effect on a planned step."""

@@ -45,7 +45,8 @@ def repr_html(plan: Decided) -> str:
 def body(plan: Decided, chart: str | None = None) -> str:
     """Verdict, chart, what binds at the peak, table; `chart` replaces the static curve."""
     notes = (f"<p>{escape(note)}</p>" for note in plan.notes)
-    parts = [f'<p class="cp-v">{escape(verdict(plan).sentence)}</p>', *notes]
+    checked = f"<p>{escape(plan.checked.line)}</p>"
+    parts = [f'<p class="cp-v">{escape(verdict(plan).sentence)}</p>', *notes, checked]
     return "".join([*parts, chart or svg(plan), legend(plan), _peak(plan), table(plan)])
 
 

@@ -35,7 +35,8 @@ def renderable(plan: Decided, width: int = 100) -> Group:
     """The same for a rich console."""
     from .console import Group, Text
 
-    parts: list[Any] = [Text(verdict(plan).sentence, style="bold"), *(Text(f"note: {n}") for n in plan.notes), Text("")]
+    parts: list[Any] = [Text(verdict(plan).sentence, style="bold"), *(Text(f"note: {n}") for n in plan.notes)]
+    parts += [Text(plan.checked.line), Text("")]
     parts += [Text(line, no_wrap=True) for line in curves(plan, width - 20)]
     parts += [Text(""), module_table(plan), Text(""), *(Text(line) for line in at_peak(plan))]
     return Group(*parts)

@@ -59,4 +59,4 @@ def describe(plan: Decided) -> str:
     """The verdict and the notes, a line each."""
     found = verdict(plan)
     notes = (f"note: {note}" for note in plan.notes)
-    return "\n  ".join([f"Plan ({found.sentence})", found.details, *notes])
+    return "\n  ".join([f"Plan ({found.sentence})", found.details, *notes, plan.checked.line])

@@ -26,6 +26,11 @@ class StateEntry:
     is_parameter: bool
     requires_grad: bool
 
+    @property
+    def registry(self) -> str:
+        """The attribute of its module that holds it."""
+        return "_parameters" if self.is_parameter else "_buffers"
+
 
 def bind_sample(model: nn.Module, sample: Sample, loss_fn: Callable[..., Any] | None = None) -> dict[str, Any]:
     """Bind a sample (tensor, tuple of args, dict of kwargs) to the names of `forward`'s parameters."""

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +25,8 @@ from planner.errors import ModelMismatch
 from planner.files.fingerprint import describe_value, fingerprint, node_lines, tensor_lines
 from solvers.errors import PlannerError
 
-from .cache import HandedOver, PlanState
+from .cache import PlanState
 from .module import PlannedModule
-from .plan_key import settings
 
 if TYPE_CHECKING:
     from planner.plan import Plan
@@ -46,13 +44,12 @@ def apply(plan: Plan, model: nn.Module | None = None, sample: Any = None) -> nn.
         if current.plan is plan:
             return model
         raise PlannerError(f"this {type(model).__name__} runs another plan: call that plan's remove(model) first.")
-    handed = None
     if model is not state.model:
         _check_same_step(plan, model, sample)
-        handed = _for_another(plan, state, model)
+        state = state.around(model)
     elif current is not state.traced_forward:
         raise _mismatch("its forward was replaced after planning")
-    forward = PlannedForward(plan, model, current, handed)
+    forward = PlannedForward(plan, model, current, state)
     model.forward = forward
     return model
 
@@ -90,22 +87,12 @@ class PlannedForward:
     runs_plan = True
 
     def __init__(
-        self, plan: Plan, model: nn.Module, previous: Callable[..., Any] | None, handed: HandedOver | None
+        self, plan: Plan, model: nn.Module, previous: Callable[..., Any] | None, state: PlanState
     ) -> None:
-        state = plan.module._plan_state
-        self.plan, self.model, self.previous, self._handed = plan, model, previous, handed
-        self._state = state if handed is None else None
+        self.plan, self.model, self.previous, self.state = plan, model, previous, state
         self.__name__ = "forward"
         self.__doc__ = inspect.getdoc(type(model).forward)
         self.__signature__ = state.signature
-
-    @property
-    def state(self) -> PlanState:
-        """The plans of this model; a copied model is complete, and gets its own, at its first call only."""
-        if self._state is None:
-            assert self._handed is not None
-            self._state = self.plan.module._plan_state.around(self.model, self._handed)
-        return self._state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = self.state
@@ -130,8 +117,7 @@ class PlannedForward:
         model = memo.get(id(self.model))
         if model is None:
             return self
-        handed = self.state.hand_over(tuple(copy.deepcopy(c, memo) for c in self.state.constant_values()))
-        return PlannedForward(self.plan, model, copy.deepcopy(self.previous, memo), handed)
+        return PlannedForward(self.plan, model, copy.deepcopy(self.previous, memo), self.state.around(model))
 
     def __reduce__(self) -> Any:
         return getattr, (self.model, "forward")
@@ -162,7 +148,7 @@ def _check_same_step(plan: Plan, model: nn.Module, sample: Any) -> None:
     bound = _zeros(plan) if sample is None else _bind(model, sample, state.loss_fn)
     expected = tuple(leaf.path for leaf in own.outputs if leaf.differentiated)
     with contextlib.ExitStack() as stack:
-        for kind, dtype in state.first.autocast:
+        for kind, dtype in state.first.key.autocast:
             stack.enter_context(torch.autocast(kind, dtype))
         other = capture(
             model, bound, state.loss_fn, differentiated=expected, keep_outputs=plan.planned.prepared.keep_outputs
@@ -202,7 +188,7 @@ def _entry(pair: tuple[StateEntry, str] | None) -> str:
 def _zeros(plan: Plan) -> dict[str, Any]:
     """Inputs as the plan's sample had them, but for their values."""
     tensors = []
-    for shape, dtype, device, requires_grad, stride in plan.module._plan_state.first.inputs[1:]:
+    for shape, dtype, device, requires_grad, stride in plan.module._plan_state.first.key.inputs[1:]:
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
         tensors.append(tensor.requires_grad_(requires_grad))
     return dict(unflatten(plan.planned.prepared.traced.input_template, tensors))
@@ -214,13 +200,3 @@ def _difference(own: Traced, other: Traced) -> str:
             if expected != found:
                 return f"{found}, the plan has {expected}"
     return "its constants (numbers in the code, tensor attributes) or its outputs differ"
-
-
-def _for_another(plan: Plan, state: PlanState, model: nn.Module) -> HandedOver:
-    """The plan alone, under the settings that this instance has."""
-    constants = state.constants_of(model)
-    modules = (*settings(model), *map(id, constants))
-    first = replace(state.first, modules=modules)
-    handed = state.hand_over(constants)
-    cache = type(handed.cache)({first: plan.planned})
-    return replace(handed, first=first, cache=cache, latest=plan.planned, outdated=frozenset())

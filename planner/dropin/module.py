@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes.trace.arguments import bind_call
+from passes.trace.arguments import bind_call, call_signature
 from passes.trace.capture import Traced
 from planner.pipeline import Planned
 from solvers.errors import PlannerError
@@ -40,7 +40,7 @@ class PlannedModule(fx.GraphModule):
         own["_plan_model"] = model
         own["_parameters"], own["_buffers"], own["_modules"] = model._parameters, model._buffers, model._modules
         own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
-        own["_plan_state"] = PlanState(model, loss_fn, replan, on_new_shape)
+        own["_plan_state"] = PlanState(model, loss_fn, replan, on_new_shape, call_signature(model, loss_fn))
         own["planned_step"] = _StepCall(self)
         self._plan_state.start(sample, planned)
         self.graph = _call_graph(self._plan_state.signature, planned.prepared.traced)
@@ -112,7 +112,7 @@ class PlannedModule(fx.GraphModule):
         """The same plans around another instance of the model."""
         state = self._plan_state
         module = PlannedModule(model, state.latest, {}, state.replan, state.loss_fn, state.on_new_shape)
-        module.__dict__["_plan_state"] = state.around(model, state.hand_over(state.constants_of(model)))
+        module.__dict__["_plan_state"] = state.around(model)
         return module
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -383,4 +383,3 @@ def _attribute(model: nn.Module, name: str) -> Any:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path) if path else model
     return getattr(module, leaf)
-

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -127,6 +127,12 @@ def by_attribute(holder: Any) -> Getter:
 def of_instance(holder: Any) -> Getter:
     own: dict[str, Any] = object.__getattribute__(holder, "__dict__")
     return own.get
+
+
+def names_of(holder: Any) -> Getter:
+    """A getter of the names that there are (`forward`, which `plan.apply` sets, is read by itself)."""
+    own: dict[str, Any] = object.__getattribute__(holder, "__dict__")
+    return lambda *_: tuple(sorted(own.keys() - {"forward"}))
 
 
 def of_class(holder: type) -> Getter:
@@ -297,7 +303,8 @@ class _Matching:
 
     def run(self, model: nn.Module, loss_fn: Any) -> Matched:
         self._state()
-        self._bind(0, model)
+        if not self.agrees(Object(0), model):
+            raise Differs("the model", describe_kind(type(model)), describe_kind(self.reads.objects[0].kind))
         self._follow()
         if not self.agrees(self.reads.loss, loss_fn):
             raise Differs("loss_fn", show(loss_fn), describe(self.reads.loss))
@@ -371,7 +378,7 @@ class _Matching:
     def _check(self, read: Read, getter: Getter, label: str) -> None:
         value = getter(read.name, MISSING)
         matched = self.matched
-        if read.getter is by_attribute and not isinstance(read.holder, types.FunctionType | types.CellType):
+        if read.getter is names_of or (read.getter is by_attribute and isinstance(read.holder, Object)):
             matched.computed.append((getter, read.name, value))
         else:
             matched.getters.append(getter)
@@ -418,8 +425,9 @@ class _Matching:
         self.open.add((id(value), id(expected)))
         now = parts_of(value) or []
         if isinstance(value, (list, dict, set, deque, numpy.ndarray)):
-            if len(value):
-                self.matched.contents.append((value, now if isinstance(value, numpy.ndarray | set) else items_of(value)))
+            by_value = isinstance(value, (set, numpy.ndarray))
+            if by_value or len(value):
+                self.matched.contents.append((value, now if by_value else items_of(value)))
             else:
                 self.matched.empty.append(value)
         return len(now) == len(parts) and all(map(self.agrees, parts, now))
@@ -471,5 +479,3 @@ def describe(expected: Expected) -> str:
 
 
 _FEW = 7
-
-

@@ -46,6 +46,7 @@ from .reads import (
     Whole,
     by_attribute,
     items_of,
+    names_of,
     of_class,
     of_globals,
     of_instance,
@@ -175,7 +176,7 @@ class Recorder:
     def _watch(self, kind: type) -> None:
         if kind in self.watched:
             return
-        usual = kind.__getattribute__
+        usual: Any = kind.__getattribute__
 
         def __getattribute__(obj: Any, name: str) -> Any:
             if id(obj) in self.numbers and (id(obj), name) not in self.looked_at:
@@ -196,7 +197,8 @@ class Recorder:
             return
         self.looked_at.add((id(obj), name))
         if name in _READ_AS_A_WHOLE:
-            for each in list(object.__getattribute__(obj, "__dict__")):
+            self._own(obj, "", names_of)
+            for each in ("forward", *object.__getattribute__(obj, "__dict__")):
                 self._own(obj, each)
         elif not (name.startswith("__") and name.endswith("__")):
             self._attribute(obj, name, usual)

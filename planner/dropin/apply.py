@@ -86,9 +86,7 @@ class PlannedForward:
 
     runs_plan = True
 
-    def __init__(
-        self, plan: Plan, model: nn.Module, previous: Callable[..., Any] | None, state: PlanState
-    ) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, previous: Callable[..., Any] | None, state: PlanState) -> None:
         self.plan, self.model, self.previous, self.state = plan, model, previous, state
         self.__name__ = "forward"
         self.__doc__ = inspect.getdoc(type(model).forward)

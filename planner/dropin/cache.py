@@ -21,7 +21,7 @@ from passes.run.random import set_rng_state
 from passes.trace.arguments import argument_names, run_model, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.reads import Differs, Matched, Reads
-from passes.trace.structure import Template, flatten, unflatten
+from passes.trace.structure import flatten, unflatten
 from planner.pipeline import Planned
 from solvers.errors import PlannerError
 
@@ -49,7 +49,9 @@ class Entry:
     def holds(self, model: nn.Module, loss_fn: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The model's parameters and buffers where the plan holds for a call now; its key is compared before."""
         tensors = self._state(model, loss_fn)
-        if tensors is None or (list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state):
+        if tensors is None or (
+            list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state
+        ):
             return None
         guard = self.planned.prepared.traced.guard
         return tensors if guard is None or guard.holds(inputs) else None
@@ -171,7 +173,8 @@ class PlanState:
             state = self.first.reads.match(self.model, self.loss_fn).tensors() or []
         except Differs as differs:
             return InputMismatch(differs.where, differs.now, differs.then, hint)
-        for entry, got, expected in zip(self.first.reads.entries, map(state_key, state), self.first.state, strict=False):
+        entries = self.first.reads.entries
+        for entry, got, expected in zip(entries, map(state_key, state), self.first.state, strict=False):
             if got != expected:
                 return InputMismatch(entry.name, describe_tensor(got), describe_tensor(expected), hint)
         if key.autocast != known.autocast:

@@ -94,6 +94,4 @@ def torch_defaults() -> tuple[tuple[str, Any], ...]:
 
 
 def autocast_key() -> tuple[Any, ...]:
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-    )
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))

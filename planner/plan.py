@@ -71,7 +71,7 @@ class Plan(Decided):
         """
         from .dropin.apply import apply
 
-        return apply(self, model, sample)
+        return apply(self.module, model, sample)
 
     def remove(self, model: nn.Module | None = None) -> nn.Module:
         """Undo `apply` without a trace; returns the model.
@@ -81,7 +81,7 @@ class Plan(Decided):
         """
         from .dropin.apply import remove
 
-        return remove(self, model)
+        return remove(self.module, model)
 
     def check(self, model: nn.Module | None = None, sample: Any = None) -> Checked:
         """Run two steps of `model` (by default the planned one) on `sample`, plain and planned, and compare them.

@@ -26,6 +26,11 @@ class StateEntry:
     is_parameter: bool
     requires_grad: bool
 
+    @property
+    def registry(self) -> str:
+        """The attribute of its module that holds it."""
+        return "_parameters" if self.is_parameter else "_buffers"
+
 
 def bind_sample(model: nn.Module, sample: Sample, loss_fn: Callable[..., Any] | None = None) -> dict[str, Any]:
     """Bind a sample (tensor, tuple of args, dict of kwargs) to the names of `forward`'s parameters.
@@ -116,8 +121,12 @@ def runs_hooks(model: nn.Module, loss_fn: Callable[..., Any] | None) -> bool:
     weight. Otherwise they are the caller's, and run around the step whenever it is called. The hooks of submodules
     are always part of it.
     """
-    hooks = (*model._forward_hooks.values(), *model._forward_pre_hooks.values())
+    # Not read as the forward reads: whether the caller adds a hook of its own is nothing to a plan.
+    hooks = [h for name in _HOOKS for h in object.__getattribute__(model, name).values()]
     return loss_fn is not None or any(_of_torch(hook) for hook in hooks)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def _of_torch(hook: object) -> bool:

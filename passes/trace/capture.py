@@ -46,6 +46,8 @@ from .isolate import isolated
 from .layouts import EagerFakes, EagerLayouts
 from .leaks import Remembered
 from .modules import fill_forward_paths, module_path, module_paths
+from .reads import Reads
+from .recorder import Recorder
 from .refuse import storage_kind
 from .structure import Template, Tree, flatten, slots, unflatten
 from .value_guards import Guard, KnownValues
@@ -80,7 +82,7 @@ class Traced:
     The joint graph's placeholders are, in this order: `state` (parameters, then buffers), `inputs`, tangents of
     the differentiated outputs. Its outputs are the new values of `mutated` placeholders, `num_outputs` further
     forward outputs, then one gradient (or None) per placeholder before the tangents. `guard` holds what the trace
-    took as given about the inputs' values.
+    took as given about the inputs' values, `reads` what it took as given about everything else.
     """
 
     graph_module: fx.GraphModule
@@ -92,6 +94,7 @@ class Traced:
     outputs: tuple[OutputLeaf, ...]
     mutated: tuple[int, ...]
     num_outputs: int
+    reads: Reads
     guard: Guard | None = None
     notes: tuple[str, ...] = ()
 
@@ -183,6 +186,7 @@ class _StepTracer:
     ) -> None:
         self.model, self.loss_fn, self.signature, self.sample = model, loss_fn, signature, sample
         self.entries, self.input_template, self.differentiated = entries, input_template, differentiated
+        self.recorder = Recorder(model, loss_fn, entries)
         self.output_template: Template = Tree(None, ())
         self.leaves: list[OutputLeaf] = []
         self.guard: Guard | None = None
@@ -196,7 +200,8 @@ class _StepTracer:
         bound = unflatten(self.input_template, flat[len(self.entries) :])
         known = KnownValues(flat[len(self.entries) :], self.sample)
         with swapped_state(self.model, state), known, EagerLayouts(self.remembered):
-            value = run_model(self.model, self.loss_fn, self.signature, bound)
+            with self.recorder.recording(flat[: len(self.entries)]):
+                value = run_model(self.model, self.loss_fn, self.signature, bound)
             _write_back_reassigned(self.model, self.entries, state)
         self.guard = known.guard
         tensors, self.output_template = flatten(value)
@@ -356,6 +361,7 @@ def _traced(
         outputs=tuple(leaves),
         mutated=joint.mutated_inputs,
         num_outputs=num_outputs,
+        reads=tracer.recorder.finish(joint.graph_module),
         guard=tracer.guard,
         notes=tracer.notes,
     )
@@ -407,4 +413,3 @@ def _attribute(model: nn.Module, name: str) -> Any:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path) if path else model
     return getattr(module, leaf)
-

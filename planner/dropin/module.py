@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from passes._torch import forget_source, refer_weakly
-from passes.trace.arguments import bind_call, runs_hooks
+from passes.trace.arguments import bind_call, call_signature, runs_hooks
 from passes.trace.capture import Traced
 from planner.decided import Decided
 from planner.pipeline import Replan
@@ -48,7 +48,7 @@ class PlannedModule(fx.GraphModule):
         own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
         if not runs_hooks(model, loss_fn):
             own.update((name, getattr(model, name)) for name in _HOOKS)
-        own["_plan_state"] = PlanState(model, loss_fn, replan, on_new_shape)
+        own["_plan_state"] = PlanState(model, loss_fn, replan, on_new_shape, call_signature(model, loss_fn))
         own["planned_step"] = _StepCall(self)
         self._plan_state.start(sample, planned)
         refer_weakly(self)  # the empty graph
@@ -122,7 +122,7 @@ class PlannedModule(fx.GraphModule):
         """The same plans around another instance of the model."""
         state = self._plan_state
         module = PlannedModule(model, state.latest, {}, state.replan, state.loss_fn, state.on_new_shape)
-        module.__dict__["_plan_state"] = state.around(model, state.hand_over(state.constants_of(model)))
+        module.__dict__["_plan_state"] = state.around(model)
         return module
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -176,7 +176,7 @@ def _spec(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tensors
         "hold_outputs": step.hold_outputs,
         "answers": [] if traced.guard is None else list(traced.guard.answers),
         "tangent_strides": [list(s) for s in step.tangent_strides],
-        "autocast": [[kind, str(dtype)] for kind, dtype in next(iter(state.cache)).autocast],
+        "autocast": [[kind, str(dtype)] for kind, dtype in state.first.key.autocast],
     }
     return spec, {n: t.contiguous() for n, t in tensors.items()}, {n: t.contiguous() for n, t in constants.items()}
 

@@ -76,7 +76,7 @@ def test_the_object_itself_runs_the_plan() -> None:
 def test_default_is_the_planned_model() -> None:
     model = mlp()
     plan = tight(model, torch.randn(8, 32))
-    assert plan.apply() is model and model.forward.plan is plan
+    assert plan.apply() is model and model.forward.module is plan.module
     assert plan.remove() is model and "forward" not in model.__dict__
 
 
@@ -132,7 +132,7 @@ def test_one_plan_at_a_time() -> None:
         tight(nn.Sequential(model), x)
     first.remove(model)
     second.apply(model)
-    assert model.forward.plan is second
+    assert model.forward.module is second.module
 
 
 def test_another_instance_with_the_same_step() -> None:

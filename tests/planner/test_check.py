@@ -481,14 +481,14 @@ def test_check_of_a_plan(tmp_path: Path) -> None:
 def test_check_of_a_plan_with_another_sample_or_model() -> None:
     model, sample = mlp(), batch(4, 32)
     made = plan(model, sample, check=False)
-    with pytest.raises(PlannerError, match=r"not been made for this sample \(.*\(5, 32\) float32, planned \(4, 32\)"):
+    with pytest.raises(PlannerError, match=r"not been made for this model and sample: .*\(5, 32\) float32.*expects \(4, 32\)"):
         made.check(model, batch(5, 32))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made.module(batch(5, 32))
     assert made.check(model, batch(5, 32)).steps == 2
     for arguments, message in (((), "a sample"), ((model, {"x": sample}), "does not fit"),
-                               ((mlp(width=16), batch(4, 16)), "another model")):  # fmt: skip
+                               ((mlp(width=16), batch(4, 16)), "has not been made for this model")):  # fmt: skip
         with pytest.raises(PlannerError, match=message):
             made.check(*arguments)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from passes._torch import (
     compiling_flags,
     eager_kernels,
     export_joint,
+    mutation_count,
     quiet_fake_errors,
     swapped_state,
 )
@@ -40,13 +42,21 @@ from .arguments import (
     state_tensors,
 )
 from .failure import capture_error
+from .hidden import refuse_hidden
 from .isolate import isolated
 from .layouts import EagerFakes, EagerLayouts
 from .modules import fill_forward_paths, module_path, module_paths
+from .notice import Rerun, notice
 from .refuse import storage_kind
+from .state import Snapshot
 from .structure import Template, Tree, flatten, slots, unflatten
 from .value_guards import Guard, KnownValues
+from .watch import Watch
 
+IN_EVAL = (
+    "the model was in eval mode: this plans a training step, which runs once model.train() was called; until then the "
+    "model's own forward runs"
+)
 COMPILING = "traced as torch.compiler.is_compiling(), because the ordinary code asks for the values of its inputs"
 
 
@@ -134,7 +144,8 @@ def capture(
     entries = state_entries(model)
     tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, input_tensors)
     tensors = [*state_tensors(model, entries), *input_tensors]
-    with isolated(model):
+    with isolated(model, loss_fn) as before:
+        tracer.before = before
         fake = _fake_inputs(tensors, device)
         try:
             joint = _export(tracer, fake)
@@ -144,7 +155,7 @@ def capture(
             try:
                 with compiling_flags():
                     joint = _export(tracer, _fake_inputs(tensors, device))
-                tracer.notes = (f"{COMPILING} ({error.location or 'place unknown'})",)
+                tracer.notes += (f"{COMPILING} ({error.location or 'place unknown'})",)
             except CaptureError:
                 raise error from error.__cause__
     _check(joint, [e.name for e in entries] + names, len(entries))
@@ -152,6 +163,7 @@ def capture(
 
 
 def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
+    tracer.noticed = False
     try:
         with quiet_fake_errors(), eager_kernels(), module_paths(tracer.model):
             joint = export_joint(tracer, fake)
@@ -181,16 +193,13 @@ class _StepTracer:
         self.output_template: Template = Tree(None, ())
         self.leaves: list[OutputLeaf] = []
         self.guard: Guard | None = None
-        self.notes: tuple[str, ...] = ()
+        self.notes: tuple[str, ...] = () if model.training else (IN_EVAL,)
+        self.before: Snapshot
+        self.noticed = False
 
     def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
-        state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
-        bound = unflatten(self.input_template, flat[len(self.entries) :])
-        known = KnownValues(flat[len(self.entries) :], self.sample)
-        with swapped_state(self.model, state), known, EagerLayouts():
-            value = run_model(self.model, self.loss_fn, self.signature, bound)
-            _write_back_reassigned(self.model, self.entries, state)
-        self.guard = known.guard
+        self.before.restore()  # torch traces several times: each time from what the model held
+        value = self._run(flat) if self.noticed else self._first_run(flat)
         tensors, self.output_template = flatten(value)
         paths: dict[int, str] = {}
         for path, i in slots(self.output_template):
@@ -206,6 +215,37 @@ class _StepTracer:
             if same is None:
                 returned.append(tensor if chosen else tensor.detach())
         return returned
+
+    def _run(self, flat: Sequence[torch.Tensor], *modes: AbstractContextManager[Any]) -> Any:
+        """The forward's output for these parameters, buffers and inputs."""
+        state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
+        bound = unflatten(self.input_template, flat[len(self.entries) :])
+        known = KnownValues(flat[len(self.entries) :], self.sample)
+        with ExitStack() as stack:
+            for mode in (swapped_state(self.model, state), known, EagerLayouts(), *modes):
+                stack.enter_context(mode)
+            value = run_model(self.model, self.loss_fn, self.signature, bound)
+            _write_back_reassigned(self.model, self.entries, state)
+        self.guard = known.guard
+        return value
+
+    def _first_run(self, flat: Sequence[torch.Tensor]) -> Any:
+        """As `_run`; what a trace cannot see is refused or said."""
+        buffers = {e.name: t for e, t in zip(self.entries, flat, strict=False) if not e.is_parameter}
+
+        def changes() -> dict[str, int]:
+            return {name: mutation_count(t) for name, t in buffers.items()}
+
+        counts, watch = changes(), Watch(changes)
+        value = self._run(flat, watch)
+        refuse_hidden(flatten(value)[1], "the output")
+        steady = frozenset(name for name, count in changes().items() if count == counts[name])
+        names = [*(e.name for e in self.entries), *(f"input {i}" for i in range(len(flat) - len(self.entries)))]
+        rerun = Rerun(self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn))
+        notice(self.before, watch, rerun)
+        self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes)))
+        self.noticed = True
+        return value
 
 
 def _choose_differentiated(

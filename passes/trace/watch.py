@@ -1,0 +1,230 @@
+"""Calls in forward whose answer another step would not get: seeds, Python's and NumPy's randomness, clocks, files.
+
+A profile function sees each call that the user's code makes, C functions included. It is off while torch works
+(a function mode knows when), so it costs little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import random
+import secrets
+import sys
+import types
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..errors import Unsupported
+from .places import is_users_file, user_frame
+
+
+@dataclass(frozen=True)
+class Construct:
+    """What may not be called in forward, why, and what to do instead."""
+
+    what: str
+    why: str
+    remedy: str
+
+
+SEED = Construct(
+    "control of a random generator in forward",
+    "it would run once, while tracing, and not in the planned steps",
+    "Seed or fork outside the model, or pass the random tensor as an argument.",
+)
+DRAW = Construct(
+    "Python's or NumPy's randomness in forward",
+    "its outcome while tracing would be that of every planned step",
+    "Draw with torch (torch.rand, torch.where), pass the value as an argument, or switch it off (layer drop: 0).",
+)
+CLOCK = Construct(
+    "a clock read in forward",
+    "the time of tracing would be that of every planned step",
+    "Read it outside forward and pass it as an argument, or measure around the call.",
+)
+OUTSIDE = Construct(
+    "something read from outside the program in forward",
+    "what is read while tracing would be what every planned step uses",
+    "Read it outside forward and pass it as an argument.",
+)
+DATA = Construct(
+    "a tensor's data replaced in forward",
+    "the assignment would run once, while tracing, and not in the planned steps",
+    "Change the tensor in place (copy_, under no_grad), or assign the attribute of a buffer.",
+)
+
+_CLOCKS = frozenset(
+    [f"time.{n}" for n in ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns",
+                           "process_time", "process_time_ns", "thread_time", "thread_time_ns", "localtime", "gmtime",
+                           "ctime", "asctime", "strftime", "clock_gettime", "clock_gettime_ns")]
+    + ["datetime.now", "datetime.utcnow", "datetime.today", "date.today"]
+)  # fmt: skip
+_OUTSIDE = frozenset(
+    ["io.open", "_io.open", "builtins.open", "builtins.input", "_thread.get_ident", "_thread.get_native_id"]
+    + [f"{m}.{n}" for m in ("posix", "nt") for n in ("getpid", "getppid", "listdir", "stat", "scandir", "getloadavg",
+                                                    "times", "read")]
+)  # fmt: skip
+_ENTROPY = frozenset(f"{m}.{n}" for m in ("posix", "nt") for n in ("urandom", "getrandom"))
+_TORCH = os.path.dirname(torch.__file__)
+
+
+def _source(module: Any) -> str:
+    return str(getattr(module, "__file__", ""))
+
+
+# Python files whose functions are such calls; and those whose frames stand between the user's code and the call.
+_FILES: dict[str, Construct] = {_source(m): DRAW for m in (random, secrets, uuid)}
+_CUDA_SEEDS = (torch.cuda.random, torch.mps, torch.xpu.random)
+_FILES |= {_source(m): SEED for m in _CUDA_SEEDS}
+_NAMED: dict[tuple[str, str], Construct] = {
+    (_source(sys.modules["torch.serialization"]), "load"): OUTSIDE,
+    **{(f"pathlib{s}", n): OUTSIDE for s in (".py", "/__init__.py", "/_local.py") for n in ("read_text", "read_bytes",
+                                                                                       "open", "stat", "exists")},
+    ("subprocess.py", "run"): OUTSIDE,
+    ("threading.py", "current_thread"): OUTSIDE,
+}  # fmt: skip
+_ENVIRONMENT = type(os.environ).__getitem__.__code__
+_BETWEEN = frozenset(
+    [*_FILES, _ENVIRONMENT.co_filename, Mapping.get.__code__.co_filename, _source(contextlib), _source(torch.random), os.path.join(_TORCH, "_compile.py"),
+     os.path.join(_TORCH, "_dynamo", "eval_frame.py")]
+)  # fmt: skip
+
+
+def _named(path: str, name: str) -> Construct | None:
+    short = next((k for k in _NAMED if k[1] == name and path.endswith(k[0])), None)
+    return None if short is None else _NAMED[short]
+
+
+def _of_builtin(function: Any) -> Construct | None:
+    """What a C function is, if it is not to be called in forward."""
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if isinstance(owner, torch.Generator):
+        return SEED
+    if isinstance(owner, random.Random):
+        return DRAW
+    if type(owner).__module__.startswith("numpy.random"):
+        return DRAW
+    if type(owner).__module__ == "_io":
+        return OUTSIDE if name.startswith("read") else None
+    holder = owner.__name__ if isinstance(owner, (types.ModuleType, type)) else ""
+    full = f"{holder}.{name}"
+    if full in _CLOCKS:
+        return CLOCK
+    if full in _ENTROPY:
+        return DRAW
+    return OUTSIDE if full in _OUTSIDE else None
+
+
+class Watch(TorchFunctionMode):
+    """Refuses such calls while the forward runs in the block; notes whose code ran.
+
+    Attributes:
+        notes: what the plan takes as given, in words.
+        codes: the user's code objects that ran.
+        checkpoints: per call of `torch.utils.checkpoint` in which buffers changed, its place and their names.
+    """
+
+    def __init__(self, updates: Callable[[], dict[str, Any]] = dict) -> None:
+        super().__init__()
+        self.codes: dict[types.CodeType, None] = {}
+        self.error: Unsupported | None = None
+        self.notes: tuple[str, ...] = ()
+        self.updates, self.checkpoints = updates, list[tuple[str, tuple[str, ...]]]()
+        self._open: list[tuple[types.FrameType, str, dict[str, Any]]] = []
+
+    def __enter__(self) -> Any:
+        self._before = sys.getprofile()
+        entered = super().__enter__()
+        sys.setprofile(self._event)
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        sys.setprofile(None)
+        super().__exit__(*error)
+        before = self._before
+        if hasattr(before, "enable"):  # cProfile
+            before.enable()
+        elif before is not None:
+            sys.setprofile(before)
+        if self.error is not None and not isinstance(error[1], KeyboardInterrupt):
+            raise self.error  # also where the forward caught it
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sys.setprofile(None)
+        try:
+            if _replaces_data(func):
+                self._refuse(DATA, user_frame(sys._getframe(1)))
+            return func(*args, **(kwargs or {}))
+        finally:
+            sys.setprofile(self._event)
+
+    def _event(self, frame: types.FrameType, event: str, arg: Any) -> None:
+        if event == "c_call":
+            path = frame.f_code.co_filename
+            if (path in _BETWEEN or is_users_file(path)) and (found := _of_builtin(arg)):
+                self._refuse(found, _caller(frame))
+        elif event == "call":
+            code = frame.f_code
+            if is_users_file(code.co_filename):
+                self.codes[code] = None
+                return
+            found = _FILES.get(code.co_filename) or _named(code.co_filename, code.co_name)
+            if found and frame.f_back:
+                self._refuse(found, _caller(frame.f_back))
+            elif code is _ENVIRONMENT and (asking := _caller(frame.f_back)):
+                self.notes += (f"forward reads the environment at {place(asking)}: its value while planning counts",)
+            elif code is _CHECKPOINT:
+                self._open.append((frame, place(user_frame(frame)), self.updates()))
+        elif event == "return" and self._open and self._open[-1][0] is frame:
+            _, where, before = self._open.pop()
+            changed = tuple(name for name, value in self.updates().items() if value != before[name])
+            if changed:
+                self.checkpoints.append((where, changed))
+
+    def _refuse(self, found: Construct, frame: types.FrameType | None) -> None:
+        if frame is not None:
+            self.error = Unsupported(found.what, place(frame), found.why, found.remedy)
+            raise self.error
+
+
+def _code_of(function: Any) -> types.CodeType:
+    return getattr(function, "__wrapped__", function).__code__  # type: ignore[no-any-return]
+
+
+def _checkpoint_code() -> types.CodeType:
+    import torch.utils.checkpoint as module
+
+    return _code_of(module.checkpoint)
+
+
+_CHECKPOINT = _checkpoint_code()
+
+
+def _replaces_data(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__set__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
+    return name in ("set_", "swap_tensors", "resize_")
+
+
+def _caller(frame: types.FrameType | None) -> types.FrameType | None:
+    """The user's frame that makes the call, directly or through a function made for it; None for other callers."""
+    while frame is not None and frame.f_code.co_filename in _BETWEEN:
+        frame = frame.f_back
+    return frame if frame is not None and is_users_file(frame.f_code.co_filename) else None
+
+
+def place(frame: types.FrameType | None) -> str:
+    """`file:line: `source`` of a frame."""
+    if frame is None:
+        return "(place unknown)"
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    source = linecache.getline(file, line).strip()
+    return f"{file}:{line}" + (f" `{source}`" if source else "")

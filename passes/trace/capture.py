@@ -242,8 +242,8 @@ class _StepTracer:
         steady = frozenset(name for name, count in changes().items() if count == counts[name])
         names = [*(e.name for e in self.entries), *(f"input {i}" for i in range(len(flat) - len(self.entries)))]
         rerun = Rerun(self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn))
-        notice(self.before, watch, rerun)
-        self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes)))
+        notes = notice(self.before, watch, rerun)
+        self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes, *notes)))
         self.noticed = True
         return value
 

@@ -15,7 +15,7 @@ from ..errors import Unsupported
 from .structure import Constant, Opaque, Slot, Template, Tree, child_names
 
 MAX_VISITED = 20_000
-_CLOSED = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType, nn.Module, str, bytes, int, float)
+_CLOSED = (type, types.ModuleType, types.CodeType, nn.Module, str, bytes, int, float)
 
 
 def refuse_hidden(template: Template, what: str) -> None:
@@ -69,6 +69,8 @@ def _inside(value: Any) -> list[Any]:
         return []
     if isinstance(value, types.FunctionType):
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
+    if isinstance(value, types.BuiltinFunctionType):
+        return [value.__self__]
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         return [] if frame is None else list(frame.f_locals.values())

@@ -21,7 +21,7 @@ def isolated(model: nn.Module, loss_fn: Any = None) -> Iterator[Snapshot]:
     try:
         if not model.training:
             model.train()
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        with before.iterators_held(), torch.random.fork_rng(devices=devices), torch.enable_grad():
             yield before
     finally:
         before.restore()

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import Unsupported
 from .rerun import Script, Stale, line_of_change, reads
-from .state import Change, Snapshot, alike
+from .state import Change, Snapshot, alike, scramble
 from .structure import constants, flatten
 from .watch import DRAW, SEED, Watch
 
@@ -59,8 +59,8 @@ class Rerun:
         return script
 
 
-def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> None:
-    """Refuse or warn of what the run under `watch` changed since `before` was taken; it is put back first.
+def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[str, ...]:
+    """Refuse or warn of what the run under `watch` changed since `before` was taken; returns notes for the plan.
 
     Raises:
         Unsupported: it matters to the next step, or nobody can tell that it does not.
@@ -68,7 +68,7 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> None:
     _say_checkpoints(watch)
     changes = before.changes()
     if not changes:
-        return
+        return ()
     before.restore()
 
     def refuse(change: Change, what: str, why: str, remedy: str, place: str = "") -> NoReturn:
@@ -78,26 +78,44 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> None:
         raise Unsupported(what, change.path + (f", {line}" if line else ""), why, remedy)
 
     for change in changes:
-        if change.node.kind == "generator":
+        if change.node.kind == "generator" and not _reseeded(before, change, rerun):
             found = SEED if isinstance(change.node.owner, torch.Generator) else DRAW
             refuse(change, found.what, found.why, found.remedy)
         if change.node.kind == "tensor":
             refuse(change, "in-place change of a tensor that is no buffer", "a plan would take it as constant",
                    "Register it: self.register_buffer(name, tensor, persistent=False).")  # fmt: skip
-        if change.node.kind in ("iterator", "array"):
-            kind = "an iterator advanced" if change.node.kind == "iterator" else "an array changed"
-            refuse(change, f"{kind} in forward", _WHY_STATE, _REMEDY_STATE)
-    _compare_steps(before, changes, watch, rerun, refuse)
+        if change.node.kind == "array":
+            refuse(change, "an array changed in forward", _WHY_STATE, _REMEDY_STATE)
+    _compare_steps(changes, watch, rerun, refuse)
+    notes: tuple[str, ...] = ()
     for change in changes:
+        if change.node.kind != "generator" and reads(watch.codes, change.name):
+            notes += (f"forward remembers {change.path} at its first call; the planned step will not set it",)
+            continue
         warnings.warn(
             f"forward sets {change.path}; the planned step computes the outputs and gradients alone and will "
             "not set it. Return it from forward, or register it as a buffer, if it is read elsewhere.",
             stacklevel=2,
         )
+    return notes
+
+
+def _reseeded(before: Snapshot, change: Change, rerun: Rerun) -> bool:
+    """Whether a generator of Python's or NumPy's is set to a state of its own, so that what it was does not matter."""
+    if isinstance(change.node.owner, torch.Generator):
+        return False
+    seen = []
+    for seed in (1, 2):
+        before.restore()
+        scramble(change.node.owner, seed)
+        lines = rerun.script().lines
+        seen.append((lines, repr(change.node.take())))
+    before.restore()
+    return seen[0] == seen[1]
 
 
 def _compare_steps(
-    before: Snapshot, changes: list[Change], watch: Watch, rerun: Rerun, refuse: Callable[..., NoReturn]
+    changes: list[Change], watch: Watch, rerun: Rerun, refuse: Callable[..., NoReturn]
 ) -> None:
     """Run the forward as a first and as a second step."""
     first = rerun.script()

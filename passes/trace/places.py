@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import linecache
 import os
 import sys
 import sysconfig
@@ -23,7 +24,9 @@ _PYTHONS = frozenset(sys.stdlib_module_names) | {"builtins", "torch", "numpy", "
 @functools.lru_cache(maxsize=4096)
 def is_users_file(path: str) -> bool:
     """Whether a source file is the user's or one of a library other than torch and numpy."""
-    if path.startswith("<frozen") or path.startswith((_TORCH, *_OURS)):
+    if path.startswith("<") and not linecache.getlines(path):  # made by exec, or frozen
+        return False
+    if path.startswith((_TORCH, *_OURS)):
         return False
     for part in _INSTALLED:
         if part in path:
@@ -48,3 +51,12 @@ def user_frame(frame: types.FrameType | None) -> types.FrameType | None:
     while frame is not None and not is_users_file(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def place(frame: types.FrameType | None) -> str:
+    """`file:line: `source`` of a frame."""
+    if frame is None:
+        return "(place unknown)"
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    source = linecache.getline(file, line).strip()
+    return f"{file}:{line}" + (f" `{source}`" if source else "")

@@ -21,10 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .places import is_users_file, user_frame
-from .state import Change, changed
+from .places import is_users_file, place, user_frame
+from .state import LARGEST_COPY, Change, changed, really
 from .value_guards import _writes
-from .watch import place
 
 _BY_SHAPE = frozenset(
     getattr(owner, name)
@@ -82,14 +81,14 @@ class Script(TorchFunctionMode):
     def name_of(self, leaf: Any) -> tuple[str, bool]:
         """A value's name, and whether it is made of constants alone."""
         if not isinstance(leaf, torch.Tensor):
-            return (repr(leaf) if isinstance(leaf, _SHOWN) else type(leaf).__qualname__), True
+            return _shown(leaf), True
         if (known := self.names.get(id(leaf))) is not None:
             return known
         if self.earlier is not None and (found := self.earlier.names.get(id(leaf))) is not None:
             if not found[1]:
                 raise Stale(place(user_frame(sys._getframe(1))))
             return found
-        return f"{tuple(leaf.shape)} {leaf.dtype}", not leaf.requires_grad
+        return f"{tuple(leaf.shape)} {leaf.dtype} {_data(leaf)}", not leaf.requires_grad
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -114,6 +113,22 @@ class Script(TorchFunctionMode):
 
 
 _SHOWN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, slice, type(...))
+
+
+def _shown(leaf: Any) -> str:
+    if isinstance(leaf, _SHOWN):
+        return repr(leaf)
+    if type(leaf).__module__ == "numpy":
+        return f"{leaf!r} {hash(leaf.tobytes())}" if hasattr(leaf, "tobytes") else repr(leaf)
+    return type(leaf).__qualname__
+
+
+def _data(tensor: torch.Tensor) -> int:
+    """What distinguishes a real tensor that no run was given; 0 for a traced one."""
+    if type(tensor) is not torch.Tensor or tensor.numel() > LARGEST_COPY or tensor.device.type != "cpu":
+        return 0
+    with really():
+        return hash(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()) if tensor.numel() else 0
 
 
 def _function(func: Any) -> str:

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .places import is_users, is_users_own
+from ..errors import Unsupported
+from .places import is_users, is_users_own, place, user_frame
 
 MAX_NODES = 50_000
 LARGEST_COPY = 1 << 24  # elements of a plain tensor or array that are copied; a larger one is only watched
@@ -34,7 +35,7 @@ _ATOMS = (*_PLAIN, type, types.ModuleType, types.BuiltinFunctionType, types.Code
 _ITERATORS = (
     type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter({}.values())),
     type(iter({}.items())), type(reversed([])), type(iter("")), type(iter(set())), itertools.count, itertools.cycle,
-    itertools.chain, itertools.islice, itertools.repeat, enumerate, zip, map, filter,
+    itertools.chain, itertools.islice, itertools.repeat, enumerate, zip, map, filter, types.GeneratorType,
 )  # fmt: skip
 
 
@@ -49,7 +50,7 @@ MISSING = Missing()
 
 
 @contextlib.contextmanager
-def _really() -> Iterator[None]:
+def really() -> Iterator[None]:
     """Read and write tensors as they are, also while something is traced."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
@@ -76,6 +77,11 @@ class Node:
     def __post_init__(self) -> None:
         self.content = self.take()
 
+    def refresh(self) -> None:
+        """A tensor's version counts on when its data is put back."""
+        if self.kind == "tensor":
+            self.content = self.take()
+
 
 @dataclass(frozen=True)
 class Change:
@@ -86,6 +92,22 @@ class Change:
     name: str
     before: Any
     after: Any
+
+
+class Held:
+    """Stands for an iterator while a forward is traced."""
+
+    def __init__(self, path: str, key: Any) -> None:
+        self.path = f"{path}[{key!r}]" if isinstance(key, int) else f"{path}.{key}"
+
+    def _refuse(self, *_: Any) -> Any:
+        raise Unsupported(
+            "an iterator advanced in forward", f"{self.path}, {place(user_frame(sys._getframe(1)))}",
+            "it would be advanced once, while tracing, and not in the planned steps",
+            "Advance it outside forward, and pass what it gives as an argument.",
+        )  # fmt: skip
+
+    __next__ = __iter__ = send = close = _refuse
 
 
 class Snapshot:
@@ -102,27 +124,42 @@ class Snapshot:
         self._queue.append((torch.default_generator, "torch's random generator", "torch"))
         if (numpy := sys.modules.get("numpy")) is not None:
             self._queue.append((numpy.random.mtrand._rand, "numpy.random", "random"))
-        with _really():
+        with really():
             while self._queue and len(self.nodes) < MAX_NODES:
                 self._visit(*self._queue.popleft())
         self._queue.clear()
 
     def changes(self, alike: Callable[[Any, Any], bool] | None = None) -> list[Change]:
         """Places that differ from what was taken."""
-        with _really():
+        with really():
             return [change for node in self.nodes for change in node_changes(node, alike or same)]
 
     def restore(self) -> None:
         """Put back what differs."""
-        with _really():
+        with really():
             for node in self.nodes:
                 if next(node_changes(node, identical), None) is not None:
                     node.give(node.content)
+                    node.refresh()
+
+    @contextlib.contextmanager
+    def iterators_held(self) -> Iterator[None]:
+        """Let iterators and generators refuse to be advanced: what one has given out cannot be put back."""
+        found = [(node, k, v) for node in self.nodes for k, v in _pairs(node.content) if isinstance(v, _ITERATORS)]
+        try:
+            for node, key, _ in found:
+                node.content[key] = Held(node.path, key)
+                node.give(node.content)
+            yield
+        finally:
+            for node, key, value in found:
+                node.content[key] = value
+            self.restore()
 
     # The walk -------------------------------------------------------------------------------------------------------
 
     def _visit(self, value: Any, path: str, name: str) -> None:
-        if isinstance(value, _ATOMS) and not isinstance(value, type) or id(value) in self._seen:
+        if (isinstance(value, _ATOMS) and not isinstance(value, type)) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
         for kinds, visit in _VISITORS:
@@ -303,36 +340,19 @@ def _visit_random(snapshot: Snapshot, generator: random.Random, path: str, name:
     snapshot.add(Node(generator, path, name, "generator", generator.getstate, generator.setstate))
 
 
+def scramble(generator: Any, seed: int) -> None:
+    """Bring a generator of Python's or NumPy's into another state."""
+    if hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        generator.seed(seed)
+
+
 def _visit_torch_generator(snapshot: Snapshot, generator: torch.Generator, path: str, name: str) -> None:
     snapshot.add(Node(
         generator, path, name, "generator", lambda: bytes(generator.get_state().numpy().tobytes()),
         lambda c: generator.set_state(torch.frombuffer(bytearray(c), dtype=torch.uint8)) and None,
     ))  # fmt: skip
-
-
-def _visit_iterator(snapshot: Snapshot, iterator: Any, path: str, name: str) -> None:
-    def take() -> str:
-        return repr(iterator.__reduce__())
-
-    try:
-        spare = copy.copy(iterator)
-        snapshot.add(Node(iterator, path, name, "iterator", take, lambda _: _rewind(iterator, spare)))
-    except TypeError:
-        return
-
-
-def _rewind(iterator: Any, spare: Any) -> None:
-    reduced = copy.copy(spare).__reduce__()
-    if len(reduced) > 2 and hasattr(iterator, "__setstate__"):
-        iterator.__setstate__(reduced[2])
-
-
-def _visit_coroutine(snapshot: Snapshot, generator: types.GeneratorType[Any, Any, Any], path: str, name: str) -> None:
-    def take() -> tuple[int, ...]:
-        frame = generator.gi_frame
-        return (-1,) if frame is None else (frame.f_lasti, len(frame.f_locals), hash(repr(frame.f_locals)))
-
-    snapshot.add(Node(generator, path, name, "iterator", take, lambda _: None))
 
 
 def _visit_numpy(snapshot: Snapshot, value: Any, path: str, name: str) -> None:
@@ -368,8 +388,6 @@ _VISITORS: tuple[tuple[Any, Callable[[Snapshot, Any, str, str], None]], ...] = (
     (random.Random, _visit_random),
     (torch.Generator, _visit_torch_generator),
     (_Numpy, _visit_numpy),
-    (_ITERATORS, _visit_iterator),
-    (types.GeneratorType, _visit_coroutine),
 )
 
 
@@ -392,6 +410,12 @@ _VISITORS = (*_VISITORS, (_Container, _visit_container))
 def _is_data(value: Any) -> bool:
     behaviour = (types.FunctionType, staticmethod, classmethod, property, types.MemberDescriptorType, types.GetSetDescriptorType)
     return not isinstance(value, behaviour) and not hasattr(type(value), "__get__")
+
+
+def _pairs(content: Any) -> list[tuple[Any, Any]]:
+    if isinstance(content, dict):
+        return list(content.items())
+    return list(enumerate(content)) if isinstance(content, list) else []
 
 
 def _shallow(value: Any) -> Callable[[], Any]:
@@ -460,7 +484,7 @@ def alike(now: Any, before: Any, depth: int = 0) -> bool:
 
 def changed(change: Change) -> bool:
     """Whether the place of this change differs from the snapshot now."""
-    with _really():
+    with really():
         return any(c.path == change.path for c in node_changes(change.node, same))
 
 

@@ -147,9 +147,14 @@ class KnownValues(TorchFunctionMode):
     def _really(self, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
         """The call on real values, in a 1-tuple; None where it cannot be made."""
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            before = torch.default_generator.get_state()
             try:
                 real_args, real_kwargs = pytree.tree_map(self._value, (args, kwargs))
-                return (func(*real_args, **real_kwargs),)
+                real = func(*real_args, **real_kwargs)
+                if torch.equal(torch.default_generator.get_state(), before):
+                    return (real,)
+                torch.default_generator.set_state(before)  # drawn: another at every call
+                return None
             except Exception:  # noqa: BLE001 - whatever it is, tracing the call itself will say it better
                 return None
 

@@ -7,7 +7,6 @@ A profile function sees each call that the user's code makes, C functions includ
 from __future__ import annotations
 
 import contextlib
-import linecache
 import os
 import random
 import secrets
@@ -22,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..errors import Unsupported
-from .places import is_users_file, user_frame
+from .places import is_users_file, place, user_frame
 
 
 @dataclass(frozen=True)
@@ -105,6 +104,8 @@ def _named(path: str, name: str) -> Construct | None:
 def _of_builtin(function: Any) -> Construct | None:
     """What a C function is, if it is not to be called in forward."""
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if isinstance(owner, torch.Tensor):
+        return DATA if name in ("set_", "resize_", "resize_as_") else None
     if isinstance(owner, torch.Generator):
         return SEED
     if isinstance(owner, random.Random):
@@ -208,10 +209,8 @@ _CHECKPOINT = _checkpoint_code()
 
 
 def _replaces_data(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name == "__set__":
-        return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
-    return name in ("set_", "swap_tensors", "resize_")
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    return attribute == "data" and getattr(func, "__name__", "") == "__set__"
 
 
 def _caller(frame: types.FrameType | None) -> types.FrameType | None:
@@ -219,12 +218,3 @@ def _caller(frame: types.FrameType | None) -> types.FrameType | None:
     while frame is not None and frame.f_code.co_filename in _BETWEEN:
         frame = frame.f_back
     return frame if frame is not None and is_users_file(frame.f_code.co_filename) else None
-
-
-def place(frame: types.FrameType | None) -> str:
-    """`file:line: `source`` of a frame."""
-    if frame is None:
-        return "(place unknown)"
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    source = linecache.getline(file, line).strip()
-    return f"{file}:{line}" + (f" `{source}`" if source else "")

@@ -46,7 +46,7 @@ from .hidden import refuse_hidden
 from .isolate import isolated
 from .layouts import EagerFakes, EagerLayouts
 from .modules import fill_forward_paths, module_path, module_paths
-from .notice import Rerun, notice
+from .notice import Rerun, check_backward, notice
 from .refuse import storage_kind
 from .state import Snapshot
 from .structure import Template, Tree, flatten, slots, unflatten
@@ -158,12 +158,13 @@ def capture(
                 tracer.notes += (f"{COMPILING} ({error.location or 'place unknown'})",)
             except CaptureError:
                 raise error from error.__cause__
+        check_backward(before, tracer.judged)
     _check(joint, [e.name for e in entries] + names, len(entries))
     return _traced(joint, tracer, entries, input_template, len(input_tensors), keep_outputs)
 
 
 def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
-    tracer.noticed = False
+    tracer.runs = 0
     try:
         with quiet_fake_errors(), eager_kernels(), module_paths(tracer.model):
             joint = export_joint(tracer, fake)
@@ -171,6 +172,8 @@ def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
         raise
     except Exception as error:
         raise capture_error(error) from error
+    finally:
+        tracer.watch.stop()
     fill_forward_paths(joint.graph_module.graph.nodes)
     return joint
 
@@ -195,11 +198,13 @@ class _StepTracer:
         self.guard: Guard | None = None
         self.notes: tuple[str, ...] = () if model.training else (IN_EVAL,)
         self.before: Snapshot
-        self.noticed = False
+        self.watch = Watch()
+        self.judged: frozenset[str] = frozenset()
+        self.runs = 0
 
     def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
         self.before.restore()  # torch traces several times: each time from what the model held
-        value = self._run(flat) if self.noticed else self._first_run(flat)
+        value = self._run(flat) if self.runs else self._first_run(flat)
         tensors, self.output_template = flatten(value)
         paths: dict[int, str] = {}
         for path, i in slots(self.output_template):
@@ -214,6 +219,9 @@ class _StepTracer:
             self.leaves.append(OutputLeaf(paths[i], same, index, tensor.requires_grad, chosen))
             if same is None:
                 returned.append(tensor if chosen else tensor.detach())
+        if self.runs and self.watch.custom_backward:
+            self.watch.start()  # torch goes on with the backward
+        self.runs += 1
         return returned
 
     def _run(self, flat: Sequence[torch.Tensor], *modes: AbstractContextManager[Any]) -> Any:
@@ -242,9 +250,10 @@ class _StepTracer:
         steady = frozenset(name for name, count in changes().items() if count == counts[name])
         names = [*(e.name for e in self.entries), *(f"input {i}" for i in range(len(flat) - len(self.entries)))]
         rerun = Rerun(self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn))
+        self.judged = frozenset(change.path for change in self.before.changes())
         notes = notice(self.before, watch, rerun)
         self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes, *notes)))
-        self.noticed = True
+        self.watch = watch
         return value
 
 

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes._torch import FakeTensor, FunctionalTensor
+
 from ..errors import Unsupported
 from .structure import Constant, Opaque, Slot, Template, Tree, child_names
 
 MAX_VISITED = 20_000
-_CLOSED = (type, types.ModuleType, types.CodeType, nn.Module, str, bytes, int, float)
+_CLOSED = (type, types.ModuleType, types.CodeType, str, bytes, int, float)
 
 
 def refuse_hidden(template: Template, what: str) -> None:
@@ -51,16 +53,22 @@ def _constants(template: Template, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _tensor_in(value: Any) -> torch.Tensor | None:
-    """The first tensor that can be reached from a value, but not through a module, class or global."""
-    pending, seen = deque([value]), {id(value)}
+    """The first tensor that can be reached from a value, not through a class or global.
+
+    A module keeps its own tensors, so what is reached through one counts only where it was traced.
+    """
+    pending, seen = deque([(value, False)]), {id(value)}
     while pending and len(seen) < MAX_VISITED:
-        current = pending.popleft()
+        current, of_module = pending.popleft()
         if isinstance(current, torch.Tensor):
-            return current
+            if not of_module or isinstance(current, (FakeTensor, FunctionalTensor)):
+                return current
+            continue
+        of_module = of_module or isinstance(current, nn.Module)
         for inner in _inside(current):
             if id(inner) not in seen and not isinstance(inner, _CLOSED):
                 seen.add(id(inner))
-                pending.append(inner)
+                pending.append((inner, of_module))
     return None
 
 

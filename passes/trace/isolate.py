@@ -14,16 +14,14 @@ from .state import Snapshot
 
 @contextlib.contextmanager
 def isolated(model: nn.Module, loss_fn: Any = None) -> Iterator[Snapshot]:
-    """Trace in training mode with gradients on; flags, generators and Python state are put back afterwards."""
-    flags = [(module, module.training) for module in model.modules()]
-    before = Snapshot(model, loss_fn)
+    """Trace in training mode with gradients on, from the state that is yielded; everything is put back afterwards."""
+    before = start = Snapshot(model, loss_fn)
     devices = sorted({t.device.index or 0 for t in model.parameters() if t.device.type == "cuda"})
     try:
         if not model.training:
             model.train()
-        with before.iterators_held(), torch.random.fork_rng(devices=devices), torch.enable_grad():
-            yield before
+            start = Snapshot(model, loss_fn)
+        with start.iterators_held(), torch.random.fork_rng(devices=devices), torch.enable_grad():
+            yield start
     finally:
         before.restore()
-        for module, training in flags:
-            module.__dict__["training"] = training

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import Unsupported
-from .rerun import Script, Stale, line_of_change, reads
+from .rerun import Script, Stale, is_named, line_of_change, reads
 from .state import Change, Snapshot, alike, scramble
 from .structure import constants, flatten
 from .watch import DRAW, SEED, Watch
@@ -86,10 +86,11 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[str, ...]:
                    "Register it: self.register_buffer(name, tensor, persistent=False).")  # fmt: skip
         if change.node.kind == "array":
             refuse(change, "an array changed in forward", _WHY_STATE, _REMEDY_STATE)
-    _compare_steps(changes, watch, rerun, refuse)
+    written_again = _compare_steps(changes, watch, rerun, refuse)
     notes: tuple[str, ...] = ()
-    for change in changes:
-        if change.node.kind != "generator" and reads(watch.codes, change.name):
+    for change in [c for c in changes if c.node.kind != "cache"]:
+        kept = change.node.kind != "generator" and change.path not in written_again
+        if kept and reads(watch.codes, change.name):
             notes += (f"forward remembers {change.path} at its first call; the planned step will not set it",)
             continue
         warnings.warn(
@@ -98,6 +99,16 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[str, ...]:
             stacklevel=2,
         )
     return notes
+
+
+def check_backward(before: Snapshot, judged: frozenset[str]) -> None:
+    """Refuse what changed while tracing though the forward alone did not change it: Python that the backward runs."""
+    for change in before.changes():
+        if change.path not in judged:
+            raise Unsupported(
+                "state that changes in the backward", change.path, "its Python runs while tracing, and not in the "
+                "planned steps", "Move the change out of the backward of the custom function.",
+            )  # fmt: skip
 
 
 def _reseeded(before: Snapshot, change: Change, rerun: Rerun) -> bool:
@@ -116,8 +127,8 @@ def _reseeded(before: Snapshot, change: Change, rerun: Rerun) -> bool:
 
 def _compare_steps(
     changes: list[Change], watch: Watch, rerun: Rerun, refuse: Callable[..., NoReturn]
-) -> None:
-    """Run the forward as a first and as a second step."""
+) -> frozenset[str]:
+    """Run the forward as a first and as a second step; returns what the second one writes again."""
     first = rerun.script()
     left = rerun.take()
     differs, where = False, ""
@@ -130,13 +141,14 @@ def _compare_steps(
     except Exception:  # noqa: BLE001 - the first step ran: what fails, fails for the state that it left
         differs = True
     evolving = left.changes(alike)
-    read = ((c, found) for c in evolving if (found := reads(watch.codes, c.name)))
+    read = ((c, where) for c in evolving if (where := reads(watch.codes, c.name)) or not is_named(watch.codes, c.name))
     if differs:
         change, found = next(read, (next(iter(evolving), changes[0]), ""))
         refuse(_outermost(change, changes), "state that forward changes and reads", _WHY_STATE, _REMEDY_STATE,
                where or found)  # fmt: skip
     for change, found in read:
-        refuse(change, "state that forward changes and reads", _WHY_STATE, _REMEDY_STATE, found)
+        refuse(_outermost(change, changes), "state that forward changes and reads", _WHY_STATE, _REMEDY_STATE, found)
+    return frozenset(c.path for c in left.changes())
 
 
 def _outermost(change: Change, changes: list[Change]) -> Change:

@@ -41,6 +41,12 @@ def is_users(value: Any) -> bool:
     return str(getattr(value, "__module__", "")).partition(".")[0] not in _PYTHONS
 
 
+def is_users_module(module: types.ModuleType) -> bool:
+    """Whether a module is the user's own, and not even from an installed package."""
+    file = str(getattr(module, "__file__", None) or "")
+    return bool(file) and is_users_file(file) and not any(part in file for part in _INSTALLED)
+
+
 def is_users_own(function: types.FunctionType) -> bool:
     """Whether a function is not even from an installed package."""
     return not any(part in function.__code__.co_filename for part in _INSTALLED)

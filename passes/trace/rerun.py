@@ -200,13 +200,19 @@ def reads(codes: Iterable[types.CodeType], name: str) -> str:
     return ""
 
 
+def is_named(codes: Iterable[types.CodeType], name: str) -> bool:
+    """Whether a function names this attribute or variable, as opposed to computing its name."""
+    return any(_mentions(code, name) for code in codes)
+
+
 def _mentions(code: types.CodeType, name: str) -> bool:
     return name in (*code.co_names, *code.co_freevars, *code.co_cellvars, *code.co_varnames) or name in code.co_consts
 
 
 def _is_read(node: Any, parents: tuple[ast.AST, ...], name: str) -> bool:
     if isinstance(node, ast.Constant):
-        return node.value == name and not (parents and isinstance(parents[-1], (ast.Expr, ast.Subscript)))
+        written = isinstance(parents[-1], ast.Subscript) and not isinstance(parents[-1].ctx, ast.Load)
+        return node.value == name and not written and not isinstance(parents[-1], ast.Expr)
     called = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
     if called != name or not isinstance(node.ctx, ast.Load):
         return False

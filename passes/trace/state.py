@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import random
 import sys
@@ -23,7 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import Unsupported
-from .places import is_users, is_users_own, place, user_frame
+from .places import is_users, is_users_module, is_users_own, place, user_frame
 
 MAX_NODES = 50_000
 LARGEST_COPY = 1 << 24  # elements of a plain tensor or array that are copied; a larger one is only watched
@@ -37,6 +38,13 @@ _ITERATORS = (
     type(iter({}.items())), type(reversed([])), type(iter("")), type(iter(set())), itertools.count, itertools.cycle,
     itertools.chain, itertools.islice, itertools.repeat, enumerate, zip, map, filter, types.GeneratorType,
 )  # fmt: skip
+
+
+_CACHE = functools._lru_cache_wrapper
+_FUNCTIONS = (
+    types.FunctionType, types.MethodType, staticmethod, classmethod, property, functools.partial, _CACHE,
+)  # fmt: skip
+_HOLDERS = frozenset({"collections", "types", "queue", "weakref", "argparse", "_thread"})  # whose objects hold others
 
 
 class Missing:
@@ -78,8 +86,8 @@ class Node:
         self.content = self.take()
 
     def refresh(self) -> None:
-        """A tensor's version counts on when its data is put back."""
-        if self.kind == "tensor":
+        """A tensor's version counts on when its data is put back; a cache that was cleared stays empty."""
+        if self.kind in ("tensor", "cache"):
             self.content = self.take()
 
 
@@ -195,14 +203,7 @@ def _visit_tensor(snapshot: Snapshot, tensor: torch.Tensor, path: str, name: str
 
 def _visit_module(snapshot: Snapshot, module: nn.Module, path: str, name: str) -> None:
     own = module.__dict__
-
-    def take() -> dict[str, Any]:  # the flag is the caller's to set and put back
-        return {k: v for k, v in own.items() if k != "training"}
-
-    def give(content: dict[str, Any]) -> None:
-        refill(own, content | {"training": module.training})
-
-    node = snapshot.add(Node(module, path, name, "attributes", take, give))
+    node = snapshot.add(Node(module, path, name, "attributes", lambda: dict(own), lambda c: refill(own, c)))
     for key, value in node.content.items():
         if key in _TENSORS_OF_MODULE:
             taken: Any = value
@@ -216,7 +217,7 @@ def _visit_module(snapshot: Snapshot, module: nn.Module, path: str, name: str) -
 
 
 def _visit_object(snapshot: Snapshot, value: Any, path: str, name: str) -> None:
-    if not is_users(type(value)) and not isinstance(value, (types.SimpleNamespace, types.MethodType)):
+    if not is_users(type(value)) and type(value).__module__ not in _HOLDERS:
         return
     slots = [s for cls in type(value).__mro__ for s in _slots(cls) if hasattr(value, s)]
     own = getattr(value, "__dict__", None)
@@ -269,7 +270,7 @@ def _visit_class(snapshot: Snapshot, cls: type, path: str, name: str) -> None:
 
     node = snapshot.add(Node(cls, path, name, "attributes", take, give))
     snapshot.follow((v, f"{path}.{k}", k) for k, v in node.content.items())
-    functions = [f for f in vars(cls).values() if isinstance(f, (types.FunctionType, staticmethod, classmethod, property))]
+    functions = [f for f in vars(cls).values() if isinstance(f, _FUNCTIONS)]
     snapshot.follow((f, path, name) for f in functions)
 
 
@@ -278,13 +279,20 @@ def _visit_function(snapshot: Snapshot, value: Any, path: str, name: str) -> Non
     inner = (value.fget, value.fset) if isinstance(value, property) else inner
     if isinstance(value, types.MethodType):
         inner = (value.__self__, value.__func__)
+    if isinstance(value, functools.partial):
+        inner = (value.func, value.args, value.keywords)
+    if isinstance(value, _CACHE):
+        snapshot.add(Node(value, path, name, "cache", lambda: value.cache_info()[1::2], lambda _: value.cache_clear()))
+        inner = (value.__wrapped__,)
     snapshot.follow((f, path, name) for f in inner)
     if not isinstance(value, types.FunctionType) or not is_users(value):
         return
     code = value.__code__
     for variable, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
         _visit_cell(snapshot, cell, variable)
-    snapshot.follow((v, f"a default of {value.__name__}", "") for v in (value.__defaults__, value.__kwdefaults__))
+    last = code.co_varnames[: code.co_argcount][-len(value.__defaults__ or ()) :]
+    defaults = {**dict(zip(last, value.__defaults__ or (), strict=False)), **(value.__kwdefaults__ or {})}
+    snapshot.follow((v, f"the default {k}", k) for k, v in defaults.items())
     own = value.__dict__
     if own:
         snapshot.add(Node(value, value.__name__, value.__name__, "attributes", lambda: dict(own), lambda c: refill(own, c)))
@@ -307,16 +315,23 @@ def _visit_cell(snapshot: Snapshot, cell: types.CellType, variable: str) -> None
         if variable in content:
             cell.cell_contents = content[variable]
 
-    node = snapshot.add(Node(cell, f"the enclosing function's {variable}", variable, "variable", take, give))
+    node = snapshot.add(Node(cell, "the enclosing function's ", variable, "variable", take, give))
     snapshot.follow((v, f"the enclosing function's {variable}", variable) for v in node.content.values())
 
 
 def _visit_globals(snapshot: Snapshot, function: types.FunctionType) -> None:
-    space = function.__globals__
-    names = sorted(n for n in set(_names(function.__code__)) if n in space or not hasattr(__builtins__, n))
-    if not is_users_own(function):
-        names = [n for n in names if isinstance(space.get(n), _PLAIN) and space.get(n) is not None]
+    space, names = function.__globals__, sorted(set(_names(function.__code__)))
+    modules = [space[n] for n in names if isinstance(space.get(n), types.ModuleType) and is_users_module(space[n])]
+    if is_users_own(function):
+        _visit_variables(snapshot, space, names, "the global ")
+        for module in modules:
+            _visit_variables(snapshot, vars(module), names, f"{module.__name__}.")
+    else:
+        kept = [n for n in names if isinstance(space.get(n), (*_PLAIN, _CACHE)) and space.get(n) is not None]
+        _visit_variables(snapshot, space, kept, "the global ")
 
+
+def _visit_variables(snapshot: Snapshot, space: dict[str, Any], names: list[str], what: str) -> None:
     def take() -> dict[str, Any]:
         return {n: space[n] for n in names if n in space and not isinstance(space[n], types.ModuleType)}
 
@@ -325,8 +340,8 @@ def _visit_globals(snapshot: Snapshot, function: types.FunctionType) -> None:
             del space[name]
         space.update(content)
 
-    node = snapshot.add(Node(space, f"{function.__module__}", "", "variable", take, give))
-    snapshot.follow((v, f"the global {k}", k) for k, v in node.content.items())
+    node = snapshot.add(Node(space, what, "", "variable", take, give))
+    snapshot.follow((v, what + k, k) for k, v in node.content.items())
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -384,7 +399,7 @@ _VISITORS: tuple[tuple[Any, Callable[[Snapshot, Any, str, str], None]], ...] = (
     (torch.Tensor, _visit_tensor),
     (nn.Module, _visit_module),
     (type, _visit_class),
-    ((types.FunctionType, types.MethodType, staticmethod, classmethod, property), _visit_function),
+    (_FUNCTIONS, _visit_function),
     (random.Random, _visit_random),
     (torch.Generator, _visit_torch_generator),
     (_Numpy, _visit_numpy),
@@ -508,9 +523,7 @@ def _change(node: Node, key: Any, before: Any, after: Any) -> Change:
         return Change(node, f"{node.path.rpartition('.')[0]}.{key}", str(key), before, after)
     if node.kind == "items":
         return Change(node, f"{node.path}[{key!r}]", node.name, before, after)
-    path = f"{node.path}.{key}" if node.kind != "variable" else str(key)
-    if node.kind == "variable":
-        path = f"the enclosing function's {key}" if node.name else f"the global {key}"
+    path = f"{node.path}{key}" if node.kind == "variable" else f"{node.path}.{key}"
     return Change(node, path, str(key), before, after)
 
 

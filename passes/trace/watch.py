@@ -7,6 +7,7 @@ A profile function sees each call that the user's code makes, C functions includ
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import secrets
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
 from ..errors import Unsupported
@@ -52,6 +54,11 @@ OUTSIDE = Construct(
     "something read from outside the program in forward",
     "what is read while tracing would be what every planned step uses",
     "Read it outside forward and pass it as an argument.",
+)
+REENTRANT = Construct(
+    "a reentrant torch.utils.checkpoint",
+    "its backward runs the forward's Python again, which cannot be traced",
+    "Pass use_reentrant=False, or leave the checkpoint out: the plan decides what is recomputed.",
 )
 DATA = Construct(
     "a tensor's data replaced in forward",
@@ -96,9 +103,16 @@ _BETWEEN = frozenset(
 )  # fmt: skip
 
 
-def _named(path: str, name: str) -> Construct | None:
-    short = next((k for k in _NAMED if k[1] == name and path.endswith(k[0])), None)
-    return None if short is None else _NAMED[short]
+@functools.lru_cache(maxsize=8192)
+def _python_call(code: types.CodeType) -> Construct | None:
+    """What a function that is not the user's is, if the user's code is not to call it in forward."""
+    path, name = code.co_filename, code.co_name
+    return _FILES.get(path) or next((c for (file, n), c in _NAMED.items() if n == name and path.endswith(file)), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _calls_matter(path: str) -> bool:
+    return path in _BETWEEN or is_users_file(path)
 
 
 def _of_builtin(function: Any) -> Construct | None:
@@ -128,6 +142,7 @@ class Watch(TorchFunctionMode):
 
     Attributes:
         notes: what the plan takes as given, in words.
+        custom_backward: whether a custom `autograd.Function` ran.
         codes: the user's code objects that ran.
         checkpoints: per call of `torch.utils.checkpoint` in which buffers changed, its place and their names.
     """
@@ -136,24 +151,37 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.codes: dict[types.CodeType, None] = {}
         self.error: Unsupported | None = None
+        self._before, self._running, self.custom_backward = None, False, False
         self.notes: tuple[str, ...] = ()
         self.updates, self.checkpoints = updates, list[tuple[str, tuple[str, ...]]]()
         self._open: list[tuple[types.FrameType, str, dict[str, Any]]] = []
 
-    def __enter__(self) -> Any:
-        self._before = sys.getprofile()
-        entered = super().__enter__()
+    def start(self) -> None:
+        """Watch from here on, whatever runs; nothing if it does."""
+        if self._running:
+            return
+        self._before, self._running = sys.getprofile(), True
         sys.setprofile(self._event)
+
+    def stop(self) -> None:
+        """Undo `start`; nothing if it was undone."""
+        if not self._running:
+            return
+        self._running = False
+        sys.setprofile(None)
+        if hasattr(self._before, "enable"):  # cProfile
+            self._before.enable()
+        elif self._before is not None:
+            sys.setprofile(self._before)
+
+    def __enter__(self) -> Any:
+        entered = super().__enter__()
+        self.start()
         return entered
 
     def __exit__(self, *error: Any) -> None:
-        sys.setprofile(None)
+        self.stop()
         super().__exit__(*error)
-        before = self._before
-        if hasattr(before, "enable"):  # cProfile
-            before.enable()
-        elif before is not None:
-            sys.setprofile(before)
         if self.error is not None and not isinstance(error[1], KeyboardInterrupt):
             raise self.error  # also where the forward caught it
 
@@ -167,27 +195,34 @@ class Watch(TorchFunctionMode):
             sys.setprofile(self._event)
 
     def _event(self, frame: types.FrameType, event: str, arg: Any) -> None:
+        code = frame.f_code
         if event == "c_call":
-            path = frame.f_code.co_filename
-            if (path in _BETWEEN or is_users_file(path)) and (found := _of_builtin(arg)):
+            if _calls_matter(code.co_filename) and (found := _of_builtin(arg)):
                 self._refuse(found, _caller(frame))
         elif event == "call":
-            code = frame.f_code
+            if code in self.codes:
+                return
             if is_users_file(code.co_filename):
                 self.codes[code] = None
-                return
-            found = _FILES.get(code.co_filename) or _named(code.co_filename, code.co_name)
-            if found and frame.f_back:
-                self._refuse(found, _caller(frame.f_back))
-            elif code is _ENVIRONMENT and (asking := _caller(frame.f_back)):
-                self.notes += (f"forward reads the environment at {place(asking)}: its value while planning counts",)
-            elif code is _CHECKPOINT:
-                self._open.append((frame, place(user_frame(frame)), self.updates()))
+                self.custom_backward |= frame.f_back is not None and frame.f_back.f_code is _APPLY
+            elif _python_call(code) is not None or code in _WATCHED:
+                self._python_call(frame, code)
         elif event == "return" and self._open and self._open[-1][0] is frame:
             _, where, before = self._open.pop()
             changed = tuple(name for name, value in self.updates().items() if value != before[name])
             if changed:
                 self.checkpoints.append((where, changed))
+
+    def _python_call(self, frame: types.FrameType, code: types.CodeType) -> None:
+        caller = _caller(frame.f_back)
+        if found := _python_call(code):
+            self._refuse(found, caller)
+        elif code is _ENVIRONMENT and caller is not None:
+            self.notes += (f"forward reads the environment at {place(caller)}: its value while planning counts",)
+        elif code is _REENTRANT and any(getattr(a, "requires_grad", False) for a in frame.f_locals["args"]):
+            self._refuse(REENTRANT, user_frame(frame))
+        elif code is _CHECKPOINT:
+            self._open.append((frame, place(user_frame(frame)), self.updates()))
 
     def _refuse(self, found: Construct, frame: types.FrameType | None) -> None:
         if frame is not None:
@@ -199,13 +234,12 @@ def _code_of(function: Any) -> types.CodeType:
     return getattr(function, "__wrapped__", function).__code__  # type: ignore[no-any-return]
 
 
-def _checkpoint_code() -> types.CodeType:
-    import torch.utils.checkpoint as module
+_CHECKPOINT = _code_of(torch.utils.checkpoint.checkpoint)
+_APPLY = _code_of(torch.autograd.Function.apply)
+_REENTRANT = _code_of(torch.utils.checkpoint.CheckpointFunction.forward)
 
-    return _code_of(module.checkpoint)
 
-
-_CHECKPOINT = _checkpoint_code()
+_WATCHED = frozenset({_ENVIRONMENT, _CHECKPOINT, _REENTRANT})
 
 
 def _replaces_data(func: Any) -> bool:

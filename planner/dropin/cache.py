@@ -67,10 +67,11 @@ class PlanState:
         self.outdated: set[Key] = set()
         self.handed: HandedOver | None = None  # keeps the constants alive whose ids the keys hold
         self.unplanned = False
-        self.noticed_hooks = False
+        self.noticed_hooks = self.still_eval = False
 
     def start(self, bound: Mapping[str, Any], planned: Planned) -> None:
         """Remember the first plan, made for calls that look like `bound`."""
+        self.still_eval = not self.model.training
         self.constants = _constant_attributes(self.model, planned)
         self.first = self.key(state_tensors(self.model, self.entries), *flatten(dict(bound)))
         self.add(self.first, planned)
@@ -94,6 +95,7 @@ class PlanState:
 
     def run(self, bound: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> Any:
         """Run the step planned for such a call, planning it first where that is asked for; else `plain`."""
+        self.still_eval = False
         tensors, template = flatten(dict(bound))
         state = state_tensors(self.model, self.entries)
         key = self._variant(self.key(state, tensors, template), tensors)
@@ -122,6 +124,18 @@ class PlanState:
         results = planned.step(primals, _Fallback(self, traced))
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in traced.outputs]
         return unflatten(traced.output_template, leaves)
+
+    def notice_eval(self) -> None:
+        """Say once that a model planned in eval mode runs plain as long as it is in it, gradients or not."""
+        if not self.still_eval or self.unplanned or not torch.is_grad_enabled():
+            return
+        self.still_eval = False
+        warnings.warn(
+            f"this {type(self.model).__name__} was planned in eval mode (from_pretrained returns models in it) and still "
+            "is: its own forward runs, and not under the budget. Call model.train() for training steps, or evaluate "
+            "under torch.no_grad().",
+            stacklevel=_user_frame(),
+        )
 
     def _notice_hooks(self) -> None:
         """Say once that hooks on saved tensors have no effect on a planned step."""

@@ -137,6 +137,9 @@ def _reset_globals() -> None:
     Config.calls = 0
     remembered.__defaults__[0].clear()  # type: ignore[index]
     closure.reset()  # type: ignore[attr-defined]
+    a_default_read_late.__defaults__[0].clear()  # type: ignore[index]
+    cached_mask.cache_clear()
+    cached_noise.cache_clear()
     helper.count = 0  # type: ignore[attr-defined]
 
 
@@ -764,6 +767,113 @@ def state_only_read(self: Any, x: torch.Tensor) -> Any:
     return self.layer(x) * self.cfg.rate + len(SEEN) + COUNTER
 
 
+@functools.lru_cache
+def cached_mask(n: int) -> torch.Tensor:
+    return torch.ones(n, 8).tril()
+
+
+@functools.lru_cache
+def cached_noise(n: int) -> torch.Tensor:
+    return torch.rand(n, 8)
+
+
+@case("A.4", "same")
+def a_cached_function(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * cached_mask(x.shape[0])
+
+
+@case("A.4", "refused")
+def a_cached_draw(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * cached_noise(x.shape[0])  # <<
+
+
+@case("A.4", "refused")
+def a_default_read_late(self: Any, x: torch.Tensor, seen: list[int] = []) -> Any:  # noqa: B006
+    seen.append(1)
+    return self.layer(x) * (2 if len(seen) > 50 else 1)  # <<
+
+
+@case("A.4", "refused", n_0=lambda: 0)
+def a_computed_name(self: Any, x: torch.Tensor) -> Any:
+    name = "_".join(("n", "0"))
+    setattr(self, name, getattr(self, name) + 1)  # <<
+    return self.layer(x) * (2 if getattr(self, name) > 50 else 1)
+
+
+@case("A.4", "refused")
+def a_training_flag(self: Any, x: torch.Tensor) -> Any:
+    y = F.dropout(self.layer(x), 0.5, self.layer.training)
+    self.layer.training = not self.layer.training  # <<
+    return y
+
+
+@case("A.4", "refused", data=collections.UserDict)
+def a_user_dict(self: Any, x: torch.Tensor) -> Any:
+    self.data["n"] = self.data.get("n", 0) + 1  # <<
+    return self.layer(x) * self.data["n"]  # <<
+
+
+@case("A.4", "refused", add=lambda: functools.partial(_bump, Config()))
+def an_object_in_a_partial(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * self.add()
+
+
+def _bump(cfg: Config) -> int:
+    cfg.n += 1
+    return cfg.n
+
+
+@case("A.4", "refused", table=lambda: None)
+def a_buffer_registered_at_the_first_call(self: Any, x: torch.Tensor) -> Any:
+    if self.table is None:
+        self.table = x.detach().mean(0)
+    return self.layer(x) * self.table  # <<
+
+
+@case("A.4", "refused", first=lambda: True)
+def data_dependent_start(self: Any, x: torch.Tensor) -> Any:
+    if self.first:
+        with torch.no_grad():
+            self.layer.bias.copy_(-self.layer(x).mean(0))
+        self.first = False  # <<
+    return self.layer(x)
+
+
+class Jitter(torch.autograd.Function):
+    """Reseeds in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        torch.manual_seed(5)  # << (not in the case's own body)
+        return gradient * torch.rand_like(gradient)
+
+
+@case("A.2", "refused")
+def reseeds_in_the_backward(self: Any, x: torch.Tensor) -> Any:
+    return Jitter.apply(self.layer(x))
+
+
+class Shaky(torch.autograd.Function):
+    """Draws from Python's generator in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * random.random()
+
+
+@case("A.3", "refused")
+def python_randomness_in_the_backward(self: Any, x: torch.Tensor) -> Any:
+    return Shaky.apply(self.layer(x))
+
+
 # A.9: updates inside a checkpoint ------------------------------------------------------------------------------------------
 
 
@@ -776,9 +886,9 @@ def norm_in_a_checkpoint(self: Any, x: torch.Tensor) -> Any:
     return checkpoint(lambda t: self.norm(self.layer(t)), x, use_reentrant=False)
 
 
-@case("A.9", "said", norm=norm)
+@case("A.9", "refused", norm=norm)
 def norm_in_a_reentrant_checkpoint(self: Any, x: torch.Tensor) -> Any:
-    return checkpoint(lambda t: self.norm(t).tanh(), self.layer(x), use_reentrant=True)
+    return checkpoint(lambda t: self.norm(t).tanh(), self.layer(x), use_reentrant=True)  # <<
 
 
 @case("A.9", "said", buffer=lambda: torch.zeros(()))
@@ -938,6 +1048,25 @@ def in_an_object(self: Any, x: torch.Tensor) -> Any:
     return Plain({"y": self.layer(x)}), "text", {1, 2}, lambda: 3
 
 
+class Keeper(nn.Module):
+    """A module made in forward."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+@case("A.10", "refused")
+def in_a_module_made_in_forward(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    return y, Keeper(y + 1)
+
+
+@case("A.10", "same")
+def the_model_itself(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x), self
+
+
 @case("A.10", "refused")
 def a_count_returned(self: Any, x: torch.Tensor) -> Any:
     TABLE["n"] = TABLE.get("n", 0) + 1  # <<
@@ -1022,6 +1151,84 @@ def batch_like() -> torch.Tensor:
 @pytest.mark.parametrize("name", CASES)
 def test_never_silently_wrong(name: str) -> None:
     assert check(CASES[name]) == CASES[name].expected
+
+
+# A.11: a model in eval mode ---------------------------------------------------------------------------------------------
+
+
+def small_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(linear(), nn.BatchNorm1d(8), nn.Dropout(0.3), linear())
+
+
+EVAL = "planned in eval mode"
+
+
+def _words(run: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run()
+    return [str(w.message) for w in said if EVAL in str(w.message)]
+
+
+def _module(model: nn.Module, **options: Any) -> nn.Module:
+    return plan(model, batch_like(), solver="greedy", **options).module
+
+
+def _applied(model: nn.Module, **options: Any) -> nn.Module:
+    return plan(model, batch_like(), solver="greedy", **options).apply(model)
+
+
+DOORS: dict[str, Callable[..., nn.Module]] = {"module": _module, "apply": _applied}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("options", [{}, {"loss_fn": lambda y: y.pow(2).mean()}], ids=["", "loss"])
+def test_a_call_for_gradients_in_eval_mode_is_said_once(door: str, options: dict[str, Any]) -> None:
+    run = DOORS[door](small_net().eval(), **options)
+    x = batch_like()
+    assert _words(lambda: [run(x) for _ in range(3)]) != []
+    assert _words(lambda: run(x)) == []
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_evaluating_without_gradients_in_eval_mode_is_fine(door: str) -> None:
+    run, x = DOORS[door](small_net().eval()), batch_like()
+    with torch.no_grad():
+        assert _words(lambda: run(x)) == []
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_evaluating_after_training_is_fine(door: str) -> None:
+    model, x = small_net().eval(), batch_like()
+    run = DOORS[door](model)
+    model.train()
+    run(x).sum().backward()
+    model.eval()
+    assert _words(lambda: run(x)) == []
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_model_planned_in_training_mode_may_be_evaluated(door: str) -> None:
+    model, x = small_net().train(), batch_like()
+    run = DOORS[door](model)
+    model.eval()
+    assert _words(lambda: run(x)) == []
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_plan_made_in_eval_mode_has_a_note(training: bool) -> None:
+    planned = plan(small_net().train(training), batch_like(), solver="greedy")
+    assert any("eval mode" in note for note in planned.notes) is not training
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_model_planned_in_eval_mode_trains_as_the_plain_one(door: str) -> None:
+    model, plain = small_net().eval(), small_net().train()
+    run = DOORS[door](model)
+    model.train()
+    for expected, found in zip(_train(plain, plain), _train(run, model), strict=True):
+        assert all(map(_equal, found, expected))
 
 
 def test_there_are_enough_cases_of_each_class() -> None:

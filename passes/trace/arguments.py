@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import PlannerError, Unsupported
+from .hidden import refuse_hidden
 from .refuse import storage_kind
 from .structure import Template, argument_path, constants, slots
 
@@ -180,6 +181,7 @@ def check_inputs(tensors: list[torch.Tensor], names: list[str], template: Templa
                 f"{kind} tensor", f"argument {name}", "its memory is not one dense block",
                 "Pass a dense tensor (to_dense(), dequantize(), or padding with a mask).",
             )  # fmt: skip
+    refuse_hidden(template, "the arguments")
     for value in constants(template):
         if type(value).__module__ == "numpy":
             raise Unsupported(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from passes._torch import (
     compiling_flags,
     eager_kernels,
     export_joint,
+    mutation_count,
     quiet_fake_errors,
     swapped_state,
     without_sources,
@@ -42,16 +44,24 @@ from .arguments import (
     state_tensors,
 )
 from .failure import capture_error
+from .hidden import refuse_hidden
 from .isolate import isolated
 from .layouts import EagerFakes, EagerLayouts
 from .leaks import Remembered
 from .modules import fill_forward_paths, module_path, module_paths
+from .notice import Rerun, check_backward, notice
 from .reads import Reads
 from .recorder import Recorder
 from .refuse import storage_kind
+from .state import Snapshot
 from .structure import Template, Tree, flatten, slots, unflatten
 from .value_guards import Guard, KnownValues
+from .watch import Watch
 
+IN_EVAL = (
+    "the model was in eval mode: this plans a training step, which runs once model.train() was called; until then the "
+    "model's own forward runs"
+)
 COMPILING = "traced as torch.compiler.is_compiling(), because the ordinary code asks for the values of its inputs"
 
 
@@ -140,7 +150,8 @@ def capture(
     entries = state_entries(model)
     tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, input_tensors)
     tensors = [*state_tensors(model, entries), *input_tensors]
-    with exclusive(), isolated(model), without_sources():
+    with exclusive(), isolated(model, loss_fn) as before, without_sources():
+        tracer.before = before
         fake = _fake_inputs(tensors, device)
         try:
             joint = _export(tracer, fake)
@@ -150,9 +161,10 @@ def capture(
             try:
                 with compiling_flags():
                     joint = _export(tracer, _fake_inputs(tensors, device))
-                tracer.notes = (f"{COMPILING} ({error.location or 'place unknown'})",)
+                tracer.notes += (f"{COMPILING} ({error.location or 'place unknown'})",)
             except CaptureError:
                 raise error from error.__cause__
+        check_backward(before, tracer.judged)
     tracer.remembered.check()
     _check(joint, [e.name for e in entries] + names, len(entries))
     _drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
@@ -160,6 +172,7 @@ def capture(
 
 
 def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
+    tracer.runs = 0
     try:
         with quiet_fake_errors(), eager_kernels(), module_paths(tracer.model):
             joint = export_joint(tracer, fake)
@@ -167,6 +180,8 @@ def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
         raise
     except Exception as error:
         raise capture_error(error) from error
+    finally:
+        tracer.watch.stop()
     fill_forward_paths(joint.graph_module.graph.nodes)
     return joint
 
@@ -190,20 +205,19 @@ class _StepTracer:
         self.output_template: Template = Tree(None, ())
         self.leaves: list[OutputLeaf] = []
         self.guard: Guard | None = None
-        self.notes: tuple[str, ...] = ()
+        self.notes: tuple[str, ...] = () if model.training else (IN_EVAL,)
+        self.before: Snapshot
+        self.watch = Watch()
+        self.judged: frozenset[str] = frozenset()
+        self.runs = 0
         self.remembered = Remembered()
 
     def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
+        self.before.restore()  # torch traces several times: each time from what the model held
         self.remembered = Remembered()
         self.remembered.add(flat)
-        state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
-        bound = unflatten(self.input_template, flat[len(self.entries) :])
-        known = KnownValues(flat[len(self.entries) :], self.sample)
-        with swapped_state(self.model, state), known, EagerLayouts(self.remembered):
-            with self.recorder.recording(flat[: len(self.entries)]):
-                value = run_model(self.model, self.loss_fn, self.signature, bound)
-            _write_back_reassigned(self.model, self.entries, state)
-        self.guard = known.guard
+        recording = self.recorder.recording(flat[: len(self.entries)])
+        value = self._run(flat, recording) if self.runs else self._first_run(flat)
         tensors, self.output_template = flatten(value)
         paths: dict[int, str] = {}
         for path, i in slots(self.output_template):
@@ -218,7 +232,42 @@ class _StepTracer:
             self.leaves.append(OutputLeaf(paths[i], same, index, tensor.requires_grad, chosen))
             if same is None:
                 returned.append(tensor if chosen else tensor.detach())
+        if self.runs and self.watch.custom_backward:
+            self.watch.start()  # torch goes on with the backward
+        self.runs += 1
         return returned
+
+    def _run(self, flat: Sequence[torch.Tensor], *modes: AbstractContextManager[Any]) -> Any:
+        """The forward's output for these parameters, buffers and inputs."""
+        state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
+        bound = unflatten(self.input_template, flat[len(self.entries) :])
+        known = KnownValues(flat[len(self.entries) :], self.sample)
+        with ExitStack() as stack:
+            for mode in (swapped_state(self.model, state), known, EagerLayouts(self.remembered), *modes):
+                stack.enter_context(mode)
+            value = run_model(self.model, self.loss_fn, self.signature, bound)
+            _write_back_reassigned(self.model, self.entries, state)
+        self.guard = known.guard
+        return value
+
+    def _first_run(self, flat: Sequence[torch.Tensor]) -> Any:
+        """As `_run`; what a trace cannot see is refused or said."""
+        buffers = {e.name: t for e, t in zip(self.entries, flat, strict=False) if not e.is_parameter}
+
+        def changes() -> dict[str, int]:
+            return {name: mutation_count(t) for name, t in buffers.items()}
+
+        counts, watch = changes(), Watch(changes)
+        value = self._run(flat, watch)
+        refuse_hidden(flatten(value)[1], "the output")
+        steady = frozenset(name for name, count in changes().items() if count == counts[name])
+        names = [*(e.name for e in self.entries), *(f"input {i}" for i in range(len(flat) - len(self.entries)))]
+        rerun = Rerun(self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn))
+        self.judged = frozenset(change.path for change in self.before.changes())
+        notes = notice(self.before, watch, rerun)
+        self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes, *notes)))
+        self.watch = watch
+        return value
 
 
 def _choose_differentiated(

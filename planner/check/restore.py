@@ -6,6 +6,7 @@ import contextlib
 import random
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.trace.isolate import CONTAINERS, refill
+from passes.trace.state import refill
 
+CONTAINERS = (dict, OrderedDict, list, set)
 DEPTH = 3
 SKIPPED = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.Generator, torch.device, torch.dtype)
 

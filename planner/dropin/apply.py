@@ -105,6 +105,7 @@ class PlannedForward:
             return self.original(*args, **kwargs)
         if self.model.training and torch.is_grad_enabled():
             return state.run(bind_call(state.signature, args, kwargs), self._plain)
+        state.notice_eval()
         if state.loss_fn is None:
             return self.original(*args, **kwargs)
         return self._plain(bind_call(state.signature, args, kwargs))

@@ -81,10 +81,11 @@ class PlanState:
         self.cache: list[Entry] = []
         self.differentiated: tuple[str, ...] | None = None
         self.unplanned = False
-        self.noticed_hooks = False
+        self.noticed_hooks = self.still_eval = False
 
     def start(self, bound: Mapping[str, Any], planned: Decided) -> None:
         """Remember the first plan, made for calls that look like `bound`."""
+        self.still_eval = not self.model.training
         self.traced_forward = self.model.__dict__.get("forward")
         self.first = self._add(call_key(*flatten(dict(bound))), planned)
 
@@ -106,6 +107,7 @@ class PlanState:
 
     def run(self, bound: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> Any:
         """Run the step planned for such a call, planning it first where that is asked for; else `plain`."""
+        self.still_eval = False
         tensors, template = flatten(dict(bound))
         key = call_key(tensors, template)
         entry, state = self.find(key, tensors)
@@ -147,6 +149,18 @@ class PlanState:
         _check_materialized(traced, primals)
         self._notice_hooks()
         return planned.run(primals, _Fallback(self, traced))
+
+    def notice_eval(self) -> None:
+        """Say once that a model planned in eval mode runs plain as long as it is in it, gradients or not."""
+        if not self.still_eval or self.unplanned or not torch.is_grad_enabled():
+            return
+        self.still_eval = False
+        warnings.warn(
+            f"this {type(self.model).__name__} was planned in eval mode (from_pretrained returns models in it) and still "
+            "is: its own forward runs, and not under the budget. Call model.train() for training steps, or evaluate "
+            "under torch.no_grad().",
+            stacklevel=_user_frame(),
+        )
 
     def _notice_hooks(self) -> None:
         """Say once that hooks on saved tensors have no effect on a planned step."""

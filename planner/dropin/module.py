@@ -72,6 +72,7 @@ class PlannedModule(fx.GraphModule):
         state = self._plan_state
         if self.training and torch.is_grad_enabled():
             return state.run(bind_call(state.signature, args, kwargs), state.plain)
+        state.notice_eval()
         return state.plain(bind_call(state.signature, args, kwargs))
 
     # What belongs to the model ----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ through wrong values alone, to the first of them.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,10 +46,12 @@ def explain(case: Case, planned: Planned, plain: list[Observed], found: list[Dif
             f"the plain step does not repeat itself from equal state; two runs of it differ in {_few(noise)}. Its "
             "forward reads a clock or state outside the model, or changes state that could not be put back"
         )
-        raise _error(found, None, cause)
-    values = _Values(case, planned, first.step - 1)
-    node, cause = _cause(values, plain, first, changed)
-    raise _error(found, node, cause)
+        raise _error(case, found, None, cause)
+    try:
+        node, cause = _cause(_Values(case, planned, first.step - 1), plain, first, changed)
+    except Exception as error:  # noqa: BLE001 - the difference must be told, whatever looking for its cause meets
+        node, cause = None, f"unknown; looking for it met {type(error).__name__}: {' '.join(str(error).split())}"
+    raise _error(case, found, node, cause)
 
 
 def _within(found: list[Difference], noise: list[Difference]) -> bool:
@@ -62,21 +65,24 @@ def _few(found: list[Difference]) -> str:
     return "; ".join(map(str, found[:SHOWN])) + more
 
 
-def _error(found: list[Difference], node: fx.Node | None, cause: str) -> CheckError:
+def _error(case: Case, found: list[Difference], node: fx.Node | None, cause: str) -> CheckError:
     first = found[0]
     here = [d for d in found if d.step == first.step]
-    earlier = "" if first.step == 1 else ", though the first steps are equal"
-    place = "" if node is None else f" First op with another result: {_place(node)}."
+    earlier = "" if first.step == 1 else ", though the first one is equal"
+    place = "" if node is None else f" First op with another result: {_place(case, node)}."
     return CheckError(
         f"the planned step {first.step} differs from the plain one{earlier}: {_few(here)}.{place} "
-        f"Likely cause: {cause}. check=False makes the plan without this check.",
+        f"Likely cause: {cause}. check=False would hand the plan over unchecked.",
         differs=first.what, step=first.step, op=None if node is None else node.name, cause=cause,
     )  # fmt: skip
 
 
-def _place(node: fx.Node) -> str:
-    module = module_path(node)
-    return f"{node.name} ({node.target}){f' in {module}' if module else ''}"
+def _place(case: Case, node: fx.Node) -> str:
+    path = module_path(node)
+    module = dict(case.model.named_modules()).get(path)
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None) if module is not None else None
+    source = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return f"{node.name} ({node.target}) in {path or 'the model'}{source}"
 
 
 # Where and why --------------------------------------------------------------------------------------------------------

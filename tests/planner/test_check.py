@@ -183,14 +183,16 @@ def test_what_the_trace_cannot_see(forward: Callable[..., Any]) -> None:
 
 def test_the_error_names_op_gradient_and_cause(built: Built) -> None:
     model, sample, planned = built
-    with pytest.raises(CheckError, match=r"native_dropout \(aten.native_dropout.default\) in drop") as caught:
+    with pytest.raises(CheckError, match=r"native_dropout \(aten.native_dropout.default\) in drop .*\.py:") as caught:
         checked(model, PLANTS["dropout with another probability"](planned, model, sample), sample)
     assert (caught.value.step, caught.value.op) == (1, "native_dropout")
     with pytest.raises(CheckError, match="the gradient of norm.weight") as caught:
         checked(model, PLANTS["a gradient one bit off"](planned, model, sample), sample)
-    with pytest.raises(CheckError, match="though the first steps are equal") as caught:
+    with pytest.raises(CheckError, match="though the first one is equal") as caught:
         checked(model, PLANTS["a stale weight in the forward"](planned, model, sample), sample)
     assert caught.value.step == 2
+    with pytest.raises(CheckError, match=r"'hidden'.*\[1\].*in the memory of .*, plain \['logits'\]"):
+        checked(model, PLANTS["the last logits on their own"](planned, model, sample), sample)
     with pytest.raises(CheckError, match="unused"):
         checked(model, PLANTS["zeros for no gradient"](planned, model, sample), sample)
 

@@ -160,12 +160,15 @@ class Case:
 
 
 def tangent(like: torch.Tensor, device: torch.device, step: int) -> torch.Tensor:
-    """The gradient of an output: one for the loss at the first step, and numbers of its layout for other outputs."""
+    """The gradient of an output: one for the loss at the first step, and numbers for other outputs.
+
+    They are laid out like the output at the first step, without gaps at the second: losses give the one or the other.
+    """
     if like.dim() == 0:
         return torch.full((), 1 - step / 4, dtype=like.dtype, device=device)
     numbers = torch.arange(like.numel(), dtype=torch.float32, device=device).mul_(0.37).add_(step).cos_()
-    dense = span(like) == like.numel()
-    result = (torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device) if dense
+    alike = not step and span(like) == like.numel()
+    result = (torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device) if alike
               else torch.empty(like.shape, dtype=like.dtype, device=device))  # fmt: skip
     return result.copy_(numbers.reshape(like.shape))
 

@@ -170,7 +170,7 @@ def max_batch(
         make_sample: batch size -> sample, as `auto_checkpoint` takes it.
         budget_mb: MiB; None takes the free memory of a CUDA device.
         limit: largest batch to try.
-        options: those of `frontier`, but for `points`.
+        options: those of `frontier`, but for `points`; and `check`, as in `auto_checkpoint`.
 
     Raises:
         BudgetError: not even a batch of one fits; carries the minimum.
@@ -178,7 +178,7 @@ def max_batch(
     budget = Budget(budget_mb).to_bytes(model_device(model), None)
     if budget is None:
         raise BudgetError("budget_mb=None has no meaning on the CPU here: give the MiB that the step may take.")
-    search = _Search(model, make_sample, budget, options)
+    search = _Search(model, make_sample, budget, {"check": "auto", **options})
     low, high = 1, 2
     search.fits(1, must=True)
     while high <= limit and search.fits(high):

@@ -8,6 +8,8 @@ through wrong values alone, to the first of them.
 from __future__ import annotations
 
 import hashlib
+import inspect
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes._torch import below_autograd
 from passes.alias import is_view
+from passes.run.tensors import laid_out
 from passes.trace.modules import module_path
 from planner.decided import Decided
 from planner.errors import CheckError
@@ -45,10 +48,12 @@ def explain(case: Case, planned: Decided, plain: list[Observed], found: list[Dif
             f"the plain step does not repeat itself from equal state; two runs of it differ in {_few(noise)}. Its "
             "forward reads a clock or state outside the model, or changes state that could not be put back"
         )
-        raise _error(found, None, cause)
-    values = _Values(case, planned, first.step - 1)
-    node, cause = _cause(values, plain, first, changed)
-    raise _error(found, node, cause)
+        raise _error(case, found, None, cause)
+    try:
+        node, cause = _cause(_Values(case, planned, first.step - 1), plain, found, changed)
+    except Exception as error:  # noqa: BLE001 - the difference must be told, whatever looking for its cause meets
+        node, cause = None, f"unknown; looking for it met {type(error).__name__}: {' '.join(str(error).split())}"
+    raise _error(case, found, node, cause)
 
 
 def _within(found: list[Difference], noise: list[Difference]) -> bool:
@@ -62,44 +67,57 @@ def _few(found: list[Difference]) -> str:
     return "; ".join(map(str, found[:SHOWN])) + more
 
 
-def _error(found: list[Difference], node: fx.Node | None, cause: str) -> CheckError:
+def _error(case: Case, found: list[Difference], node: fx.Node | None, cause: str) -> CheckError:
     first = found[0]
     here = [d for d in found if d.step == first.step]
-    earlier = "" if first.step == 1 else ", though the first steps are equal"
-    place = "" if node is None else f" First op with another result: {_place(node)}."
+    earlier = "" if first.step == 1 else ", though the first one is equal"
+    place = "" if node is None else f" First op with another result: {_place(case, node)}."
     return CheckError(
         f"the planned step {first.step} differs from the plain one{earlier}: {_few(here)}.{place} "
-        f"Likely cause: {cause}. check=False makes the plan without this check.",
+        f"Likely cause: {cause}. check=False would hand the plan over unchecked.",
         differs=first.what, step=first.step, op=None if node is None else node.name, cause=cause,
     )  # fmt: skip
 
 
-def _place(node: fx.Node) -> str:
-    module = module_path(node)
-    return f"{node.name} ({node.target}){f' in {module}' if module else ''}"
+def _place(case: Case, node: fx.Node) -> str:
+    source = node.args[0] if node.target is operator.getitem else node
+    node = source if isinstance(source, fx.Node) else node
+    path = module_path(node)
+    module = dict(case.model.named_modules()).get(path)
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None) if module is not None else None
+    line = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return f"{node.name} ({node.target}) in {path or 'the model'}{line}"
 
 
 # Where and why --------------------------------------------------------------------------------------------------------
 
 
-def _cause(values: _Values, plain: list[Observed], first: Difference, changed: list[str]) -> tuple[fx.Node | None, str]:
-    wrong, of_trace = values.of_rewrite(), values.of_model()
+def _cause(
+    values: _Values, plain: list[Observed], found: list[Difference], changed: list[str]
+) -> tuple[fx.Node | None, str]:
+    wrong, of_trace, first = values.of_rewrite(), values.of_model(), found[0]
     if wrong is not None:
         return wrong, f"this op of the rewritten step does not compute what was traced. {REPORT}"
-    if first.kind == "generator":
+    if any(d.kind == "generator" for d in found):
         return of_trace, (
             "forward seeds, forks or restores a generator, or draws from Python's random or NumPy's: a trace does that "
             "once and the planned step never again"
         )
     if changed:
         return of_trace, (
-            f"forward changes state that is no buffer ({', '.join(changed[:SHOWN])}), which the planned step does not; "
-            "register it as a buffer (self.register_buffer)"
+            f"forward changes state that is not a buffer ({', '.join(changed[:SHOWN])}), which the planned step does "
+            "not; register it as a buffer (self.register_buffer)"
+        )
+    if first.kind == "state":
+        return of_trace, (
+            "this is changed in a way that a trace does not show: through .data, or once more where "
+            "torch.utils.checkpoint repeats a forward in the backward"
         )
     if values.route_differs(plain):
-        return values.of_route(), (
-            "an op of torch takes another formula while it is traced, as under any dispatch mode, than in eager"
-        )
+        return values.of_route(), "an op of torch takes another formula while it is traced than in eager"
+    if all(d.rounding for d in found):
+        cause = "eager sums in another order here: another memory layout, or another kernel"
+        return of_trace or values.producer(first), cause
     if first.step > 1:
         return of_trace, (
             "a value was read while tracing - of a parameter, a buffer, the inputs or Python - and is a constant now"
@@ -136,6 +154,17 @@ class _Values:
         self.case.take(self._only(lambda *a: _with(outer, self.case.plain, *a), self.case.plain), self.step + 1)
         return _first_wrong(self.planned.prepared.traced.graph_module.graph, self.trace, outer.known)
 
+    def producer(self, first: Difference) -> fx.Node | None:
+        """The op of the trace that computes a gradient: where its value is right in some other place."""
+        traced = self.planned.prepared.traced
+        results: Any = traced.graph_module.graph.output_node().args[0]
+        gradients = dict(zip(map("the gradient of {}".format, self.case.names), results[traced.num_forward_outputs :],
+                             strict=False))  # fmt: skip
+        node = gradients.get(first.what)
+        while isinstance(node, fx.Node) and is_view(node):
+            node = node.all_input_nodes[0]
+        return node if isinstance(node, fx.Node) and node.op == "call_function" else None
+
     def of_rewrite(self) -> fx.Node | None:
         """The first op of the rewritten halves whose result the trace does not have."""
         known = set(self.trace.values())
@@ -164,7 +193,9 @@ class _Values:
     def _tangents(self, tensors: Tensors) -> Tensors:
         traced = self.planned.prepared.traced
         metas = [p.meta["val"] for p in traced.placeholders[traced.num_primals :]]
-        return [tangent(m, tensors[0].device if tensors else torch.device("cpu"), self.step) for m in metas]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        strides = self.planned.step.tangent_strides
+        return [laid_out(tangent(m, device, self.step), s) for m, s in zip(metas, strides, strict=True)]
 
     def _trace(self, tensors: Tensors, found: dict[fx.Node, bytes]) -> None:
         graph_module = self.planned.prepared.traced.graph_module
@@ -192,6 +223,11 @@ class _Noting(fx.Interpreter):
         if n.op == "call_function" and not is_view(n) and (digests := _digests(result)):
             self.found[n] = digests[0]
         return result
+
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A view that eager's layout does not allow becomes a copy: the numbers are what counts."""
+        return super().call_function(torch.reshape if target is torch.ops.aten.view.default else target, args, kwargs)
 
 
 class _Recorder(TorchDispatchMode):

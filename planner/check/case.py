@@ -124,14 +124,15 @@ class Case:
         output, template = run(tensors, step, lambda output: self._backward(output, step))
         own = {t.untyped_storage().data_ptr() for t in given}
         outputs = [self._kept(t.detach(), t.untyped_storage().data_ptr() in own) for t in output]
-        paths: dict[int, str] = {}
+        first: dict[int, str] = {}
         for path, i in slots(template):
-            paths.setdefault(i, path)
+            first.setdefault(i, path)
+        paths = [first[i] for i in range(len(output))]
         return Observed(
             structure=template,
-            outputs={paths[i]: t for i, t in enumerate(outputs)},
-            requires_grad=tuple(t.requires_grad for t in output),
-            memory=_memory(given, output),
+            outputs=dict(zip(paths, outputs, strict=True)),
+            requires_grad={p: t.requires_grad for p, t in zip(paths, output, strict=True)},
+            memory=_memory([*self.names, *(p or "the output" for p in paths)], [*given, *output], paths),
             gradients={n: None if t.grad is None else self._kept(t.grad, False)
                        for n, t in zip(self.names, given, strict=True)},
             state={n: self._after(i, step, t) for i, (n, t) in enumerate(zip(self.names, tensors, strict=True))},
@@ -159,20 +160,24 @@ class Case:
 
 
 def tangent(like: torch.Tensor, device: torch.device, step: int) -> torch.Tensor:
-    """The gradient of an output: one for the loss at the first step, and numbers of its layout for other outputs."""
+    """The gradient of an output: one for the loss at the first step, and numbers for other outputs.
+
+    They are laid out like the output at the first step, without gaps at the second: losses give the one or the other.
+    """
     if like.dim() == 0:
         return torch.full((), 1 - step / 4, dtype=like.dtype, device=device)
     numbers = torch.arange(like.numel(), dtype=torch.float32, device=device).mul_(0.37).add_(step).cos_()
-    dense = span(like) == like.numel()
-    result = (torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device) if dense
+    alike = not step and span(like) == like.numel()
+    result = (torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device) if alike
               else torch.empty(like.shape, dtype=like.dtype, device=device))  # fmt: skip
     return result.copy_(numbers.reshape(like.shape))
 
 
-def _memory(given: Tensors, outputs: Tensors) -> tuple[int, ...]:
-    """For each output the first input or output in whose memory it is."""
-    places = [t.untyped_storage().data_ptr() for t in (*given, *outputs)]
-    return tuple(places.index(p) if p else i for i, p in enumerate(places) if i >= len(given))
+def _memory(names: list[str], tensors: Tensors, outputs: list[str]) -> dict[str, str]:
+    """For each output, which come last, the first of all tensors in whose memory it is."""
+    places = [t.untyped_storage().data_ptr() for t in tensors]
+    holders = [names[places.index(p) if p else i] for i, p in enumerate(places)]
+    return dict(zip(outputs, holders[len(holders) - len(outputs) :], strict=True))
 
 
 def _no_other_backward(primals: Sequence[torch.Tensor], *_: Any) -> list[Any]:

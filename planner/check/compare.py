@@ -20,7 +20,8 @@ class Observed:
 
     Attributes:
         structure: how the output is built, with the tensors' places.
-        outputs: the output's tensors by path.
+        outputs: the output's tensors by path; `requires_grad` and `memory` go with them: whether a gradient flows, and
+            the first input or output in whose memory each is.
         gradients: by the name of the parameter or input; None where there is none.
         state: parameters, buffers and inputs after the step, None for what the step left alone.
         generators: their states after the step, by name.
@@ -28,8 +29,8 @@ class Observed:
 
     structure: Template
     outputs: dict[str, torch.Tensor]
-    requires_grad: tuple[bool, ...]
-    memory: tuple[int, ...]
+    requires_grad: dict[str, bool]
+    memory: dict[str, str]
     gradients: dict[str, torch.Tensor | None]
     state: dict[str, torch.Tensor | None]
     generators: dict[str, Any]
@@ -68,12 +69,12 @@ def _step(step: int, plain: Observed, planned: Observed) -> Iterator[Difference]
     if how := _structure(plain.structure, planned.structure):
         yield Difference(step, "the output's structure", how, "structure")
         return
-    for path, flags in zip(plain.outputs, zip(plain.requires_grad, planned.requires_grad, strict=True), strict=True):
-        if flags[0] != flags[1]:
-            yield Difference(step, _output(path), f"requires_grad {flags[1]}, plain {flags[0]}", "structure")
-    if plain.memory != planned.memory:
-        yield Difference(step, "which outputs and inputs share memory", f"{planned.memory}, plain {plain.memory}",
-                         "structure")  # fmt: skip
+    for path, wanted in plain.requires_grad.items():
+        if (given := planned.requires_grad[path]) != wanted:
+            yield Difference(step, _output(path), f"requires_grad {given}, plain {wanted}", "structure")
+    for path, place in plain.memory.items():
+        if (given_place := planned.memory[path]) != place:
+            yield Difference(step, _output(path), f"in the memory of {given_place}, plain {place}", "structure")
     yield from _tensors(step, "output", plain.outputs, planned.outputs, _output, strides=True)
     yield from _tensors(step, "gradient", plain.gradients, planned.gradients, "the gradient of {}".format)
     yield from _tensors(step, "state", plain.state, planned.state, "{} after the step".format)

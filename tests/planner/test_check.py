@@ -185,14 +185,16 @@ def test_what_the_trace_cannot_see(forward: Callable[..., Any]) -> None:
 
 def test_the_error_names_op_gradient_and_cause(built: Built) -> None:
     model, sample, planned = built
-    with pytest.raises(CheckError, match=r"native_dropout \(aten.native_dropout.default\) in drop") as caught:
+    with pytest.raises(CheckError, match=r"native_dropout \(aten.native_dropout.default\) in drop .*\.py:") as caught:
         checked(model, PLANTS["dropout with another probability"](planned, model, sample), sample)
     assert (caught.value.step, caught.value.op) == (1, "native_dropout")
     with pytest.raises(CheckError, match="the gradient of norm.weight") as caught:
         checked(model, PLANTS["a gradient one bit off"](planned, model, sample), sample)
-    with pytest.raises(CheckError, match="though the first steps are equal") as caught:
+    with pytest.raises(CheckError, match="though the first one is equal") as caught:
         checked(model, PLANTS["a stale weight in the forward"](planned, model, sample), sample)
     assert caught.value.step == 2
+    with pytest.raises(CheckError, match=r"'hidden'.*\[1\].*in the memory of .*, plain \['logits'\]"):
+        checked(model, PLANTS["the last logits on their own"](planned, model, sample), sample)
     with pytest.raises(CheckError, match="unused"):
         checked(model, PLANTS["zeros for no gradient"](planned, model, sample), sample)
 
@@ -205,6 +207,15 @@ def test_the_error_names_the_op_whose_route_differs() -> None:
         return
     with pytest.raises(CheckError, match="First op .* another formula"):
         checked(model, planned, batch())
+
+
+def test_gradients_of_outputs_come_in_two_layouts() -> None:
+    """A loss outside may hand back a gradient laid out like the output, or one without gaps."""
+    like = torch.empty(2, 3, 4, 4, memory_format=torch.channels_last)
+    first, second = (case.tangent(like, like.device, step) for step in range(2))
+    assert first.stride() == like.stride()
+    assert second.is_contiguous()
+    assert not torch.equal(first, second)
 
 
 def test_state_that_forward_changes_is_named() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from planner.check import case
 from planner.command.cli import main
 from planner.units import parse_size
 from solvers.engine import _interruptible
@@ -97,6 +98,23 @@ def test_plan_show_and_diff(factory: Path, capsys: pytest.CaptureFixture[str]) -
     assert code == 1 and "options.budget_bytes" in out
     code, out, _ = run(capsys, "diff", "a.json", "b.json", "--json")
     assert code == 1 and json.loads(out)[0]["what"] == "options.budget_bytes"
+
+
+def test_check(factory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("plan", "mine:small", "--budget", "80%", "--solver", "greedy", "--out", "a.json")
+    for option, steps in ((), 2), (("--check",), 2), (("--no-check",), 0):
+        code, out, _ = run(capsys, *options, *option, "--json")
+        assert code == 0 and json.loads(out)["checked"]["steps"] == steps
+    assert "check by running: 2 steps" in run(capsys, *options)[1]
+    code, out, _ = run(capsys, "check", "a.json", "mine:small")
+    assert code == 0 and out.startswith("check by running: 2 steps beside the plain model, equal bit for bit: ")
+    code, out, _ = run(capsys, "check", "a.json", "mine:small", "--json")
+    assert code == 0 and json.loads(out)["steps"] == 2
+    real = case.run_planned
+    monkeypatch.setattr(case, "run_planned", lambda *a: real(*a) * 2)
+    for arguments in (options, ("check", "a.json", "mine.py:small")):
+        code, out, err = run(capsys, *arguments)
+        assert (code, out) == (2, "") and err.count("\n") == 1 and "differs from the plain one: the output" in err
 
 
 def test_frontier_min_budget_and_max_batch(factory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,7 +92,8 @@ class Traced:
     The joint graph's placeholders are, in this order: `state` (parameters, then buffers), `inputs`, tangents of
     the differentiated outputs. Its outputs are the new values of `mutated` placeholders, `num_outputs` further
     forward outputs, then one gradient (or None) per placeholder before the tangents. `guard` holds what the trace
-    took as given about the inputs' values, `reads` what it took as given about everything else.
+    took as given about the inputs' values, `reads` what it took as given about everything else. `repeated` names the
+    buffers that the plain step updates again when a checkpoint of its own recomputes, and the planned step once.
     """
 
     graph_module: fx.GraphModule
@@ -107,6 +108,7 @@ class Traced:
     reads: Reads
     guard: Guard | None = None
     notes: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
 
     @property
     def num_primals(self) -> int:
@@ -413,6 +415,7 @@ def _traced(
         reads=tracer.recorder.finish(joint.graph_module),
         guard=tracer.guard,
         notes=tracer.notes,
+        repeated=tuple(name for _, names in tracer.watch.checkpoints for name in names),
     )
 
 

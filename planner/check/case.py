@@ -45,6 +45,7 @@ class Case:
         self.originals = [*state_tensors(model, traced.state), *inputs]
         roots = [model, loss_fn, *constants(self.template)]
         self.snapshot = Snapshot(roots, self.originals)
+        self.remembers = False  # whether the plain step, which runs first, left anything on the model
         indices = sorted({t.device.index or 0 for t in self.originals if t.device.type == "cuda"})
         self.generators = Generators(tuple(indices))
         self.start = self.generators.state()
@@ -93,6 +94,7 @@ class Case:
                 self.model.train()
             while len(observed) < steps and not (observed and enough()):
                 if observed:
+                    self.remembers = self.remembers or bool(self.snapshot.changed())
                     self._move_on(tensors)
                 observed.append(self._observe(run, tensors, len(observed)))
         finally:
@@ -106,7 +108,12 @@ class Case:
             return self.originals[i].detach()
         if i >= self.count:
             return self.other_batch[i - self.count].detach()
-        return nudged(self.originals[i], self.traced.state[i].is_parameter)
+        return self._nudged(i, self.originals[i])
+
+    def _nudged(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter or buffer as another step may find it; a forward that remembers things may have read buffers."""
+        is_parameter = self.traced.state[i].is_parameter
+        return nudged(tensor, is_parameter) if is_parameter or not self.remembers else tensor.detach()
 
     def _move_on(self, tensors: Tensors) -> None:
         """Between two steps: as after an optimizer's step and with another batch, the same for every run."""
@@ -116,7 +123,7 @@ class Case:
                 tensor.grad = None
                 if span(tensor) == tensor.numel():  # not expanded
                     own = i < self.count
-                    tensor.copy_(nudged(tensor, self.traced.state[i].is_parameter) if own else self._at(i, 1))
+                    tensor.copy_(self._nudged(i, tensor) if own else self._at(i, 1))
 
     def _observe(self, run: Run, tensors: Tensors, step: int) -> Observed:
         given = list(tensors)
@@ -135,7 +142,8 @@ class Case:
             memory=_memory([*self.names, *(p or "the output" for p in paths)], [*given, *output], paths),
             gradients={n: None if t.grad is None else self._kept(t.grad, False)
                        for n, t in zip(self.names, given, strict=True)},
-            state={n: self._after(i, step, t) for i, (n, t) in enumerate(zip(self.names, tensors, strict=True))},
+            state={n: self._after(i, step, t) for i, (n, t) in enumerate(zip(self.names, tensors, strict=True))
+                   if n not in self.traced.repeated},
             generators=self.generators.state(),
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import numpy
@@ -135,6 +135,15 @@ def names_of(holder: Any) -> Getter:
     return lambda *_: tuple(sorted(own.keys() - {"forward"}))
 
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GET_HOOKS = itemgetter(*HOOKS)
+
+
+def of_hooks(holder: nn.Module) -> Getter:
+    own: dict[str, Any] = object.__getattribute__(holder, "__dict__")
+    return lambda *_: _GET_HOOKS(own)
+
+
 def of_class(holder: type) -> Getter:
     return vars(holder).get
 
@@ -234,6 +243,8 @@ class Matched:
         self.found: list[Any] = []
         self.objects: list[Any] = []
         self.kinds: list[type] = []
+        self.modules: list[dict[str, Any]] = []  # the attributes of each module, for its hooks
+        self.hooks: list[tuple[Any, ...]] = []
         self.empty: list[Any] = []
         self.contents: list[tuple[Any, list[Any]]] = []
         self.versions: list[tuple[torch.Tensor, int]] = []
@@ -247,10 +258,14 @@ class Matched:
 
     def _holds(self) -> bool:
         found = [get(name, MISSING) for get, name in zip(self.getters, self.names, strict=True)]
+        if not all(map(is_, found, self.found)):
+            if not all(map(same_value, found, self.found)):
+                return False
+            self.found = found
         return (
-            all(map(is_, found, self.found))
+            list(map(_GET_HOOKS, self.modules)) == self.hooks
             and all(map(is_, map(type, self.objects), self.kinds))
-            and not any(map(len, self.empty))
+            and not any(self.empty)
             and all(_holds_these(container, items) for container, items in self.contents)
             and all(tensor._version == version for tensor, version in self.versions)
             and all(same_value(get(name, MISSING), value) for get, name, value in self.computed)
@@ -317,7 +332,7 @@ class _Matching:
         return self.matched
 
     def _unreached(self, number: int) -> None:
-        """A submodule that was not reached through a read, but through a list that Python made of it, is at its path."""
+        """A submodule that no read led to (Python came to it some other way) is looked up at its path."""
         known = self.reads.objects[number]
         if number in self.objects or not known.is_submodule:
             return
@@ -366,8 +381,7 @@ class _Matching:
             number = self.pending.pop()
             for read in self.reads.by_object.get(number, ()):
                 getter = self._getter(read, self.objects[number])
-                known = self.reads.objects[number]
-                self._check(read, getter, f"{known.path or 'the model'} ({known.kind.__name__})")
+                self._check(read, getter, read.label)
 
     def _getter(self, read: Read, holder: Any) -> Getter:
         try:
@@ -378,13 +392,18 @@ class _Matching:
     def _check(self, read: Read, getter: Getter, label: str) -> None:
         value = getter(read.name, MISSING)
         matched = self.matched
-        if read.getter is names_of or (read.getter is by_attribute and isinstance(read.holder, Object)):
+        if isinstance(read.expected, State) and read.getter in (of_parameters, of_buffers):
+            pass  # looked up with the state
+        elif read.getter is of_hooks:
+            matched.modules.append(object.__getattribute__(self.objects[read.holder.index], "__dict__"))
+            matched.hooks.append(value)
+        elif read.getter is names_of or (read.getter is by_attribute and isinstance(read.holder, Object)):
             matched.computed.append((getter, read.name, value))
         else:
             matched.getters.append(getter)
             matched.names.append(read.name)
             matched.found.append(value)
-        if getattr(value, "runs_plan", False):
+        if getattr(type(value), "runs_plan", False):
             value = MISSING if value.previous is None else value.previous
         if not self.agrees(read.expected, value):
             now, then = (f"{read.name}={text}" for text in (show(value), describe(read.expected)))
@@ -392,26 +411,14 @@ class _Matching:
 
     def agrees(self, expected: Expected, value: Any) -> bool:
         """Whether `value` can stand for what was found there while tracing."""
-        match expected:
-            case None:
-                return True
-            case Literal(then):
-                return same_value(value, then)
-            case Same(then):
-                return value is then
-            case State(index):
-                return value is self.tensors[index]
-            case Constant(then):
-                return self._same_tensor(value, then)
-            case Object(index):
-                return self._same_object(index, value)
-            case Whole(kind, items):
-                self.matched.contents.append((value, items))
-                return type(value) is kind and _holds_these(value, items)
-            case Contents(kind, parts):
-                return type(value) is kind and self._same_parts(value, expected, parts)
+        return expected is None or _AGREES[type(expected)](self, expected, value)
 
-    def _same_object(self, index: int, value: Any) -> bool:
+    def _same_whole(self, expected: Whole, value: Any) -> bool:
+        self.matched.contents.append((value, expected.items))
+        return type(value) is expected.kind and _holds_these(value, expected.items)
+
+    def _same_object(self, expected: Object, value: Any) -> bool:
+        index = expected.index
         if index in self.objects:
             return value is self.objects[index]
         if type(value) is not self.reads.objects[index].kind or id(value) in self.numbers:
@@ -419,7 +426,9 @@ class _Matching:
         self._bind(index, value)
         return True
 
-    def _same_parts(self, value: Any, expected: Contents, parts: tuple[Expected, ...]) -> bool:
+    def _same_parts(self, expected: Contents, value: Any) -> bool:
+        if type(value) is not expected.kind:
+            return False
         if (id(value), id(expected)) in self.open:
             return True  # a container that holds itself
         self.open.add((id(value), id(expected)))
@@ -430,9 +439,10 @@ class _Matching:
                 self.matched.contents.append((value, now if by_value else items_of(value)))
             else:
                 self.matched.empty.append(value)
-        return len(now) == len(parts) and all(map(self.agrees, parts, now))
+        return len(now) == len(expected.parts) and all(map(self.agrees, expected.parts, now))
 
-    def _same_tensor(self, value: Any, then: torch.Tensor) -> bool:
+    def _same_tensor(self, expected: Constant, value: Any) -> bool:
+        then = expected.value
         if value is then and id(then) in self.reads.live:
             return True
         self.matched.versions += [(t, t._version) for t in (value, then) if isinstance(t, torch.Tensor)]
@@ -445,13 +455,23 @@ class _Matching:
         )
 
 
+_AGREES: dict[type, Callable[[_Matching, Any, Any], bool]] = {
+    Literal: lambda _, expected, value: same_value(value, expected.value),
+    Same: lambda _, expected, value: value is expected.value,
+    State: lambda matching, expected, value: value is matching.tensors[expected.index],
+    Constant: _Matching._same_tensor,
+    Object: _Matching._same_object,
+    Whole: _Matching._same_whole,
+    Contents: _Matching._same_parts,
+}
+
+
 def show(value: Any) -> str:
     """A value in an error message."""
     if isinstance(value, (nn.Module, torch.Tensor)) or type(value).__repr__ is object.__repr__:
         return describe_kind(type(value))
-    name = getattr(value, "__qualname__", None)
-    if isinstance(name, str):
-        return name
+    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+        return value.__qualname__
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 

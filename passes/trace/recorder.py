@@ -2,8 +2,8 @@
 
 Attributes are seen by a `__getattribute__` that `nn.Module` and the classes of configs and other plain objects have for
 the time of the trace: objects keep their types, and every way to an attribute leads through it. Globals, methods and
-closures are taken from the code that ran, seen by a profile function: what its names mean is recorded before it runs. Torch's
-own ops are not looked into.
+closures are taken from the code that ran, seen by a profile function: what its names mean is recorded before it runs.
+Torch's own ops are not looked into.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from .arguments import StateEntry, state_tensors
 from .reads import (
+    HOOKS,
     LARGEST,
     LITERALS,
     MISSING,
@@ -49,6 +50,7 @@ from .reads import (
     names_of,
     of_class,
     of_globals,
+    of_hooks,
     of_instance,
     parts_of,
 )
@@ -88,13 +90,13 @@ class Recorder:
             sys.setprofile(before)
             while self.watched:
                 kind, own = self.watched.popitem()
-                if own is None:
-                    type.__delattr__(kind, "__getattribute__")
-                else:
+                if own is not None:
                     type.__setattr__(kind, "__getattribute__", own)
+                elif "__getattribute__" in vars(kind):
+                    type.__delattr__(kind, "__getattribute__")
 
     def finish(self, graph_module: fx.GraphModule) -> Reads:
-        """What was read. What the forward changed outside the model's modules, where that is undone, is as it is now."""
+        """What was read; outside the model's modules, as it is after the trace."""
         self.state = {id(t): i for i, t in enumerate(state_tensors(self.model, self.entries))}
         by_object: dict[int, list[Read]] = {}
         fixed: list[Read] = []
@@ -111,7 +113,10 @@ class Recorder:
             if self.known[holder.index].is_submodule:
                 return read
             holder = self.objects[holder.index]
-        return replace(read, expected=self.snapshot(read.getter(holder)(read.name, MISSING), read.label))
+        found = [read.getter(holder)(read.name, MISSING) for _ in range(2)]
+        expected = self.snapshot(found[0], read.label)
+        made_anew = isinstance(expected, Same) and found[0] is not found[1]
+        return replace(read, expected=None if made_anew else expected)
 
     # Values ---------------------------------------------------------------------------------------------------------
 
@@ -159,7 +164,7 @@ class Recorder:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             self._read(cell, by_attribute, "cell_contents", f"{name} in the closure of {value.__qualname__}")
         if _is_users(value.__code__):
-            for name in ("__code__", "__defaults__", "__kwdefaults__"):
+            for name in ("__code__", "__defaults__", "__kwdefaults__", "__dict__"):
                 self._read(value, by_attribute, name, where)
 
     def _read(self, holder: Any, getter: Callable[[Any], Getter], name: str, label: str) -> Any:
@@ -196,12 +201,22 @@ class Recorder:
         if threading.get_ident() != self.thread or (machinery and name not in _READ_BY_MACHINERY):
             return
         self.looked_at.add((id(obj), name))
-        if name in _READ_AS_A_WHOLE:
-            self._own(obj, "", names_of)
-            for each in ("forward", *object.__getattribute__(obj, "__dict__")):
-                self._own(obj, each)
+        if name in HOOKS:
+            self._own(obj, "hooks", of_hooks)
+        elif name in _READ_AS_A_WHOLE:
+            self._whole(obj)
         elif not (name.startswith("__") and name.endswith("__")):
             self._attribute(obj, name, usual)
+
+    def _whole(self, obj: Any) -> None:
+        if type(obj).__dictoffset__:
+            self._own(obj, "", names_of)
+            for name in ("forward", *object.__getattribute__(obj, "__dict__")):
+                self._own(obj, name)
+        for kind in type(obj).__mro__:
+            for name, value in vars(kind).items():
+                if isinstance(value, types.MemberDescriptorType):
+                    self._own(obj, name, by_attribute)
 
     def _attribute(self, obj: Any, name: str, usual: Callable[[Any, str], Any]) -> None:
         """The place where Python finds the attribute, and those where it looks before."""
@@ -229,8 +244,9 @@ class Recorder:
         place = Object(number)
         self.reads[number, getter, name] = Read(place, getter, name, None)
         value = getter(obj)(name, MISSING)
-        path = self.known[number].path
-        self.reads[number, getter, name] = Read(place, getter, name, self.snapshot(value, f"{path}.{name}".strip(".")))
+        path, kind = self.known[number].path, type(obj).__name__
+        expected = self.snapshot(value, f"{path}.{name}".strip("."))
+        self.reads[number, getter, name] = Read(place, getter, name, expected, f"{path or 'the model'} ({kind})")
 
     # Code -----------------------------------------------------------------------------------------------------------
 
@@ -302,8 +318,7 @@ _WRAPPERS = {
     property: "fget", staticmethod: "__func__", classmethod: "__func__", functools._lru_cache_wrapper: "__wrapped__"
 }  # fmt: skip
 _ON_THE_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_READ_BY_MACHINERY = frozenset({"forward", *_HOOKS})
+_READ_BY_MACHINERY = frozenset({"forward", *HOOKS})
 _MACHINERY = frozenset({
     "__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward", "inner", "__getattr__", "__setattr__", "__delattr__",
 })  # fmt: skip
@@ -343,7 +358,7 @@ def _is_users(code: types.CodeType) -> bool:
 
 @functools.lru_cache(None)
 def _is_users_file(file: str) -> bool:
-    """Whether code of this file is looked into: not Python's own, nor torch's but for its modules, nor this library's."""
+    """Whether code of this file is looked into: neither Python's own nor this library's; of torch's only torch.nn."""
     if file.startswith(_TORCH):
         return file.startswith(_TORCH_NN) and file != module_file.__file__
     if "site-packages" not in file and file.startswith(_PYTHON):

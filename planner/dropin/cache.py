@@ -29,6 +29,7 @@ from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_k
 
 CACHE_SIZE = 8
 Replan = Callable[[nn.Module, Any, "tuple[str, ...] | None"], Planned]
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter})
 _DECIDES = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
@@ -49,9 +50,9 @@ class Entry:
     def holds(self, model: nn.Module, loss_fn: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The model's parameters and buffers where the plan holds for a call now; its key is compared before."""
         tensors = self._state(model, loss_fn)
-        if tensors is None or (
-            list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state
-        ):
+        if tensors is None or not _PLAIN.issuperset(map(type, tensors)):
+            return None
+        if list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state:
             return None
         guard = self.planned.prepared.traced.guard
         return tensors if guard is None or guard.holds(inputs) else None
@@ -86,7 +87,7 @@ class PlanState:
     def start(self, bound: Mapping[str, Any], planned: Planned) -> None:
         """Remember the first plan, made for calls that look like `bound`."""
         self.traced_forward = self.model.__dict__.get("forward")
-        self.first = self._add(call_key(*flatten(dict(bound))), planned)
+        self.first = replace(self._add(call_key(*flatten(dict(bound))), planned))  # a copy, never bound to the model
 
     def around(self, model: nn.Module) -> PlanState:
         """The same plans for another instance of the model; whether they hold for it is seen when it is called."""
@@ -137,7 +138,8 @@ class PlanState:
         # A surrounding torch.utils.checkpoint counts the tensors that autograd saves: tracing must not add to them.
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), self.set_aside():
             planned = self.replan(self.model, dict(bound), self.differentiated)
-        self.cache = [e for e in self.cache if e is not outdated]
+        # An entry whose model was changed since finds its objects again when it is next looked at.
+        self.cache = [replace(e, matched=None) for e in self.cache if e is not outdated]
         return self._add(key, planned), state_tensors(self.model, planned.prepared.traced.state)
 
     def _execute(self, planned: Planned, primals: list[torch.Tensor]) -> Any:

@@ -104,10 +104,14 @@ def items_of(value: Any) -> list[Any]:
     return [*value, *value.values()] if isinstance(value, dict) else list(value)
 
 
+def _in_a_set(value: Any) -> tuple[str, str]:
+    return type(value).__name__, repr(value) if type(value) in LITERALS else str(id(value))
+
+
 _PARTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
     ((list, tuple, deque), list),
     (dict, items_of),
-    ((set, frozenset), lambda s: sorted(s, key=lambda v: (type(v).__name__, repr(v)))),
+    ((set, frozenset), lambda s: sorted(s, key=_in_a_set)),
     (types.MethodType, lambda m: [m.__func__, m.__self__]),
     (partial, lambda p: [p.func, p.args, p.keywords]),
     (types.SimpleNamespace, lambda n: [vars(n)]),
@@ -407,7 +411,7 @@ class _Matching:
             value = MISSING if value.previous is None else value.previous
         if not self.agrees(read.expected, value):
             now, then = (f"{read.name}={text}" for text in (show(value), describe(read.expected)))
-            raise Differs(label, f"{label} with {now}", then)
+            raise Differs("(read by forward)", f"{label} with {now}", then)
 
     def agrees(self, expected: Expected, value: Any) -> bool:
         """Whether `value` can stand for what was found there while tracing."""
@@ -472,7 +476,10 @@ def show(value: Any) -> str:
         return describe_kind(type(value))
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         return value.__qualname__
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - the user's own code
+        return describe_kind(type(value))
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 

@@ -87,7 +87,7 @@ class Recorder:
             with _NotInsideOps(self._profile):
                 yield
         finally:
-            sys.setprofile(before)
+            _profile_again(before)
             while self.watched:
                 kind, own = self.watched.popitem()
                 if own is not None:
@@ -253,14 +253,15 @@ class Recorder:
     def _profile(self, frame: types.FrameType, event: str, _: Any) -> None:
         if event == "call" and threading.get_ident() == self.thread and _is_users(frame.f_code):
             code = frame.f_code
-            first = code.co_varnames[0] if code.co_argcount else ""
-            owner = frame.f_locals[first] if first in ("self", "cls") and first in frame.f_locals else None
-            owner = owner if isinstance(owner, type) or owner is None else type(owner)
-            if (code, owner, id(frame.f_globals)) not in self.entered:
-                self.entered.add((code, owner, id(frame.f_globals)))
-                self._enter(code, owner, frame.f_globals)
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            known = id(first) in self.numbers or (code.co_argcount and code.co_varnames[0] == "self")
+            self._enter(code, first if isinstance(first, type) else type(first) if known else None, frame.f_globals)
 
     def _enter(self, code: types.CodeType, owner: type | None, names: dict[str, Any]) -> None:
+        """Record what the code's names mean: globals, attributes of modules and classes, environment variables."""
+        if (code, owner, id(names)) in self.entered:
+            return
+        self.entered.add((code, owner, id(names)))
         label = f"module {names.get('__name__', '?')}"
         for name in code.co_names:
             if name in names:
@@ -270,12 +271,17 @@ class Recorder:
         if owner is not None:
             for name in (code.co_name, *code.co_names):
                 self._class_attribute(owner, name)
+        if not {"environ", "getenv"}.isdisjoint(code.co_names):
+            for name in filter(lambda c: isinstance(c, str), code.co_consts):
+                self._read(os.environ, of_globals, name, "the environment")
 
     def _named(self, value: Any, code: types.CodeType) -> None:
         """The code may read attributes of the modules and classes that it names."""
         if isinstance(value, type):
             for name in code.co_names:
                 self._class_attribute(value, name)
+            if issubclass(value, torch.autograd.Function) and value is not torch.autograd.Function:
+                self._autograd_function(value)
         if not isinstance(value, types.ModuleType) or (code, value) in self.entered:
             return
         self.entered.add((code, value))
@@ -285,6 +291,14 @@ class Recorder:
             if found is not MISSING and (users or callable(found) or isinstance(found, types.ModuleType)):
                 self._named(self._read(vars(value), of_globals, name, f"module {value.__name__}"), code)
 
+    def _autograd_function(self, kind: type) -> None:
+        """Torch calls these by name, and the backward after the forward."""
+        for name in ("forward", "setup_context", "backward"):
+            self._class_attribute(kind, name)
+            function = getattr(kind, name)
+            if isinstance(function, types.FunctionType) and _is_users(function.__code__):
+                self._enter(function.__code__, kind, function.__globals__)
+
     def _class_attribute(self, kind: type, name: str) -> None:
         """A name as the classes define it: where it is found, and in what comes before."""
         defined = [c for c in kind.__mro__ if name in vars(c)]
@@ -293,6 +307,15 @@ class Recorder:
         for each in kind.__mro__[: kind.__mro__.index(defined[-1]) + 1]:
             if each.__flags__ & _ON_THE_HEAP:
                 self._read(each, of_class, name, f"class {each.__qualname__}")
+
+
+def _profile_again(before: Any) -> None:
+    """Give the thread its profile function back; cProfile's object is not one, and is started again."""
+    if hasattr(before, "enable"):
+        sys.setprofile(None)
+        before.enable()
+    else:
+        sys.setprofile(before)
 
 
 class _NotInsideOps(TorchFunctionMode):
@@ -358,7 +381,7 @@ def _is_users(code: types.CodeType) -> bool:
 
 @functools.lru_cache(None)
 def _is_users_file(file: str) -> bool:
-    """Whether code of this file is looked into: neither Python's own nor this library's; of torch's only torch.nn."""
+    """Whether code of this file is looked into: not Python's own nor this library's; of torch's, torch.nn's alone."""
     if file.startswith(_TORCH):
         return file.startswith(_TORCH_NN) and file != module_file.__file__
     if "site-packages" not in file and file.startswith(_PYTHON):

@@ -27,32 +27,34 @@ from torch.nn.modules import module as module_file
 from torch.overrides import TorchFunctionMode
 
 from .arguments import StateEntry, state_tensors
-from .reads import (
-    HOOKS,
+from .expected import (
     LARGEST,
     LITERALS,
     MISSING,
-    REGISTERED,
     Constant,
     Contents,
     Expected,
-    Getter,
-    Known,
     Literal,
     Object,
-    Read,
-    Reads,
     Same,
     State,
     Whole,
-    by_attribute,
     items_of,
+    parts_of,
+)
+from .reads import (
+    HOOKS,
+    REGISTERED,
+    Getter,
+    Known,
+    Read,
+    Reads,
+    by_attribute,
     names_of,
     of_class,
     of_globals,
     of_hooks,
     of_instance,
-    parts_of,
 )
 
 
@@ -343,7 +345,7 @@ _WRAPPERS = {
 _ON_THE_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 _READ_BY_MACHINERY = frozenset({"forward", *HOOKS})
 _MACHINERY = frozenset({
-    "__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward", "inner", "__getattr__", "__setattr__", "__delattr__",
+    """Whether the code of this file is looked into: neither Python's own nor ours, and of torch only torch.nn."""
 })  # fmt: skip
 _READ_AS_A_WHOLE = frozenset({"__dict__", "__reduce_ex__", "__reduce__", "__getstate__", "__deepcopy__", "__copy__"})
 _NOT_OBJECTS = (type, types.ModuleType, types.FunctionType, BaseException, enum.Enum, torch.Generator)
@@ -381,7 +383,7 @@ def _is_users(code: types.CodeType) -> bool:
 
 @functools.lru_cache(None)
 def _is_users_file(file: str) -> bool:
-    """Whether code of this file is looked into: not Python's own nor this library's; of torch's, torch.nn's alone."""
+    """Whether code of this file is looked into: not Python's nor this library's, and of torch only torch.nn."""
     if file.startswith(_TORCH):
         return file.startswith(_TORCH_NN) and file != module_file.__file__
     if "site-packages" not in file and file.startswith(_PYTHON):

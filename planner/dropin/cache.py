@@ -20,7 +20,8 @@ from passes.errors import InputMismatch
 from passes.run.random import set_rng_state
 from passes.trace.arguments import argument_names, run_model, state_tensors
 from passes.trace.capture import Traced
-from passes.trace.reads import Differs, Matched, Reads
+from passes.trace.matching import Differs, match
+from passes.trace.reads import Matched, Reads
 from passes.trace.structure import flatten, unflatten
 from planner.pipeline import Planned
 from solvers.errors import PlannerError
@@ -62,7 +63,7 @@ class Entry:
         tensors = self.matched.state() if self.matched else None
         if tensors is None:
             try:
-                self.matched = self.reads.match(model, loss_fn)
+                self.matched = match(self.reads, model, loss_fn)
             except Differs:
                 self.matched = None
             else:
@@ -172,7 +173,7 @@ class PlanState:
             if got != expected:
                 return InputMismatch(name, describe_tensor(got), describe_tensor(expected), hint)
         try:
-            state = self.first.reads.match(self.model, self.loss_fn).tensors() or []
+            state = match(self.first.reads, self.model, self.loss_fn).tensors() or []
         except Differs as differs:
             return InputMismatch(differs.where, differs.now, differs.then, hint)
         entries = self.first.reads.entries

@@ -345,7 +345,7 @@ _WRAPPERS = {
 _ON_THE_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 _READ_BY_MACHINERY = frozenset({"forward", *HOOKS})
 _MACHINERY = frozenset({
-    """Whether the code of this file is looked into: neither Python's own nor ours, and of torch only torch.nn."""
+    "__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward", "inner", "__getattr__", "__setattr__", "__delattr__",
 })  # fmt: skip
 _READ_AS_A_WHOLE = frozenset({"__dict__", "__reduce_ex__", "__reduce__", "__getstate__", "__deepcopy__", "__copy__"})
 _NOT_OBJECTS = (type, types.ModuleType, types.FunctionType, BaseException, enum.Enum, torch.Generator)
@@ -383,7 +383,7 @@ def _is_users(code: types.CodeType) -> bool:
 
 @functools.lru_cache(None)
 def _is_users_file(file: str) -> bool:
-    """Whether code of this file is looked into: not Python's nor this library's, and of torch only torch.nn."""
+    """Whether the code of this file is looked into: neither Python's own nor ours, and of torch only torch.nn."""
     if file.startswith(_TORCH):
         return file.startswith(_TORCH_NN) and file != module_file.__file__
     if "site-packages" not in file and file.startswith(_PYTHON):

@@ -20,7 +20,8 @@ from passes.errors import InputMismatch
 from passes.run.random import set_rng_state
 from passes.trace.arguments import argument_names, run_model, state_tensors
 from passes.trace.capture import Traced
-from passes.trace.reads import Differs, Matched, Reads
+from passes.trace.matching import Differs, match
+from passes.trace.reads import Matched, Reads
 from passes.trace.structure import flatten, unflatten
 from planner.decided import Decided
 from planner.pipeline import Replan
@@ -29,6 +30,7 @@ from solvers.errors import PlannerError
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
 
 CACHE_SIZE = 8
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter})
 _DECIDES = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
@@ -49,9 +51,9 @@ class Entry:
     def holds(self, model: nn.Module, loss_fn: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The model's parameters and buffers where the plan holds for a call now; its key is compared before."""
         tensors = self._state(model, loss_fn)
-        if tensors is None or (
-            list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state
-        ):
+        if tensors is None or not _PLAIN.issuperset(map(type, tensors)):
+            return None
+        if list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state:
             return None
         guard = self.planned.prepared.traced.guard
         return tensors if guard is None or guard.holds(inputs) else None
@@ -61,7 +63,7 @@ class Entry:
         tensors = self.matched.state() if self.matched else None
         if tensors is None:
             try:
-                self.matched = self.reads.match(model, loss_fn)
+                self.matched = match(self.reads, model, loss_fn)
             except Differs:
                 self.matched = None
             else:
@@ -87,7 +89,7 @@ class PlanState:
         """Remember the first plan, made for calls that look like `bound`."""
         self.still_eval = not self.model.training
         self.traced_forward = self.model.__dict__.get("forward")
-        self.first = self._add(call_key(*flatten(dict(bound))), planned)
+        self.first = replace(self._add(call_key(*flatten(dict(bound))), planned))  # a copy, never bound to the model
 
     def around(self, model: nn.Module) -> PlanState:
         """The same plans for another instance of the model; whether they hold for it is seen when it is called."""
@@ -141,7 +143,8 @@ class PlanState:
         # A surrounding torch.utils.checkpoint counts the tensors that autograd saves: tracing must not add to them.
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), self.set_aside():
             planned = self.replan(self.model, dict(bound), self.differentiated)
-        self.cache = [e for e in self.cache if e is not outdated]
+        # An entry whose model was changed since finds its objects again when it is next looked at.
+        self.cache = [replace(e, matched=None) for e in self.cache if e is not outdated]
         return self._add(key, planned), state_tensors(self.model, planned.prepared.traced.state)
 
     def _execute(self, planned: Decided, primals: list[torch.Tensor]) -> Any:
@@ -184,7 +187,7 @@ class PlanState:
             if got != expected:
                 return InputMismatch(name, describe_tensor(got), describe_tensor(expected), hint)
         try:
-            state = self.first.reads.match(self.model, self.loss_fn).tensors() or []
+            state = match(self.first.reads, self.model, self.loss_fn).tensors() or []
         except Differs as differs:
             return InputMismatch(differs.where, differs.now, differs.then, hint)
         entries = self.first.reads.entries

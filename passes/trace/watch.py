@@ -97,10 +97,10 @@ _NAMED: dict[tuple[str, str], Construct] = {
     ("threading.py", "current_thread"): OUTSIDE,
 }  # fmt: skip
 _ENVIRONMENT = type(os.environ).__getitem__.__code__
-_BETWEEN = frozenset(
-    [*_FILES, _ENVIRONMENT.co_filename, Mapping.get.__code__.co_filename, _source(contextlib), _source(torch.random), os.path.join(_TORCH, "_compile.py"),
-     os.path.join(_TORCH, "_dynamo", "eval_frame.py")]
-)  # fmt: skip
+_BETWEEN = frozenset({
+    *_FILES, _ENVIRONMENT.co_filename, Mapping.get.__code__.co_filename, _source(contextlib), _source(torch.random),
+    os.path.join(_TORCH, "_compile.py"), os.path.join(_TORCH, "_dynamo", "eval_frame.py"),
+})  # fmt: skip
 
 
 @functools.lru_cache(maxsize=8192)
@@ -151,7 +151,8 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.codes: dict[types.CodeType, None] = {}
         self.error: Unsupported | None = None
-        self._before, self._running, self.custom_backward = None, False, False
+        self._before: Any = None
+        self._running = self.custom_backward = False
         self.notes: tuple[str, ...] = ()
         self.updates, self.checkpoints = updates, list[tuple[str, tuple[str, ...]]]()
         self._open: list[tuple[types.FrameType, str, dict[str, Any]]] = []
@@ -231,7 +232,8 @@ class Watch(TorchFunctionMode):
 
 
 def _code_of(function: Any) -> types.CodeType:
-    return getattr(function, "__wrapped__", function).__code__  # type: ignore[no-any-return]
+    code: types.CodeType = getattr(function, "__wrapped__", function).__code__
+    return code
 
 
 _CHECKPOINT = _code_of(torch.utils.checkpoint.checkpoint)

@@ -55,9 +55,7 @@ class HandedOver:
 class PlanState:
     """Everything behind a `PlannedModule`: the cache of planned steps and the checks before each call."""
 
-    def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any] | None, replan: Replan, on_new_shape: str
-    ) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, replan: Replan, on_new_shape: str) -> None:
         self.model, self.loss_fn, self.replan, self.on_new_shape = model, loss_fn, replan, on_new_shape
         self.signature = call_signature(model, loss_fn)
         self.traced_forward = model.__dict__.get("forward")
@@ -131,9 +129,9 @@ class PlanState:
             return
         self.still_eval = False
         warnings.warn(
-            f"this {type(self.model).__name__} was planned in eval mode (from_pretrained returns models in it) and still "
-            "is: its own forward runs, and not under the budget. Call model.train() for training steps, or evaluate "
-            "under torch.no_grad().",
+            f"this {type(self.model).__name__} was planned in eval mode (from_pretrained returns models in it) and "
+            "still is: its own forward runs, and not under the budget. Call model.train() for training steps, or "
+            "evaluate under torch.no_grad().",
             stacklevel=_user_frame(),
         )
 

@@ -244,7 +244,7 @@ class _StepTracer:
         def changes() -> dict[str, int]:
             return {name: mutation_count(t) for name, t in buffers.items()}
 
-        counts, watch = changes(), Watch(changes)
+        counts, watch = changes(), Watch(changes, flat[: len(self.entries)])
         value = self._run(flat, watch)
         refuse_hidden(flatten(value)[1], "the output")
         steady = frozenset(name for name, count in changes().items() if count == counts[name])
@@ -426,4 +426,3 @@ def _attribute(model: nn.Module, name: str) -> Any:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path) if path else model
     return getattr(module, leaf)
-

@@ -124,7 +124,8 @@ def alike(now: Any, before: Any, depth: int = 0) -> bool:
 def changed(change: Change) -> bool:
     """Whether the place of this change differs from the snapshot now."""
     with really():
-        return any(c.path == change.path for c in node_changes(change.node, same))
+        found = node_changes(change.node, same)
+        return any(c.path == change.path or change.node.kind == "names" for c in found)
 
 
 def node_changes(node: Node, alike: Callable[[Any, Any], bool]) -> Iterator[Change]:

@@ -94,6 +94,7 @@ def case(kind: str, expected: str, **attributes: Callable[[], Any]) -> Callable[
 COUNTER = 0
 SEEN: list[Any] = []
 TABLE: dict[str, Any] = {}
+CYCLE = itertools.cycle([1.0, 2.0, 3.0])
 
 
 class Config:
@@ -135,6 +136,8 @@ def _reset_globals() -> None:
     SEEN.clear()
     TABLE.clear()
     Config.calls = 0
+    if hasattr(Wrap, "steps"):
+        del Wrap.steps
     remembered.__defaults__[0].clear()  # type: ignore[index]
     closure.reset()  # type: ignore[attr-defined]
     a_default_read_late.__defaults__[0].clear()  # type: ignore[index]
@@ -745,7 +748,7 @@ def every_second_call_differs(self: Any, x: torch.Tensor) -> Any:
 def builds_a_layer(self: Any, x: torch.Tensor) -> Any:
     if not hasattr(self, "extra"):
         self.extra = nn.Linear(8, 8)  # <<
-    return self.extra(self.layer(x))
+    return self.extra(self.layer(x))  # <<
 
 
 @case("A.4", "said", total=lambda: 0)
@@ -872,6 +875,113 @@ class Shaky(torch.autograd.Function):
 @case("A.3", "refused")
 def python_randomness_in_the_backward(self: Any, x: torch.Tensor) -> Any:
     return Shaky.apply(self.layer(x))
+
+
+@case("A.4", "refused", cfg=collections.Counter)
+def a_counter_object(self: Any, x: torch.Tensor) -> Any:
+    self.cfg["n"] += 1
+    return self.layer(x) * self.cfg["n"]  # <<
+
+
+@case("A.4", "refused", cfg=lambda: collections.defaultdict(int))
+def a_default_dict(self: Any, x: torch.Tensor) -> Any:
+    self.cfg["n"] += 1
+    return self.layer(x) * (2 if self.cfg["n"] > 30 else 1)  # <<
+
+
+@case("A.4", "refused")
+def an_attribute_of_its_class(self: Any, x: torch.Tensor) -> Any:
+    type(self).steps = getattr(type(self), "steps", 0) + 1  # <<
+    return self.layer(x) * type(self).steps  # <<
+
+
+@case("A.4", "refused")
+def a_global_iterator(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * next(CYCLE)  # <<
+
+
+@case("A.4", "refused", its=lambda: {"a": iter(range(1, 99))})
+def an_iterator_in_a_dict(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * next(self.its["a"])  # <<
+
+
+@case("A.4", "refused")
+def swaps_its_layers(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    self.layer, self.other = nn.Identity(), self.layer
+    return y
+
+
+@case("A.4", "refused")
+def freezes_a_parameter(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    self.layer.bias.requires_grad_(False)  # <<
+    return y
+
+
+@case("A.4", "refused")
+def reads_a_gradient(self: Any, x: torch.Tensor) -> Any:
+    found = self.layer.weight.grad  # <<
+    return self.layer(x) if found is None else self.layer(x) * 2
+
+
+@case("A.4", "refused")
+def drops_a_gradient(self: Any, x: torch.Tensor) -> Any:
+    self.layer.weight.grad = None  # <<
+    return self.layer(x)
+
+
+@case("A.4", "refused", items=lambda: [Config(), Config()])
+def objects_in_a_list(self: Any, x: torch.Tensor) -> Any:
+    for item in self.items:
+        item.n += 1
+    return self.layer(x) * self.items[1].n  # <<
+
+
+@case("A.4", "refused", pair=lambda: (0, [0]))
+def a_list_in_a_tuple(self: Any, x: torch.Tensor) -> Any:
+    self.pair[1][0] += 1
+    return self.layer(x) * self.pair[1][0]  # <<
+
+
+@case("A.4", "refused", record=lambda: Record(0))
+def a_dataclass_that_counts(self: Any, x: torch.Tensor) -> Any:
+    self.record.n += 1
+    return self.layer(x) / self.record.n  # <<
+
+
+@case("A.4", "refused", scale=lambda: 1.0)
+def a_decaying_factor(self: Any, x: torch.Tensor) -> Any:
+    self.scale *= 0.5
+    return self.layer(x) * self.scale  # <<
+
+
+@case("A.4", "refused")
+def a_hook_registered(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    self.layer.register_forward_hook(lambda module, args, out: out * 2)  # <<
+    return y
+
+
+@case("A.3", "refused")
+def numpy_choice(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * int(np.random.choice([1, 2, 3]))  # <<
+
+
+@case("A.3", "refused")
+def a_system_generator(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * random.SystemRandom().random()  # <<
+
+
+@case("A.3", "refused")
+def the_age_of_a_file(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * (1 + os.path.getmtime(os.devnull) % 7)  # <<
+
+
+@case("A.3", "refused")
+def a_shuffled_index(self: Any, x: torch.Tensor) -> Any:
+    order = sorted(range(4), key=lambda i: random.random())  # <<
+    return self.layer(x)[order]
 
 
 # A.9: updates inside a checkpoint -----------------------------------------------------------------------------------

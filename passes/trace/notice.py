@@ -159,7 +159,8 @@ def _compare_steps(
 
 def _outermost(change: Change, changes: list[Change]) -> Change:
     """The change of the first step in the same place; the second step's may be in what the first one made."""
-    return next((c for c in changes if c.path == change.path), change)
+    alike = [c for c in changes if c.path == change.path] or [c for c in changes if c.node.owner is change.node.owner]
+    return next(iter(alike), change)
 
 
 def _say_checkpoints(watch: Watch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import random
 import types
 from collections import OrderedDict, deque
@@ -29,6 +30,7 @@ class Walk(Protocol):
         """Visit further values, each with its path and the name that code has for it."""
 
 
+MAX_ITEMS = 10_000  # of one container that are followed; whether it changes itself is seen in any size
 LARGEST_COPY = 1 << 24  # elements of a plain tensor or array that are copied; a larger one is only watched
 
 _OF_MODULE = frozenset(nn.Module().__dict__)
@@ -117,12 +119,11 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 def _visit_container(walk: Walk, value: Any, path: str, name: str) -> None:
-    if isinstance(value, tuple):
-        walk.follow((v, f"{path}[{i}]", name) for i, v in enumerate(value))
-        return
-    node = walk.add(Node(value, path, name, "items", _shallow(value), _refiller(value)))
-    pairs = node.content.items() if isinstance(value, dict) else enumerate(node.content)
-    walk.follow((v, f"{path}[{k!r}]" if isinstance(k, (int, str)) else path, name) for k, v in pairs)
+    if not isinstance(value, tuple):
+        walk.add(Node(value, path, name, "items", _shallow(value), _refiller(value)))
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    inner = itertools.islice(pairs, MAX_ITEMS)
+    walk.follow([(v, f"{path}[{k!r}]" if isinstance(k, (int, str)) else path, name) for k, v in inner])
 
 
 def _visit_class(walk: Walk, cls: type, path: str, name: str) -> None:
@@ -194,7 +195,7 @@ def _visit_cell(walk: Walk, cell: types.CellType, variable: str) -> None:
 def _visit_globals(walk: Walk, function: types.FunctionType) -> None:
     space, names = function.__globals__, sorted(set(_names(function.__code__)))
     modules = [space[n] for n in names if isinstance(space.get(n), types.ModuleType) and is_users_module(space[n])]
-    if is_users_own(function):
+    if is_users_own(function.__code__):
         _visit_variables(walk, space, names, "the global ")
         for module in modules:
             _visit_variables(walk, vars(module), names, f"{module.__name__}.")

@@ -23,7 +23,7 @@ import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
 from ..errors import Unsupported
-from .places import is_users_file, place, user_frame
+from .places import is_users_file, is_users_own, place, user_frame
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Watch(TorchFunctionMode):
         caller = _caller(frame.f_back)
         if found := _python_call(code):
             self._refuse(found, caller)
-        elif code is _ENVIRONMENT and caller is not None:
+        elif code is _ENVIRONMENT and caller is not None and is_users_own(caller.f_code):
             self.notes += (f"forward reads the environment at {place(caller)}: its value while planning counts",)
         elif code is _REENTRANT and any(getattr(a, "requires_grad", False) for a in frame.f_locals["args"]):
             self._refuse(REENTRANT, user_frame(frame))

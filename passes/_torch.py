@@ -174,9 +174,10 @@ def quiet_fake_errors() -> Iterator[None]:
 def mutation_count(tensor: torch.Tensor) -> int:
     """How often a tensor was changed in place so far, while it is traced; 0 where that is not counted."""
     elem = getattr(tensor, "elem", tensor)
-    counter = getattr(torch, "_functionalize_mutation_counter", None)
-    functional = counter is not None and torch._is_functional_tensor(elem)
-    return int(counter(elem)) if functional else int(tensor._version)
+    counter: Any = getattr(torch, "_functionalize_mutation_counter", None)
+    if counter is not None and torch._is_functional_tensor(elem):
+        return int(counter(elem))
+    return int(tensor._version)
 
 
 def allocator_events(run: Callable[[], Any]) -> list[int]:

@@ -259,7 +259,7 @@ class _StepTracer:
         def changes() -> dict[str, int]:
             return {name: mutation_count(t) for name, t in buffers.items()}
 
-        counts, watch = changes(), Watch(changes)
+        counts, watch = changes(), Watch(changes, flat[: len(self.entries)])
         value = self._run(flat, watch)
         refuse_hidden(flatten(value)[1], "the output")
         steady = frozenset(name for name, count in changes().items() if count == counts[name])

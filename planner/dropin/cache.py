@@ -159,9 +159,9 @@ class PlanState:
             return
         self.still_eval = False
         warnings.warn(
-            f"this {type(self.model).__name__} was planned in eval mode (from_pretrained returns models in it) and still "
-            "is: its own forward runs, and not under the budget. Call model.train() for training steps, or evaluate "
-            "under torch.no_grad().",
+            f"this {type(self.model).__name__} was planned in eval mode (from_pretrained returns models in it) and "
+            "still is: its own forward runs, and not under the budget. Call model.train() for training steps, or "
+            "evaluate under torch.no_grad().",
             stacklevel=_user_frame(),
         )
 

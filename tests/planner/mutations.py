@@ -1,8 +1,8 @@
 """Plan files damaged at random: `python -m tests.planner.mutations --count 2000`.
 
-Each is shown, compared and loaded. It must be refused in a sentence, or give a plan that is right whatever the file says:
-valid, within its budget, with the plain model's numbers, and with no proof that was not made here. Most carry a checksum
-that fits.
+Each is shown, compared and loaded. It must be refused in a sentence, or give a plan that is right whatever the file
+says: valid, within its budget, with the plain model's numbers, and with no proof that was not made here. Most carry a
+checksum that fits.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ DEEP: Any = "x"
 for _ in range(40):
     DEEP = [DEEP]
 VALUES: list[Any] = [
-    None, True, False, 0, 1, -1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 10**30, -(10**30), 10**400, "", "x", "\0", "\n", "\ud800",
-    "\x1b[31m", "[/x]", "$x$", "optimal", "feasible", "replan", "auto", "measured", "earliest", "listed", "compute 0", "free 0",
+    None, True, False, 0, 1, -1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 10**30, -(10**30), 10**400, "", "x", "\0", "\n",
+    "\ud800",
+    "\x1b[31m", "[/x]", "$x$", "optimal", "feasible", "replan", "auto", "measured", "earliest", "listed",
+    "compute 0", "free 0",
     "../x", "x" * 5000, "x" * 200_000, [], [[]], [None], {}, {"": ""}, DEEP, ["x"] * 30_000, {"a": 1, "b": [2]},
 ]  # fmt: skip
 
@@ -120,7 +122,9 @@ def _wrap(container: Any, key: Any, rng: random.Random) -> None:
     container[key] = rng.choice([[container[key]], {"x": container[key]}, str(container[key])])
 
 
-CHANGES: list[Callable[[Any, Any, random.Random], None]] = [_replace, _replace, _remove, _nudge, _nudge, _repeat, _swap, _wrap]
+CHANGES: list[Callable[[Any, Any, random.Random], None]] = [
+    _replace, _replace, _remove, _nudge, _nudge, _repeat, _swap, _wrap,
+]  # fmt: skip
 
 
 def rewrite(text: str, rng: random.Random) -> bytes:
@@ -133,9 +137,12 @@ def rewrite(text: str, rng: random.Random) -> bytes:
         raw.replace(b": 0", b": -0", 1), b"\xef\xbb\xbf" + raw, text.encode("utf-16"), text.encode("utf-32"), raw + raw,
         raw[:i] + b'\\"' * 40_000 + raw[i:], b'{"format": "' + b'\\"' * 40_000 + b"\n", b"[" * 100_000 + b"\n",
         b'{"a":' * 100_000 + b"\n", b"[" + b"[]," * 1_000_000 + b"[]]\n", b'"' + b"\\u0022" * 2_000_000 + b'"\n',
-        b"9" * 5_000_000 + b"\n", b'{"a": ' + b"9" * 5000 + b"}\n", b'{"a": 1, "a": 2}\n', b"\0" * 1000 + b"\n", b"\n", b"null\n",
-        raw[:-3] + b', "note": "' + b"x" * 30_000_000 + b'"}\n', b"{" + b'"a":1,' * 500_000 + b'"b":1}\n', b"\x80" * 10 + b"\n",
-        b"[" + b"1," * 2_000_000 + b"1]\n", raw.replace(b'"', b"'"), raw.replace(b",", b",,", 1), raw.replace(b"\n", b"\0\n"),
+        b"9" * 5_000_000 + b"\n", b'{"a": ' + b"9" * 5000 + b"}\n", b'{"a": 1, "a": 2}\n', b"\0" * 1000 + b"\n",
+        b"\n", b"null\n",
+        raw[:-3] + b', "note": "' + b"x" * 30_000_000 + b'"}\n', b"{" + b'"a":1,' * 500_000 + b'"b":1}\n',
+        b"\x80" * 10 + b"\n",
+        b"[" + b"1," * 2_000_000 + b"1]\n", raw.replace(b'"', b"'"), raw.replace(b",", b",,", 1),
+        raw.replace(b"\n", b"\0\n"),
     ])  # fmt: skip
 
 
@@ -154,10 +161,10 @@ def mutated(data: dict[str, Any], rng: random.Random) -> bytes:
 
 
 def judge(path: Path, case: Case) -> str:
-    """"refused", "loaded", or what went wrong."""
-    began = time.monotonic()
+    """"refused", "loaded", or what went wrong; time is the processor's, for other processes may hold it."""
+    began = time.process_time()
     try:
-        with within_seconds(4 * SECONDS):
+        with within_seconds(12 * SECONDS):
             file = planfile.read(path)
             Console(file=io.StringIO()).print(show_file(file))
             json.dumps(summary(file))
@@ -167,7 +174,7 @@ def judge(path: Path, case: Case) -> str:
         verdict = "refused" if str(error).isprintable() and len(str(error)) < 2000 else f"said badly: {error!r}"[:300]
     except (Exception, TookTooLong) as error:  # noqa: BLE001 - that is what is looked for
         verdict = f"raw error: {error!r}"[:300]
-    taken = time.monotonic() - began
+    taken = time.process_time() - began
     return verdict if taken < SECONDS else f"took {taken:.1f} s ({verdict})"
 
 
@@ -193,9 +200,9 @@ def run(count: int, seed: int = 0) -> tuple[Counter[str], list[str], float]:
         path = Path(folder) / "plan.json"
         for i in range(count):
             path.write_bytes(mutated(case.data, rng))
-            began = time.monotonic()
+            began = time.process_time()
             verdict = judge(path, case)
-            longest = max(longest, time.monotonic() - began)
+            longest = max(longest, time.process_time() - began)
             verdicts[verdict if verdict in ("refused", "loaded") else "wrong"] += 1
             wrong += [] if verdict in ("refused", "loaded") else [f"{i}: {verdict}"]
     return verdicts, wrong, longest

@@ -187,6 +187,11 @@ def result_ignores(target: Any, args: tuple[Any, ...], index: Any) -> frozenset[
     return positions if index in results else frozenset()
 
 
+def looks_at_values(node: fx.Node) -> bool:
+    """Whether what the op needs depends on values, such as whether a factor is zero."""
+    return node.target is torch.ops.planner.gradient_of.default
+
+
 def is_collective(node: fx.Node) -> bool:
     """Whether the op talks to other ranks, in an order that all share."""
     collectives = ("_c10d_functional", "c10d", "c10d_functional")

@@ -22,7 +22,7 @@ from .alias import device_of, is_compute
 from .flops import listed_flops, unlisted_flops
 from .fuse import library
 from .memory import high_water, span
-from .ops import OPAQUE_RESULTS
+from .ops import OPAQUE_RESULTS, looks_at_values
 
 Cost = str | Callable[["OpProfile"], float]
 RIDGE = 10.0
@@ -164,19 +164,33 @@ def _dtype(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _measure(node: fx.Node, timed: bool) -> tuple[int, tuple[int, ...] | None, float | None]:
-    """Run the op on made-up data; an op that cannot run on it (an index out of range) counts nothing."""
+    """Run the op on made-up data; one that cannot run on any of it is taken to copy all that it reads and writes."""
+    value = node.meta.get("val")
+    expected = value if isinstance(value, (tuple, list)) else None
+    device, seen = device_of(node), []
+    for make_up in (_made_up, _identities):
+        if seen and not looks_at_values(node):
+            break
+        try:
+            run = _call(node, make_up)
+            workspace, results = high_water(run, device, expected)
+            seen.append((workspace, results, _time(run, device) if timed else None))
+        except (RuntimeError, IndexError, ValueError):
+            continue
+    if not seen:
+        counted = _count(node)
+        return 2 * (counted.bytes_read + counted.bytes_written), None, 0.0 if timed else None
+    return max(seen, key=lambda found: found[0])
+
+
+def _call(node: fx.Node, make_up: Callable[[Any], Any]) -> Callable[[], Any]:
+    """The op on data that `make_up` gives, ready to run."""
     target: Any = node.target
     made: dict[fx.Node, Any] = {}
-    try:
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made))
-        args = _even_groups(node, args)
-        value = node.meta.get("val")
-        expected = value if isinstance(value, (tuple, list)) else None
-        workspace, results = high_water(lambda: target(*args, **kwargs), device_of(node), expected)
-        seconds = _time(lambda: target(*args, **kwargs), device_of(node)) if timed else None
-    except (RuntimeError, IndexError, ValueError):
-        return 0, None, 0.0 if timed else None
-    return workspace, results, seconds
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made, make_up))
+    args = _even_groups(node, args)
+    kwargs = {k: v for k, v in kwargs.items() if k != "check_errors"}  # made-up matrices may be singular
+    return lambda: target(*args, **kwargs)
 
 
 def _even_groups(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -193,17 +207,17 @@ def _even_groups(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (left, right, spread.to(ends.dtype), *args[3:])
 
 
-def _materialize(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
+def _materialize(node: fx.Node, made: dict[fx.Node, Any], make_up: Callable[[Any], Any]) -> Any:
     """Data in the shape and layout of a node's value; the results of an opaque op are really computed."""
     if node not in made:
         if _is_opaque(node):
             target: Any = node.target
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made))
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made, make_up))
             made[node] = target(*args, **kwargs)
         elif node.target is operator.getitem and _is_opaque(node.args[0]):
-            made[node] = _materialize(node.args[0], made)[node.args[1]]  # type: ignore[arg-type]
+            made[node] = _materialize(node.args[0], made, make_up)[node.args[1]]  # type: ignore[arg-type]
         else:
-            made[node] = pytree.tree_map(_made_up, node.meta["val"])
+            made[node] = pytree.tree_map(make_up, node.meta["val"])
     return made[node]
 
 
@@ -219,6 +233,17 @@ def _made_up(value: Any) -> Any:
     if value.is_floating_point():
         flat.uniform_(0.25, 0.75)
     return flat.as_strided(value.shape, value.stride())
+
+
+def _identities(value: Any) -> Any:
+    """Identity matrices and ones: what a factorization and its pivots may be."""
+    if not isinstance(value, (torch.Tensor, FakeTensor)):
+        return value
+    made = _made_up(value)
+    if value.dim() < 2 or not value.dtype.is_floating_point:
+        return made.fill_(1)
+    made.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
+    return made
 
 
 def _settle_heap() -> None:

@@ -30,6 +30,7 @@ from passes.fuse.convolution import split_convolutions
 from passes.fuse.merge import merge_all, save_logits
 from passes.ops import RUNNING_STATISTICS, result_ignores
 
+from . import routes
 from .arguments import (
     StateEntry,
     argument_names,
@@ -153,14 +154,23 @@ def capture(
 
 def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
     try:
-        with quiet_fake_errors(), eager_kernels(), module_paths(tracer.model):
+        with quiet_fake_errors(), eager_kernels(routes.kernels()), module_paths(tracer.model):
             joint = export_joint(tracer, fake)
     except (Unsupported, CaptureError):
         raise
     except Exception as error:
         raise capture_error(error) from error
+    _check_in_the_kernels(joint.graph_module.graph)
     fill_forward_paths(joint.graph_module.graph.nodes)
     return joint
+
+
+def _check_in_the_kernels(graph: fx.Graph) -> None:
+    """A factorization that is checked (`linalg.inv` of a singular matrix raises) checks itself: one op of the graph."""
+    for check in graph.find_nodes(op="call_function", target=torch.ops.aten._linalg_check_errors.default):
+        factorization: Any = check.args[0].args[0]  # type: ignore[union-attr]
+        factorization.kwargs = {**factorization.kwargs, "check_errors": True}
+        graph.erase_node(check)
 
 
 class _StepTracer:
@@ -211,7 +221,7 @@ class _StepTracer:
 def _choose_differentiated(
     template: Template, tensors: list[torch.Tensor], paths: dict[int, str], asked: tuple[str, ...] | None
 ) -> set[int]:
-    candidates = [i for i, t in enumerate(tensors) if t.requires_grad and t.is_floating_point()]
+    candidates = [i for i, t in enumerate(tensors) if t.requires_grad]
     if asked is not None:
         return {i for i in candidates if paths[i] in asked}
     losses = [i for i in candidates if paths[i] in (".loss", "['loss']") and tensors[i].dim() == 0]

@@ -44,6 +44,7 @@ class OpProfile:
         seconds: shortest measured time, or None when it was not measured.
         workspace_bytes: memory above inputs and outputs while it runs, measured; 0 when it was not.
         result_bytes: measured size of each result's storage; None when it was not measured.
+        result_strides: each result's strides as the kernel made it, likewise; None for what is not a tensor.
         dtype: what it computes in, `bfloat16`: that of the first floating-point tensor read, else written; "" for none.
     """
 
@@ -58,11 +59,22 @@ class OpProfile:
     result_bytes: tuple[int, ...] | None = None
     dtype: str = ""
     unlisted_flops: int = 0
+    result_strides: tuple[tuple[int, ...] | None, ...] | None = None
 
     @property
     def work(self) -> int:
         """All floating-point operations known of."""
         return self.flops + self.unlisted_flops
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What running an op showed: see `OpProfile`."""
+
+    workspace_bytes: int
+    result_bytes: tuple[int, ...] | None = None
+    result_strides: tuple[tuple[int, ...] | None, ...] | None = None
+    seconds: float | None = None
 
 
 def roofline(op: OpProfile, ridge: float = RIDGE) -> float:
@@ -96,6 +108,7 @@ def profile(
     measure: bool = True,
     timed: bool = False,
     progress: Callable[[Sequence[Any], str], Any] | None = None,
+    known: dict[Any, Measured] | None = None,
 ) -> dict[fx.Node, OpProfile]:
     """Annotate every op that runs a kernel.
 
@@ -103,6 +116,7 @@ def profile(
         measure: run each distinct (op, shapes) once for its workspace.
         timed: run it several times more for its time.
         progress: wraps the sequence of distinct ops, as tqdm does.
+        known: what was measured before, by signature; what is measured now is added.
     """
     nodes = [n for n in graph.nodes if is_compute(n)]
     static = {n: _count(n) for n in nodes}
@@ -111,18 +125,21 @@ def profile(
     distinct: dict[Any, list[fx.Node]] = {}
     for node in nodes:
         distinct.setdefault(signature(node), []).append(node)
-    groups = list(distinct.values())
-    measured: dict[fx.Node, OpProfile] = {}
+    known = {} if known is None else known
+    new = [(key, group[0]) for key, group in distinct.items() if key not in known]
     if timed:
         _settle_heap()
     with torch.random.fork_rng(devices=_cuda_devices(nodes)), below_autograd():
-        for group in progress(groups, "profile") if progress else groups:
-            workspace, results, seconds = _measure(group[0], timed)
-            for node in group:
-                measured[node] = replace(
-                    static[node], seconds=seconds, workspace_bytes=workspace, result_bytes=results
-                )
-    return measured
+        for key, node in progress(new, "profile") if progress else new:
+            known[key] = _measure(node, timed)
+    return {node: _annotated(static[node], known[key]) for key, group in distinct.items() for node in group}
+
+
+def _annotated(op: OpProfile, found: Measured) -> OpProfile:
+    return replace(
+        op, seconds=found.seconds, workspace_bytes=found.workspace_bytes, result_bytes=found.result_bytes,
+        result_strides=found.result_strides,
+    )  # fmt: skip
 
 
 def signature(node: fx.Node) -> Any:
@@ -163,7 +180,7 @@ def _dtype(tensors: Sequence[torch.Tensor]) -> str:
     return next((str(t.dtype).removeprefix("torch.") for t in tensors if t.is_floating_point()), "")
 
 
-def _measure(node: fx.Node, timed: bool) -> tuple[int, tuple[int, ...] | None, float | None]:
+def _measure(node: fx.Node, timed: bool) -> Measured:
     """Run the op on made-up data; one that cannot run on any of it is taken to copy all that it reads and writes."""
     value = node.meta.get("val")
     expected = value if isinstance(value, (tuple, list)) else None
@@ -174,13 +191,15 @@ def _measure(node: fx.Node, timed: bool) -> tuple[int, tuple[int, ...] | None, f
         try:
             run = _call(node, make_up)
             workspace, results = high_water(run, device, expected)
-            seen.append((workspace, results, _time(run, device) if timed else None))
         except (RuntimeError, IndexError, ValueError):
             continue
+        sizes = tuple(t.untyped_storage().nbytes() if isinstance(t, torch.Tensor) else 0 for t in results)
+        strides = tuple(tuple(t.stride()) if isinstance(t, torch.Tensor) else None for t in results)
+        seen.append(Measured(workspace, sizes, strides, _time(run, device) if timed else None))
     if not seen:
         counted = _count(node)
-        return 2 * (counted.bytes_read + counted.bytes_written), None, 0.0 if timed else None
-    return max(seen, key=lambda found: found[0])
+        return Measured(2 * (counted.bytes_read + counted.bytes_written), seconds=0.0 if timed else None)
+    return max(seen, key=lambda found: found.workspace_bytes)
 
 
 def _call(node: fx.Node, make_up: Callable[[Any], Any]) -> Callable[[], Any]:

@@ -12,10 +12,11 @@ from torch import fx, nn
 from passes.alias import Aliases, alias, device_of
 from passes.lower import Lowered, lower, stateful_primals
 from passes.ops import is_random
-from passes.profile import OpProfile, profile
+from passes.profile import Measured, OpProfile, profile
 from passes.rewrite import Rewritten, rewrite
 from passes.run.step import Step
 from passes.trace.capture import Traced, capture
+from passes.trace.layouts import Layouts, learned
 from passes.verify import verify
 from solvers.bounds import floor_bytes
 from solvers.errors import MIB, BudgetError
@@ -85,22 +86,31 @@ def prepare(
         ceiling_bytes: raise `BudgetError` before any op is run if the step is sure to need more.
     """
     device = model_device(model)
-    with progress.stage("capture"):
-        traced = capture(
-            model, bound, options.loss_fn, differentiated=options.differentiated, keep_outputs=options.keep_outputs
-        )
-        aliases = alias(traced.graph_module.graph)
-        hinted = resolve(options.hints, traced, aliases, device, required=first)
-    with progress.stage("profile"):
-        real = not any(p.device.type == "meta" for p in model.parameters())
-        once = [n for n, hint in hinted.items() if hint.once]
-        if ceiling_bytes is not None:
-            _check_floor(traced, aliases, device, options, once, ceiling_bytes)
-        profiles = profile(
-            traced.graph_module.graph, measure=real, timed=real and options.cost == "measured", progress=progress.each
-        )
-        lowered = lower_step(traced, aliases, profiles, device, options, once)
-        plain = simulate(lowered.problem, with_frees(lowered.problem, plain_order(lowered.problem)))
+    measured: dict[Any, Measured] = {}
+    layouts: Layouts = {}
+    while True:
+        with progress.stage("capture"):
+            traced = capture(
+                model, bound, options.loss_fn, differentiated=options.differentiated,
+                keep_outputs=options.keep_outputs, layouts=layouts,
+            )  # fmt: skip
+            aliases = alias(traced.graph_module.graph)
+            hinted = resolve(options.hints, traced, aliases, device, required=first)
+        with progress.stage("profile"):
+            real = not any(p.device.type == "meta" for p in model.parameters())
+            once = [n for n, hint in hinted.items() if hint.once]
+            if ceiling_bytes is not None:
+                _check_floor(traced, aliases, device, options, once, ceiling_bytes)
+            profiles = profile(
+                traced.graph_module.graph, measure=real, timed=real and options.cost == "measured",
+                progress=progress.each, known=measured,
+            )  # fmt: skip
+        found = learned(traced.graph_module.graph, {n: p.result_strides for n, p in profiles.items()})
+        if found.items() <= layouts.items():
+            break
+        layouts.update(found)
+    lowered = lower_step(traced, aliases, profiles, device, options, once)
+    plain = simulate(lowered.problem, with_frees(lowered.problem, plain_order(lowered.problem)))
     return Prepared(
         traced, aliases, profiles, lowered, device, plain.peak_bytes, options.keep_outputs, options.hints, hinted
     )

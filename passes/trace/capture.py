@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from .arguments import (
 )
 from .failure import capture_error
 from .isolate import isolated
-from .layouts import EagerFakes, EagerLayouts
+from .layouts import EagerFakes, EagerLayouts, Layouts
 from .modules import fill_forward_paths, module_path, module_paths
 from .refuse import storage_kind
 from .structure import Template, Tree, flatten, slots, unflatten
@@ -78,7 +78,7 @@ class Traced:
     The joint graph's placeholders are, in this order: `state` (parameters, then buffers), `inputs`, tangents of
     the differentiated outputs. Its outputs are the new values of `mutated` placeholders, `num_outputs` further
     forward outputs, then one gradient (or None) per placeholder before the tangents. `guard` holds what the trace
-    took as given about the inputs' values.
+    took as given about the inputs' values, `layouts` what it was told about how kernels lay out what they make.
     """
 
     graph_module: fx.GraphModule
@@ -92,6 +92,7 @@ class Traced:
     num_outputs: int
     guard: Guard | None = None
     notes: tuple[str, ...] = ()
+    layouts: Layouts = field(default_factory=dict)
 
     @property
     def num_primals(self) -> int:
@@ -114,6 +115,7 @@ def capture(
     differentiated: tuple[str, ...] | None = None,
     device: torch.device | None = None,
     keep_outputs: bool = True,
+    layouts: Layouts | None = None,
 ) -> Traced:
     """Trace the training step of `model`.
 
@@ -123,6 +125,7 @@ def capture(
         differentiated: paths of the outputs that `backward` starts from; None chooses (`loss`, else scalars, else all).
         device: where meta tensors are to live.
         keep_outputs: whether the caller holds what the model returns besides its loss through the backward.
+        layouts: how kernels lay out what they make, where another trace had it otherwise (`layouts.learned`).
 
     Raises:
         CaptureError: the forward cannot be traced; carries the user's file and line.
@@ -136,7 +139,7 @@ def capture(
     tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, input_tensors)
     tensors = [*state_tensors(model, entries), *input_tensors]
     with isolated(model):
-        fake = _fake_inputs(tensors, device)
+        fake = _fake_inputs(tensors, device, layouts)
         try:
             joint = _export(tracer, fake)
         except CaptureError as error:
@@ -144,12 +147,13 @@ def capture(
             # model's ordinary path is tried first because it is the one the plain step executes.
             try:
                 with compiling_flags():
-                    joint = _export(tracer, _fake_inputs(tensors, device))
+                    joint = _export(tracer, _fake_inputs(tensors, device, layouts))
                 tracer.notes = (f"{COMPILING} ({error.location or 'place unknown'})",)
             except CaptureError:
                 raise error from error.__cause__
     _check(joint, [e.name for e in entries] + names, len(entries))
-    return _traced(joint, tracer, entries, input_template, len(input_tensors), keep_outputs)
+    traced = _traced(joint, tracer, entries, input_template, len(input_tensors), keep_outputs)
+    return replace(traced, layouts=dict(layouts or {}))
 
 
 def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
@@ -367,8 +371,10 @@ def _drop_running_statistics(graph: fx.Graph) -> None:
                     node.update_arg(position, buffers[of_type])
 
 
-def _fake_inputs(tensors: list[torch.Tensor], device: torch.device | None) -> list[torch.Tensor]:
-    mode = EagerFakes(allow_non_fake_inputs=True)
+def _fake_inputs(
+    tensors: list[torch.Tensor], device: torch.device | None, layouts: Layouts | None
+) -> list[torch.Tensor]:
+    mode = EagerFakes(layouts, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # a cached answer forgets that two results are one tensor (the LSTM's bias gradients)
     fakes = []
     for tensor in tensors:

@@ -165,8 +165,9 @@ def _check_same_step(plan: Plan, model: nn.Module, sample: Any) -> None:
         for kind, dtype in state.first.autocast:
             stack.enter_context(torch.autocast(kind, dtype))
         other = capture(
-            model, bound, state.loss_fn, differentiated=expected, keep_outputs=plan.planned.prepared.keep_outputs
-        )
+            model, bound, state.loss_fn, differentiated=expected, keep_outputs=plan.planned.prepared.keep_outputs,
+            layouts=own.layouts,
+        )  # fmt: skip
     if fingerprint(other) != fingerprint(own):
         raise _mismatch(_difference(own, other))
 

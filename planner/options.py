@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from passes.profile import OpProfile
 from passes.rates import cost_function
+from passes.trace.layouts import Layouts
 from solvers.errors import PlannerError
 
 from .hints import NO_HINTS, Hints
@@ -31,6 +32,7 @@ class Options:
     differentiated: tuple[str, ...] | None = None
     keep_outputs: bool = True
     hints: Hints = NO_HINTS
+    layouts: Layouts = field(default_factory=dict)  # what running has shown so far
 
     @property
     def cost_function(self) -> Callable[[OpProfile], float]:

@@ -32,7 +32,11 @@ from .progress import Progress
 
 @dataclass(frozen=True)
 class Prepared:
-    """A step that is captured, profiled and lowered, before any decision."""
+    """A step that is captured, profiled and lowered, before any decision.
+
+    Attributes:
+        layouts: what running has shown about layouts so far; one object for all plans of a model.
+    """
 
     traced: Traced
     aliases: Aliases
@@ -43,6 +47,7 @@ class Prepared:
     keep_outputs: bool = True
     hints: Hints = NO_HINTS
     hinted: dict[fx.Node, Hinted] = field(default_factory=dict)
+    layouts: Layouts = field(default_factory=dict)
 
     @property
     def preferred(self) -> tuple[int, ...]:
@@ -87,7 +92,7 @@ def prepare(
     """
     device = model_device(model)
     measured: dict[Any, Measured] = {}
-    layouts: Layouts = {}
+    layouts = options.layouts
     while True:
         with progress.stage("capture"):
             traced = capture(
@@ -106,13 +111,13 @@ def prepare(
                 progress=progress.each, known=measured,
             )  # fmt: skip
         found = learned(traced.graph_module.graph, {n: p.result_strides for n, p in profiles.items()})
-        if found.items() <= layouts.items():
+        if all(layouts.get(key) == strides for key, strides in found.items()):
             break
         layouts.update(found)
     lowered = lower_step(traced, aliases, profiles, device, options, once)
     plain = simulate(lowered.problem, with_frees(lowered.problem, plain_order(lowered.problem)))
     return Prepared(
-        traced, aliases, profiles, lowered, device, plain.peak_bytes, options.keep_outputs, options.hints, hinted
+        traced, aliases, profiles, lowered, device, plain.peak_bytes, options.keep_outputs, options.hints, hinted, layouts
     )
 
 

@@ -42,7 +42,7 @@ from .arguments import (
 )
 from .failure import capture_error
 from .isolate import isolated
-from .layouts import EagerFakes, EagerLayouts, Layouts
+from .layouts import EagerFakes, EagerLayouts, GivenGradient, Layouts, gradient_key, settle_gradients
 from .modules import fill_forward_paths, module_path, module_paths
 from .refuse import storage_kind
 from .structure import Template, Tree, flatten, slots, unflatten
@@ -125,7 +125,8 @@ def capture(
         differentiated: paths of the outputs that `backward` starts from; None chooses (`loss`, else scalars, else all).
         device: where meta tensors are to live.
         keep_outputs: whether the caller holds what the model returns besides its loss through the backward.
-        layouts: how kernels lay out what they make, where another trace had it otherwise (`layouts.learned`).
+        layouts: how kernels lay out what they make, where another trace had it otherwise (`layouts.learned`), and in
+            which strides the gradients of outputs come (`gradient_key`).
 
     Raises:
         CaptureError: the forward cannot be traced; carries the user's file and line.
@@ -136,7 +137,7 @@ def capture(
     names = argument_names(input_template)
     check_inputs(input_tensors, names, input_template)
     entries = state_entries(model)
-    tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, input_tensors)
+    tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, input_tensors, layouts or {})
     tensors = [*state_tensors(model, entries), *input_tensors]
     with isolated(model):
         fake = _fake_inputs(tensors, device, layouts)
@@ -165,6 +166,7 @@ def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
     except Exception as error:
         raise capture_error(error) from error
     _check_in_the_kernels(joint.graph_module.graph)
+    settle_gradients(joint.graph_module.graph)
     fill_forward_paths(joint.graph_module.graph.nodes)
     return joint
 
@@ -189,10 +191,12 @@ class _StepTracer:
         input_template: Template,
         differentiated: tuple[str, ...] | None,
         sample: list[torch.Tensor],
+        layouts: Layouts,
     ) -> None:
         self.model, self.loss_fn, self.signature, self.sample = model, loss_fn, signature, sample
         self.entries, self.input_template, self.differentiated = entries, input_template, differentiated
         self.output_template: Template = Tree(None, ())
+        self.layouts = layouts
         self.leaves: list[OutputLeaf] = []
         self.guard: Guard | None = None
         self.notes: tuple[str, ...] = ()
@@ -218,8 +222,12 @@ class _StepTracer:
             index = -1 if same is not None else len(returned)
             self.leaves.append(OutputLeaf(paths[i], same, index, tensor.requires_grad, chosen))
             if same is None:
-                returned.append(tensor if chosen else tensor.detach())
+                returned.append(self._started(paths[i], tensor) if chosen else tensor.detach())
         return returned
+
+    def _started(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
+        strides = self.layouts.get(gradient_key(path, tensor))
+        return tensor if strides is None else GivenGradient.apply(tensor, strides)
 
 
 def _choose_differentiated(

@@ -163,6 +163,43 @@ class EagerFakes(FakeTensorMode):
         return dispatch(aten.empty_strided.default, types, (value.size(), strides), options)
 
 
+library.LIBRARY.define("laid_out(Tensor value, int[] strides) -> Tensor")
+LAID_OUT = torch.ops.planner.laid_out.default
+
+
+@torch.library.register_fake("planner::laid_out", lib=library.LIBRARY)
+def _in_strides(value: torch.Tensor, strides: list[int]) -> torch.Tensor:
+    return torch.empty_strided(value.size(), strides, dtype=value.dtype, device=value.device)
+
+
+class GivenGradient(torch.autograd.Function):
+    """An output whose gradient comes in strides of its own; what says so is taken out of the graph again."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, strides: Strides) -> Any:
+        ctx.strides = strides
+        return LAID_OUT(output, output.stride())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return LAID_OUT(gradient, ctx.strides), None
+
+
+def gradient_key(path: str, output: torch.Tensor) -> Any:
+    """Under which the strides of the gradient that comes for the output at `path` are kept."""
+    return "gradient of", path, tuple(output.shape)
+
+
+def settle_gradients(graph: fx.Graph) -> None:
+    """Let each gradient that comes in strides of its own be an input of the graph in those."""
+    for node in graph.find_nodes(op="call_function", target=LAID_OUT):
+        source: Any = node.args[0]
+        if source.op == "placeholder" and source.name.startswith("tangents"):
+            source.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+
+
 def call_key(target: Any, args: Any, kwargs: Any) -> Any:
     """What decides how the results of a call are laid out; the same for a traced node and for its call."""
     leaves, _ = pytree.tree_flatten((args, kwargs))

@@ -147,9 +147,11 @@ def takeovers(node: fx.Node) -> dict[int, Takeover]:
     """Which argument's memory the node's result could be written into, by position, whatever else reads it."""
     functional: Any = FUNCTIONAL.get(node.target, node.target)
     found = TAKEOVERS.get(functional, {})
+    value = node.meta["val"]
+    if not found or value.is_complex():  # complex kernels give other bits where they write over an argument
+        return {}
     if functional not in ROWWISE:
         return found
-    value = node.meta["val"]
     position = ROWWISE[functional]
     last = position is None or node.args[position] in (-1, value.dim() - 1)
     return found if last and value.device.type == "cpu" and value.is_contiguous() else {}

@@ -26,6 +26,8 @@ from passes._torch import FakeTensor, FakeTensorMode, FunctionalTensor, native_k
 from passes.fuse import library
 from passes.ops import looks_at_values
 
+from .constants import Constants
+
 aten = torch.ops.aten
 
 # Ops whose results are the same bits in every layout: each element by itself, rounded once, or only moved.
@@ -136,10 +138,25 @@ class EagerFakes(FakeTensorMode):
 
     def __init__(self, layouts: Layouts | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self.layouts = layouts or {}
+        self.layouts, self.constants = layouts or {}, Constants()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
+        kwargs = kwargs or {}
+        answer = self.constants.answer(func, args, kwargs)
+        if answer is not None:
+            return answer
+        result = self._fake(func, types, args, kwargs)
+        self.constants.follow(func, args, kwargs, result)
+        return result
+
+    def _fake(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        dispatch = super().__torch_dispatch__
+        length = self.constants.length(func, args)
+        if length is not None:
+            shape = (length,) if func is aten.masked_select.default else (length, args[0].dim())
+            dtype = args[0].dtype if func is aten.masked_select.default else torch.int64
+            return dispatch(aten.empty.memory_format, types, (shape,), {"dtype": dtype, "device": args[0].device})
+        result: Any = dispatch(func, types, args, kwargs)
         results = list(result) if type(result) in (tuple, list) else [result]
         if not results or not isinstance(results[0], FakeTensor):
             return result
@@ -149,7 +166,7 @@ class EagerFakes(FakeTensorMode):
         elif func in BATCH_NORMS and results[0].device.type == "cpu":
             wanted = (BATCH_NORMS[func](args),)
         elif self.layouts:
-            wanted = self.layouts.get(call_key(func, args, kwargs or {}), ())
+            wanted = self.layouts.get(call_key(func, args, kwargs), ())
         for i, strides in enumerate(wanted[: len(results)]):
             if strides is not None and strides != results[i].stride():
                 results[i] = self._laid_out(types, results[i], strides, is_view=func in VIEWS)

@@ -190,8 +190,9 @@ def result_ignores(target: Any, args: tuple[Any, ...], index: Any) -> frozenset[
 
 
 def looks_at_values(node: fx.Node) -> bool:
-    """Whether what the op needs depends on values, such as whether a factor is zero."""
-    return node.target is torch.ops.planner.gradient_of.default
+    """Whether what the op needs depends on values: whether a factor is zero, how much of a mask is set."""
+    picks = torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
+    return picks or node.target is torch.ops.planner.gradient_of.default
 
 
 def is_collective(node: fx.Node) -> bool:

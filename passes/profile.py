@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ._torch import FakeTensor, below_autograd
 from .alias import device_of, is_compute
+from .errors import Unsupported
 from .flops import listed_flops, unlisted_flops
 from .fuse import library
 from .memory import high_water, span
@@ -193,6 +194,7 @@ def _measure(node: fx.Node, timed: bool) -> Measured:
             workspace, results = high_water(run, device, expected)
         except (RuntimeError, IndexError, ValueError):
             continue
+        _check_shapes(node, results)
         sizes = tuple(t.untyped_storage().nbytes() if isinstance(t, torch.Tensor) else 0 for t in results)
         strides = tuple(tuple(t.stride()) if isinstance(t, torch.Tensor) else None for t in results)
         seen.append(Measured(workspace, sizes, strides, _time(run, device) if timed else None))
@@ -200,6 +202,20 @@ def _measure(node: fx.Node, timed: bool) -> Measured:
         counted = _count(node)
         return Measured(2 * (counted.bytes_read + counted.bytes_written), seconds=0.0 if timed else None)
     return max(seen, key=lambda found: found.workspace_bytes)
+
+
+def _check_shapes(node: fx.Node, results: Sequence[Any]) -> None:
+    """What follows was traced for the shapes that the op's rule tells: a kernel that makes others is refused."""
+    value = node.meta.get("val")
+    traced = value if isinstance(value, (tuple, list)) else [value]
+    for told, made in zip(traced, results, strict=False):
+        known = isinstance(told, torch.Tensor) and isinstance(made, torch.Tensor) and told.is_floating_point()
+        if known and told.shape != made.shape and not _is_opaque(node) and not looks_at_values(node):
+            raise Unsupported(
+                f"op {node.target}", node.name, f"its shape rule tells {tuple(told.shape)} where its kernel makes "
+                f"{tuple(made.shape)}", "Reshape its input so that both agree (add a batch dimension), or, for an op of "
+                "your own, correct its fake kernel (torch.library.register_fake).",
+            )  # fmt: skip
 
 
 def _call(node: fx.Node, make_up: Callable[[Any], Any]) -> Callable[[], Any]:

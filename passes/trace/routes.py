@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from passes._torch import native_kernels
 from passes.fuse.library import LIBRARY
 from passes.run.gradients import gradient_of
 
@@ -72,18 +73,20 @@ class _Rerouted(torch.autograd.Function):
 def kernels() -> dict[tuple[Any, Any], Callable[..., Any]]:
     """What stands for each op on each of autograd's keys while tracing."""
     ops = (*REROUTED, *IN_PLACE)
-    return {(op, key): _kernel(op, key) for op in ops for key in KEYS}
+    return {(op, key): _kernel(op) for op in ops for key in KEYS}
 
 
-def _kernel(op: Any, key: Any) -> Callable[..., Any]:
+def _kernel(op: Any) -> Callable[..., Any]:
     functional = IN_PLACE.get(op, op)
 
     def run(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
         given = _positional(functional, args, kwargs)
         if not (torch.is_grad_enabled() and any(given[p].requires_grad for p in REROUTED[functional])):
-            return op._op_dk(key, *args, **kwargs, **({} if dtype is None else {"dtype": dtype}))
+            with native_kernels():
+                return op(*args, **kwargs, **({} if dtype is None else {"dtype": dtype}))
         tensors = [t for t in given if isinstance(t, torch.Tensor)]
-        tensors[0] = tensors[0] if dtype is None else tensors[0].to(dtype)
+        if dtype is not None or op is not functional:  # an in-place op leaves nothing for the backward to read
+            tensors[0] = tensors[0].to(dtype, copy=op is not functional)
         result = _Rerouted.apply(functional, tuple(given[len(tensors) :]), *tensors)
         return result if op is functional else args[0].copy_(result)
 

@@ -185,7 +185,8 @@ def _measure(node: fx.Node, timed: bool) -> Measured:
     """Run the op on made-up data; one that cannot run on any of it is taken to copy all that it reads and writes."""
     value = node.meta.get("val")
     expected = value if isinstance(value, (tuple, list)) else None
-    device, seen = device_of(node), []
+    device = device_of(node)
+    seen: list[Measured] = []
     for make_up in (_made_up, _identities):
         if seen and not looks_at_values(node):
             break
@@ -212,9 +213,10 @@ def _check_shapes(node: fx.Node, results: Sequence[Any]) -> None:
         known = isinstance(told, torch.Tensor) and isinstance(made, torch.Tensor) and told.is_floating_point()
         if known and told.shape != made.shape and not _is_opaque(node) and not looks_at_values(node):
             raise Unsupported(
-                f"op {node.target}", node.name, f"its shape rule tells {tuple(told.shape)} where its kernel makes "
-                f"{tuple(made.shape)}", "Reshape its input so that both agree (add a batch dimension), or, for an op of "
-                "your own, correct its fake kernel (torch.library.register_fake).",
+                f"op {node.target}", node.name,
+                f"its shape rule says {tuple(told.shape)} where its kernel makes {tuple(made.shape)}",
+                "Reshape its input so that both agree (add a batch dimension), or, for an op of your own, correct its "
+                "fake kernel (torch.library.register_fake).",
             )  # fmt: skip
 
 

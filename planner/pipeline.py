@@ -117,8 +117,9 @@ def prepare(
     lowered = lower_step(traced, aliases, profiles, device, options, once)
     plain = simulate(lowered.problem, with_frees(lowered.problem, plain_order(lowered.problem)))
     return Prepared(
-        traced, aliases, profiles, lowered, device, plain.peak_bytes, options.keep_outputs, options.hints, hinted, layouts
-    )
+        traced, aliases, profiles, lowered, device, plain.peak_bytes, options.keep_outputs, options.hints, hinted,
+        layouts,
+    )  # fmt: skip
 
 
 def _check_floor(

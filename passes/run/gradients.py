@@ -7,6 +7,7 @@ runs, which no graph can hold. So the op runs once more, with autograd, and is d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -28,10 +29,10 @@ def gradient_of(
         op: name of an ATen op with one result, `prod.dim_int`.
         differentiated: which of the tensors require a gradient, as a formula may compute what they share once.
     """
-    function = torch.ops.aten
+    function: Any = torch.ops.aten
     for name in op.split("."):
         function = getattr(function, name)
-    kinds = [str(a.type) for a in function._schema.arguments][len(tensors) :]  # type: ignore[attr-defined]
+    kinds = [str(a.type) for a in function._schema.arguments][len(tensors) :]
     given = [bool(c) if kind == "bool" else c for c, kind in zip(constants, kinds, strict=False)]
     excluded = _C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD:

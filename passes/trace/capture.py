@@ -137,7 +137,9 @@ def capture(
     names = argument_names(input_template)
     check_inputs(input_tensors, names, input_template)
     entries = state_entries(model)
-    tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, input_tensors, layouts or {})
+    tracer = _StepTracer(
+        model, loss_fn, signature, entries, input_template, differentiated, input_tensors, layouts or {}
+    )
     tensors = [*state_tensors(model, entries), *input_tensors]
     with isolated(model):
         fake = _fake_inputs(tensors, device, layouts)
@@ -174,7 +176,7 @@ def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
 def _check_in_the_kernels(graph: fx.Graph) -> None:
     """A factorization that is checked (`linalg.inv` of a singular matrix raises) checks itself: one op of the graph."""
     for check in graph.find_nodes(op="call_function", target=torch.ops.aten._linalg_check_errors.default):
-        factorization: Any = check.args[0].args[0]  # type: ignore[union-attr]
+        factorization: Any = check.args[0].args[0]
         factorization.kwargs = {**factorization.kwargs, "check_errors": True}
         graph.erase_node(check)
 

@@ -249,7 +249,8 @@ def learned(graph: fx.Graph, strides: Mapping[fx.Node, Sequence[Strides | None] 
 
 
 def _readers(node: fx.Node, index: int | None) -> list[fx.Node]:
-    users = list(node.users) if index is None else [u for item in node.users if item.args[1] == index for u in item.users]
+    items = [node] if index is None else [item for item in node.users if item.args[1] == index]
+    users = [user for item in items for user in item.users]
     return [u for u in users if u.op != "output"]
 
 

@@ -36,7 +36,7 @@ def main() -> int:
         result = check(case)
         results.append(result)
         if result.verdict in BAD or (options.refused and result.verdict == "refused"):
-            console.print(f"{result.verdict:8} {result.name}: {result.detail}", markup=False, highlight=False, soft_wrap=True)
+            print(f"{result.verdict:8} {result.name}: {result.detail}", flush=True)
     console.print(table(results, options.dtype, time.perf_counter() - start))
     return int(any(r.verdict in BAD for r in results))
 

@@ -20,7 +20,7 @@ BAD = ("wrong", "raw", "over")
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a sample: `equal`, `refused` (says why), `wrong`, `raw` error, `over` the prediction, `skipped`."""
+    """What became of a sample: `equal`, `refused` (by name), `wrong`, `raw` error, `over` its prediction, `skipped`."""
 
     name: str
     verdict: str

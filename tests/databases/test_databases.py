@@ -15,8 +15,8 @@ from tests.databases.routes import rerouted
 EVERY = 97  # the slice; a prime, so that it takes both forms
 # One of each class that was once wrong, refused or above its prediction.
 ONCE_BAD = (
-    "prod", "max.reduction_no_dim", "nanmedian", "masked_fill", "cumprod", "linalg.inv", "linalg.cholesky", "linalg.eigvals",
-    "lu_solve", "cov", "combinations", "complex", "nn.functional.rrelu",
+    "prod", "max.reduction_no_dim", "nanmedian", "masked_fill", "cumprod", "linalg.inv", "linalg.cholesky",
+    "linalg.eigvals", "lu_solve", "cov", "combinations", "complex", "nn.functional.rrelu",
 )  # fmt: skip
 SKIPPED = ("nn.LinearCrossEntropyLoss",)  # hundreds of samples of one module, in the slow run
 

@@ -92,34 +92,40 @@ def prepare(
     """
     device = model_device(model)
     measured: dict[Any, Measured] = {}
-    layouts = options.layouts
     while True:
-        with progress.stage("capture"):
-            traced = capture(
-                model, bound, options.loss_fn, differentiated=options.differentiated,
-                keep_outputs=options.keep_outputs, layouts=layouts,
-            )  # fmt: skip
-            aliases = alias(traced.graph_module.graph)
-            hinted = resolve(options.hints, traced, aliases, device, required=first)
+        traced, aliases, hinted = _capture(model, bound, options, progress, first)
+        once = [n for n, hint in hinted.items() if hint.once]
         with progress.stage("profile"):
             real = not any(p.device.type == "meta" for p in model.parameters())
-            once = [n for n, hint in hinted.items() if hint.once]
             if ceiling_bytes is not None:
                 _check_floor(traced, aliases, device, options, once, ceiling_bytes)
             profiles = profile(
                 traced.graph_module.graph, measure=real, timed=real and options.cost == "measured",
                 progress=progress.each, known=measured,
             )  # fmt: skip
-        found = learned(traced.graph_module.graph, {n: p.result_strides for n, p in profiles.items()})
-        if all(layouts.get(key) == strides for key, strides in found.items()):
+        made = learned(traced.graph_module.graph, {n: p.result_strides for n, p in profiles.items()})
+        if all(options.layouts.get(key) == strides for key, strides in made.items()):
             break
-        layouts.update(found)
+        options.layouts.update(made)
     lowered = lower_step(traced, aliases, profiles, device, options, once)
     plain = simulate(lowered.problem, with_frees(lowered.problem, plain_order(lowered.problem)))
     return Prepared(
         traced, aliases, profiles, lowered, device, plain.peak_bytes, options.keep_outputs, options.hints, hinted,
-        layouts,
+        options.layouts,
     )  # fmt: skip
+
+
+def _capture(
+    model: nn.Module, bound: Mapping[str, Any], options: Options, progress: Progress, first: bool
+) -> tuple[Traced, Aliases, dict[fx.Node, Hinted]]:
+    with progress.stage("capture"):
+        traced = capture(
+            model, bound, options.loss_fn, differentiated=options.differentiated, keep_outputs=options.keep_outputs,
+            layouts=options.layouts,
+        )  # fmt: skip
+        aliases = alias(traced.graph_module.graph)
+        hinted = resolve(options.hints, traced, aliases, model_device(model), required=first)
+    return traced, aliases, hinted
 
 
 def _check_floor(

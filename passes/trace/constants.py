@@ -59,14 +59,18 @@ class Constants:
             except (RuntimeError, IndexError, ValueError, TypeError):
                 return None
 
-    def length(self, func: Any, args: Any) -> int | None:
-        """How many elements an op picks out, where shapes alone decide."""
+    def shapes(self, func: Any, args: Any) -> tuple[tuple[int, ...], ...] | None:
+        """What an op makes whose results' shapes depend on values in general, where shapes alone decide them."""
+        if func is aten._ctc_loss.default:  # LossCTC.cpp: the losses, and the alphas over the longest target
+            positions, batch = args[0].shape[:2]
+            return (batch,), (batch, positions, 2 * max(args[3], default=0) + 1)
         position = LENGTHS.get(func)
         if position is None or args[position] not in self.values:
             return None
         with _disable_current_modes():
             mask = self.values[args[position]]
-            return int(mask.expand(torch.broadcast_shapes(mask.shape, args[0].shape)).count_nonzero())
+            count = int(mask.expand(torch.broadcast_shapes(mask.shape, args[0].shape)).count_nonzero())
+        return ((count, args[0].dim()) if func is aten.nonzero.default else (count,),)
 
     def _value(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

@@ -151,11 +151,11 @@ class EagerFakes(FakeTensorMode):
 
     def _fake(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         dispatch = super().__torch_dispatch__
-        length = self.constants.length(func, args)
-        if length is not None:
-            shape = (length,) if func is aten.masked_select.default else (length, args[0].dim())
-            dtype = args[0].dtype if func is aten.masked_select.default else torch.int64
-            return dispatch(aten.empty.memory_format, types, (shape,), {"dtype": dtype, "device": args[0].device})
+        shapes = self.constants.shapes(func, args)
+        if shapes is not None:
+            options = {"dtype": torch.int64 if func is aten.nonzero.default else args[0].dtype, "device": args[0].device}
+            made = tuple(dispatch(aten.empty.memory_format, types, (shape,), options) for shape in shapes)
+            return made if len(made) > 1 else made[0]
         result: Any = dispatch(func, types, args, kwargs)
         results = list(result) if type(result) in (tuple, list) else [result]
         if not results or not isinstance(results[0], FakeTensor):

@@ -11,7 +11,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from passes.fuse.convolution import split_convolutions
 from passes.fuse.merge import merge_all, save_logits
 from passes.ops import RUNNING_STATISTICS, result_ignores
 
+from . import routes
 from .arguments import (
     StateEntry,
     argument_names,
@@ -46,7 +47,7 @@ from .arguments import (
 from .failure import capture_error
 from .hidden import refuse_hidden
 from .isolate import isolated
-from .layouts import EagerFakes, EagerLayouts
+from .layouts import EagerFakes, EagerLayouts, GivenGradient, Layouts, gradient_key, settle_gradients
 from .leaks import Remembered
 from .modules import fill_forward_paths, module_path, module_paths
 from .notice import Rerun, check_backward, notice
@@ -92,8 +93,9 @@ class Traced:
     The joint graph's placeholders are, in this order: `state` (parameters, then buffers), `inputs`, tangents of
     the differentiated outputs. Its outputs are the new values of `mutated` placeholders, `num_outputs` further
     forward outputs, then one gradient (or None) per placeholder before the tangents. `guard` holds what the trace
-    took as given about the inputs' values, `reads` what it took as given about everything else. `repeated` names the
-    buffers that the plain step updates again when a checkpoint of its own recomputes, and the planned step once.
+    took as given about the inputs' values, `reads` what it took as given about everything else, `layouts` what it was
+    told about how kernels lay out what they make. `repeated` names the buffers that the plain step updates again when a
+    checkpoint of its own recomputes, and the planned step once.
     """
 
     graph_module: fx.GraphModule
@@ -109,6 +111,7 @@ class Traced:
     guard: Guard | None = None
     notes: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
+    layouts: Layouts = field(default_factory=dict)
 
     @property
     def num_primals(self) -> int:
@@ -131,6 +134,7 @@ def capture(
     differentiated: tuple[str, ...] | None = None,
     device: torch.device | None = None,
     keep_outputs: bool = True,
+    layouts: Layouts | None = None,
 ) -> Traced:
     """Trace the training step of `model`.
 
@@ -140,6 +144,8 @@ def capture(
         differentiated: paths of the outputs that `backward` starts from; None chooses (`loss`, else scalars, else all).
         device: where meta tensors are to live.
         keep_outputs: whether the caller holds what the model returns besides its loss through the backward.
+        layouts: how kernels lay out what they make, where another trace had it otherwise (`layouts.learned`), and in
+            which strides the gradients of outputs come (`gradient_key`).
 
     Raises:
         CaptureError: the forward cannot be traced; carries the user's file and line.
@@ -150,11 +156,13 @@ def capture(
     names = argument_names(input_template)
     check_inputs(input_tensors, names, input_template)
     entries = state_entries(model)
-    tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, input_tensors)
+    tracer = _StepTracer(
+        model, loss_fn, signature, entries, input_template, differentiated, input_tensors, layouts or {}
+    )
     tensors = [*state_tensors(model, entries), *input_tensors]
     with exclusive(), isolated(model, loss_fn) as before, without_sources():
         tracer.before = before
-        fake = _fake_inputs(tensors, device)
+        fake = _fake_inputs(tensors, device, layouts)
         try:
             joint = _export(tracer, fake)
         except CaptureError as error:
@@ -162,7 +170,7 @@ def capture(
             # model's ordinary path is tried first because it is the one the plain step executes.
             try:
                 with compiling_flags():
-                    joint = _export(tracer, _fake_inputs(tensors, device))
+                    joint = _export(tracer, _fake_inputs(tensors, device, layouts))
                 tracer.notes += (f"{COMPILING} ({error.location or 'place unknown'})",)
             except CaptureError:
                 raise error from error.__cause__
@@ -170,13 +178,14 @@ def capture(
     tracer.remembered.check()
     _check(joint, [e.name for e in entries] + names, len(entries))
     _drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
-    return _traced(joint, tracer, entries, input_template, len(input_tensors), keep_outputs)
+    traced = _traced(joint, tracer, entries, input_template, len(input_tensors), keep_outputs)
+    return replace(traced, layouts=dict(layouts or {}))
 
 
 def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
     tracer.runs = 0
     try:
-        with quiet_fake_errors(), eager_kernels(), module_paths(tracer.model):
+        with quiet_fake_errors(), eager_kernels(routes.kernels()), module_paths(tracer.model):
             joint = export_joint(tracer, fake)
     except (Unsupported, CaptureError):
         raise
@@ -184,8 +193,18 @@ def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
         raise capture_error(error) from error
     finally:
         tracer.watch.stop()
+    _check_in_the_kernels(joint.graph_module.graph)
+    settle_gradients(joint.graph_module.graph)
     fill_forward_paths(joint.graph_module.graph.nodes)
     return joint
+
+
+def _check_in_the_kernels(graph: fx.Graph) -> None:
+    """A factorization that is checked (`linalg.inv` of a singular matrix raises) checks itself: one op of the graph."""
+    for check in graph.find_nodes(op="call_function", target=torch.ops.aten._linalg_check_errors.default):
+        factorization: Any = check.args[0].args[0]
+        factorization.kwargs = {**factorization.kwargs, "check_errors": True}
+        graph.erase_node(check)
 
 
 class _StepTracer:
@@ -200,11 +219,13 @@ class _StepTracer:
         input_template: Template,
         differentiated: tuple[str, ...] | None,
         sample: list[torch.Tensor],
+        layouts: Layouts,
     ) -> None:
         self.model, self.loss_fn, self.signature, self.sample = model, loss_fn, signature, sample
         self.entries, self.input_template, self.differentiated = entries, input_template, differentiated
         self.recorder = Recorder(model, loss_fn, entries)
         self.output_template: Template = Tree(None, ())
+        self.layouts = layouts
         self.leaves: list[OutputLeaf] = []
         self.guard: Guard | None = None
         self.notes: tuple[str, ...] = () if model.training else (IN_EVAL,)
@@ -233,7 +254,7 @@ class _StepTracer:
             index = -1 if same is not None else len(returned)
             self.leaves.append(OutputLeaf(paths[i], same, index, tensor.requires_grad, chosen))
             if same is None:
-                returned.append(tensor if chosen else tensor.detach())
+                returned.append(self._started(paths[i], tensor) if chosen else tensor.detach())
         if self.runs and self.watch.custom_backward:
             self.watch.start()  # torch goes on with the backward
         self.runs += 1
@@ -271,11 +292,15 @@ class _StepTracer:
         self.watch = watch
         return value
 
+    def _started(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
+        strides = self.layouts.get(gradient_key(path, tensor))
+        return tensor if strides is None else GivenGradient.apply(tensor, strides)
+
 
 def _choose_differentiated(
     template: Template, tensors: list[torch.Tensor], paths: dict[int, str], asked: tuple[str, ...] | None
 ) -> set[int]:
-    candidates = [i for i, t in enumerate(tensors) if t.requires_grad and t.is_floating_point()]
+    candidates = [i for i, t in enumerate(tensors) if t.requires_grad]
     if asked is not None:
         return {i for i in candidates if paths[i] in asked}
     losses = [i for i in candidates if paths[i] in (".loss", "['loss']") and tensors[i].dim() == 0]
@@ -445,8 +470,10 @@ def _drop_running_statistics(graph: fx.Graph) -> None:
                     node.update_arg(position, buffers[of_type])
 
 
-def _fake_inputs(tensors: list[torch.Tensor], device: torch.device | None) -> list[torch.Tensor]:
-    mode = EagerFakes(allow_non_fake_inputs=True)
+def _fake_inputs(
+    tensors: list[torch.Tensor], device: torch.device | None, layouts: Layouts | None
+) -> list[torch.Tensor]:
+    mode = EagerFakes(layouts, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # a cached answer forgets that two results are one tensor (the LSTM's bias gradients)
     fakes = []
     for tensor in tensors:

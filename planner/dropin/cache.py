@@ -20,6 +20,7 @@ from passes.errors import InputMismatch
 from passes.run.random import set_rng_state
 from passes.trace.arguments import argument_names, run_model, state_tensors
 from passes.trace.capture import Traced
+from passes.trace.layouts import Layouts, gradient_key
 from passes.trace.matching import Differs, match
 from passes.trace.reads import Matched, Reads
 from passes.trace.structure import flatten, unflatten
@@ -151,7 +152,7 @@ class PlanState:
         traced = planned.prepared.traced
         _check_materialized(traced, primals)
         self._notice_hooks()
-        return planned.run(primals, _Fallback(self, traced))
+        return planned.run(primals, _Fallback(self, traced, planned.prepared.layouts))
 
     def notice_eval(self) -> None:
         """Say once that a model planned in eval mode runs plain as long as it is in it, gradients or not."""
@@ -231,10 +232,13 @@ class PlanState:
 
 
 class _Fallback:
-    """Backward from other outputs than planned for: the plain model replays the forward; later calls are replanned."""
+    """Backward from other outputs than planned for, or with gradients laid out in another way.
 
-    def __init__(self, state: PlanState, traced: Traced) -> None:
-        self.state, self.traced = state, traced
+    The plain model replays the forward; later calls are replanned.
+    """
+
+    def __init__(self, state: PlanState, traced: Traced, layouts: Layouts) -> None:
+        self.state, self.traced, self.layouts = state, traced, layouts
 
     def __call__(
         self,
@@ -246,14 +250,27 @@ class _Fallback:
         paths = tuple(leaf.path for leaf in wanted.values())
         if not paths:
             return [None] * len(primals)
+        expected = paths == tuple(leaf.path for leaf in self.traced.outputs if leaf.differentiated)
+        new = not expected or self._learn({wanted[i].path: g for i, g in gradients.items()})
         warnings.warn(
-            f"backward started from {', '.join(p or 'the output' for p in paths)}, which the plan did not expect: this "
-            "step replays the plain forward (correct, but not under the budget); later calls are planned for it.",
+            f"backward started from {', '.join(p or 'the output' for p in paths)}"
+            f"{' with a gradient in other strides' if expected else ''}, which the plan did not expect: this step "
+            "replays the plain forward (correct, but not under the budget); "
+            f"{'later calls are planned for it' if new else 'so will others, as a plan is for one set of strides'}.",
             stacklevel=2,
         )
         result = self._replay(primals, generators, gradients)
-        self.state.expect(paths)
+        if new:
+            self.state.expect(paths)
         return result
+
+    def _learn(self, gradients: Mapping[str, torch.Tensor]) -> bool:
+        """Plan for gradients in these strides from now on; not where others were learned before."""
+        keys = {gradient_key(path, g): tuple(g.stride()) for path, g in gradients.items()}
+        if any(key in self.layouts for key in keys):
+            return False
+        self.layouts.update(keys)
+        return True
 
     def _replay(
         self,

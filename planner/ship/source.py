@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from passes.fuse import library
 from passes.printable import printable
-from passes.run import kernels, random
+from passes.run import gradients, kernels, random
+from passes.trace import routes
 from passes.trace.modules import module_path
 from passes.trace.value_guards import Guard, Ref
 from planner.files.fingerprint import describe_value
@@ -59,6 +60,7 @@ HELPERS: dict[Any, Callable[..., Any]] = {
     library.BATCH_NORM_RELU.default: kernels.batch_norm_relu,
     library.BATCH_NORM_ADD_RELU.default: kernels.batch_norm_add_relu,
     library.BATCH_NORM_ADD_RELU.out: kernels.batch_norm_add_relu,
+    routes.GRADIENT_OF: gradients.gradient_of,
 }
 # Names that the source itself uses.
 RESERVED = frozenset(

@@ -345,7 +345,8 @@ _WRAPPERS = {
 _ON_THE_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 _READ_BY_MACHINERY = frozenset({"forward", *HOOKS})
 _MACHINERY = frozenset({
-    "__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward", "inner", "__getattr__", "__setattr__", "__delattr__",
+    "__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward", "inner",
+    "__getattr__", "__setattr__", "__delattr__",
 })  # fmt: skip
 _READ_AS_A_WHOLE = frozenset({"__dict__", "__reduce_ex__", "__reduce__", "__getstate__", "__deepcopy__", "__copy__"})
 _NOT_OBJECTS = (type, types.ModuleType, types.FunctionType, BaseException, enum.Enum, torch.Generator)

@@ -144,8 +144,7 @@ def capture(
     entries = state_entries(model)
     tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, input_tensors)
     tensors = [*state_tensors(model, entries), *input_tensors]
-    with isolated(model, loss_fn) as before:
-        tracer.before = before
+    with isolated(model, loss_fn) as tracer.before:
         fake = _fake_inputs(tensors, device)
         try:
             joint = _export(tracer, fake)
@@ -158,7 +157,7 @@ def capture(
                 tracer.notes += (f"{COMPILING} ({error.location or 'place unknown'})",)
             except CaptureError:
                 raise error from error.__cause__
-        check_backward(before, tracer.judged)
+        check_backward(tracer.before, tracer.judged)
     _check(joint, [e.name for e in entries] + names, len(entries))
     return _traced(joint, tracer, entries, input_template, len(input_tensors), keep_outputs)
 

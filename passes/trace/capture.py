@@ -50,7 +50,7 @@ from .isolate import isolated
 from .layouts import EagerFakes, EagerLayouts, GivenGradient, Layouts, gradient_key, settle_gradients
 from .leaks import Remembered
 from .modules import fill_forward_paths, module_path, module_paths
-from .notice import Rerun, check_backward, notice
+from .notice import Rerun, check_backward, judged, notice
 from .reads import Reads
 from .recorder import Recorder
 from .refuse import storage_kind
@@ -160,8 +160,7 @@ def capture(
         model, loss_fn, signature, entries, input_template, differentiated, input_tensors, layouts or {}
     )
     tensors = [*state_tensors(model, entries), *input_tensors]
-    with exclusive(), isolated(model, loss_fn) as before, without_sources():
-        tracer.before = before
+    with exclusive(), isolated(model, loss_fn) as tracer.before, without_sources():
         fake = _fake_inputs(tensors, device, layouts)
         try:
             joint = _export(tracer, fake)
@@ -174,7 +173,7 @@ def capture(
                 tracer.notes += (f"{COMPILING} ({error.location or 'place unknown'})",)
             except CaptureError:
                 raise error from error.__cause__
-        check_backward(before, tracer.judged)
+        check_backward(tracer.before, tracer.judged)
     tracer.remembered.check()
     _check(joint, [e.name for e in entries] + names, len(entries))
     _drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
@@ -286,7 +285,7 @@ class _StepTracer:
         steady = frozenset(name for name, count in changes().items() if count == counts[name])
         names = [*(e.name for e in self.entries), *(f"input {i}" for i in range(len(flat) - len(self.entries)))]
         rerun = Rerun(self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn))
-        self.judged = frozenset(change.path for change in self.before.changes())
+        self.judged = judged(self.before)
         notes = notice(self.before, watch, rerun)
         self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes, *notes)))
         self.watch = watch

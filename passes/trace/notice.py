@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -107,10 +108,18 @@ def _say(text: str) -> None:
     warnings.warn(text, stacklevel=3)
 
 
-def check_backward(before: Snapshot, judged: frozenset[str]) -> None:
+def judged(before: Snapshot) -> frozenset[str]:
+    """Paths of what the forward changed."""
+    return frozenset(_HOOK.sub("", change.path) for change in before.changes())
+
+
+_HOOK = re.compile(r"(?<=hooks)\.\d+$")  # each registration has another number
+
+
+def check_backward(before: Snapshot, by_forward: frozenset[str]) -> None:
     """Refuse what changed while tracing though the forward alone did not change it: Python that the backward runs."""
     for change in before.changes():
-        if change.path not in judged:
+        if _HOOK.sub("", change.path) not in by_forward:
             raise Unsupported(
                 "state that changes in the backward", change.path, "its Python runs while tracing, and not in the "
                 "planned steps", "Move the change out of the backward of the custom function.",

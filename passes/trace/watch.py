@@ -185,15 +185,21 @@ class Watch(TorchFunctionMode):
             sys.setprofile(self._before)
 
     def __enter__(self) -> Any:
-        entered = super().__enter__()
-        self.start()
-        return entered
+        try:
+            self.start()
+            return super().__enter__()
+        except BaseException:  # an interrupt in between
+            self.stop()
+            raise
 
     def __exit__(self, *error: Any) -> None:
-        self.stop()
-        super().__exit__(*error)
-        if self.error is not None and not isinstance(error[1], KeyboardInterrupt):
-            raise self.error  # also where the forward caught it
+        try:
+            refused = self.error
+        finally:
+            self.stop()
+            super().__exit__(*error)
+        if refused is not None and not isinstance(error[1], KeyboardInterrupt):
+            raise refused  # also where the forward caught it
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sys.setprofile(None)

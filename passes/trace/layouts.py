@@ -153,7 +153,8 @@ class EagerFakes(FakeTensorMode):
         dispatch = super().__torch_dispatch__
         shapes = self.constants.shapes(func, args)
         if shapes is not None:
-            options = {"dtype": torch.int64 if func is aten.nonzero.default else args[0].dtype, "device": args[0].device}
+            dtype = torch.int64 if func is aten.nonzero.default else args[0].dtype
+            options = {"dtype": dtype, "device": args[0].device}
             made = tuple(dispatch(aten.empty.memory_format, types, (shape,), options) for shape in shapes)
             return made if len(made) > 1 else made[0]
         result: Any = dispatch(func, types, args, kwargs)

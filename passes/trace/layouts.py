@@ -164,11 +164,12 @@ class EagerFakes(FakeTensorMode):
         dispatch = super().__torch_dispatch__
         shapes = self.constants.shapes(func, args)
         if shapes is not None:
-            options = {"dtype": torch.int64 if func is aten.nonzero.default else args[0].dtype, "device": args[0].device}
+            dtype = torch.int64 if func is aten.nonzero.default else args[0].dtype
+            options = {"dtype": dtype, "device": args[0].device}
             made = tuple(dispatch(aten.empty.memory_format, types, (shape,), options) for shape in shapes)
             return made if len(made) > 1 else made[0]
         result: Any = dispatch(func, types, args, kwargs)
-        results = list(result) if type(result) in (tuple, list) else [result]
+        results = list(result) if isinstance(result, (tuple, list)) else [result]
         if not results or not isinstance(results[0], FakeTensor):
             return result
         wanted: tuple[Strides | None, ...] = ()
@@ -179,9 +180,11 @@ class EagerFakes(FakeTensorMode):
         elif self.layouts:
             wanted = self.layouts.get(call_key(func, args, kwargs), ())
         for i, strides in enumerate(wanted[: len(results)]):
-            if strides is not None and strides != results[i].stride():
+            if strides is not None and isinstance(results[i], FakeTensor) and strides != results[i].stride():
                 results[i] = self._laid_out(types, results[i], strides, is_view=func in VIEWS)
-        return type(result)(results) if type(result) in (tuple, list) else results[0]
+        if isinstance(result, (tuple, list)):
+            return results if type(result) is list else tuple(results)
+        return results[0]
 
     def _laid_out(self, types: Any, value: FakeTensor, strides: Strides, *, is_view: bool) -> Any:
         dispatch = super().__torch_dispatch__

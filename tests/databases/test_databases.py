@@ -8,38 +8,35 @@ import warnings
 import pytest
 import torch
 
+from tests.databases import cases as databases
 from tests.databases.cases import DTYPES, FORMS, Case, cases
 from tests.databases.check import BAD, check
 from tests.databases.routes import rerouted
 
-EVERY = 97  # the slice; a prime, so that it takes both forms
+EVERY = 61  # of the databases' names, in the default run
 # One of each class that was once wrong, refused or above its prediction.
 ONCE_BAD = (
     "prod", "max.reduction_no_dim", "nanmedian", "masked_fill", "cumprod", "linalg.inv", "linalg.cholesky",
     "linalg.eigvals", "lu_solve", "cov", "combinations", "complex", "nn.functional.rrelu",
 )  # fmt: skip
-SKIPPED = ("nn.LinearCrossEntropyLoss",)  # hundreds of samples of one module, in the slow run
 
 
-def part(dtype: torch.dtype) -> list[Case]:
-    kept = (c for c in cases(dtype) if not c.name.startswith(SKIPPED))
-    return list(itertools.islice(kept, 0, None, EVERY))
+def test_a_slice() -> None:
+    names = sorted({op.name for op in databases.op_db} | {info.name for info in databases.module_db})[::EVERY]
+    chosen = (case for name in names for case in itertools.islice(cases(torch.float32, names=[name]), 4))
+    verdicts = [expect_no_bad(case) for case in chosen]
+    assert verdicts.count("equal") > len(verdicts) // 2
 
 
-@pytest.mark.parametrize("case", part(torch.float32), ids=lambda case: case.name)
-def test_a_slice(case: Case) -> None:
-    expect_no_bad(case)
-
-
-@pytest.mark.parametrize("case", cases(torch.float32, names=ONCE_BAD), ids=lambda case: case.name)
-def test_what_was_once_bad(case: Case) -> None:
-    result = expect_no_bad(case)
-    assert result in ("equal", "skipped")
+@pytest.mark.parametrize("name", ONCE_BAD)
+def test_what_was_once_bad(name: str) -> None:
+    for case in cases(torch.float32, names=[name]):
+        assert expect_no_bad(case) in ("equal", "skipped")
 
 
 @pytest.mark.parametrize("name", ["mul", "div.no_rounding_mode", "fft.rfft", "prod"])
 def test_complex_numbers(name: str) -> None:
-    for case in cases(torch.complex64, names=(name,)):
+    for case in cases(torch.complex64, names=[name]):
         expect_no_bad(case)
 
 
@@ -47,7 +44,7 @@ def expect_no_bad(case: Case) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = check(case)
-    assert result.verdict not in BAD, f"{result.verdict}: {result.detail}"
+    assert result.verdict not in BAD, f"{result.name} is {result.verdict}: {result.detail}"
     return result.verdict
 
 

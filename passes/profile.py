@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ._torch import FakeTensor, below_autograd
 from .alias import device_of, is_compute
 from .flops import listed_flops, unlisted_flops
-from .fuse import library
+from .fuse.records import BY_OP, workspace_bytes
 from .memory import high_water, span
 from .ops import OPAQUE_RESULTS
 
@@ -144,8 +144,8 @@ def _count(node: fx.Node) -> OpProfile:
     result = node.meta.get("val")
     written = [v for v in pytree.tree_leaves(result) if isinstance(v, torch.Tensor)]
     read = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    if node.target is library.CROSS_ENTROPY_BACKWARD.default:  # its two kernels are each handed the log-probabilities
-        written, read = 2 * written, [*read, *written, *written]
+    inner = written * (BY_OP[node.target].intermediates if node.target in BY_OP else 0)  # type: ignore[index]
+    read, written = [*read, *inner, *inner], [*written, *inner]  # each is made and used beside what made it
     return OpProfile(
         name=node.name,
         target=str(node.target),
@@ -155,7 +155,7 @@ def _count(node: fx.Node) -> OpProfile:
         bytes_read=sum(t.numel() * t.element_size() for t in read),
         bytes_written=sum(t.numel() * t.element_size() for t in written),
         dtype=_dtype([*read, *written]),
-        workspace_bytes=library.workspace_bytes(node),  # of our own ops it is known without running them
+        workspace_bytes=workspace_bytes(node),  # of our own ops it is known without running them
     )
 
 

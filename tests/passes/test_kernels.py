@@ -12,7 +12,7 @@ from torch import nn
 
 from passes._torch import below_autograd
 from passes.alias import alias
-from passes.fuse import library
+from passes.fuse import records
 from passes.memory import high_water, measure_peak
 from passes.profile import profile
 from passes.run.tensors import alone, held_once
@@ -49,8 +49,8 @@ def two_kernels(*arguments: Any) -> torch.Tensor:
 def test_same_bits(rows: int, classes: int, reduction: int, weighted: bool, dtype: torch.dtype) -> None:
     arguments = example(rows, classes, reduction, weighted=weighted, dtype=dtype)
     expected = two_kernels(*arguments)
-    assert same_bits(expected, library.CROSS_ENTROPY_BACKWARD(*arguments))
-    written = library.CROSS_ENTROPY_BACKWARD(*arguments, out=arguments[1])
+    assert same_bits(expected, records.CROSS_ENTROPY_BACKWARD.op.overloadpacket(*arguments))
+    written = records.CROSS_ENTROPY_BACKWARD.op.overloadpacket(*arguments, out=arguments[1])
     assert written.data_ptr() == arguments[1].data_ptr()
     assert same_bits(expected, written)
 
@@ -66,20 +66,20 @@ def test_same_bits_from_logits(rows: int, classes: int, reduction: int, ignored:
     target[1::3] = ignored
     log_probabilities = aten._log_softmax.default(logits, 1, False)
     expected = aten.nll_loss_forward.default(log_probabilities, target, None, reduction, ignored)
-    found = library.CROSS_ENTROPY.default(logits, target, reduction, ignored)
+    found = records.CROSS_ENTROPY.op(logits, target, reduction, ignored)
     assert same_bits(expected[0], found[0]) and same_bits(expected[1], found[1])
     gradient = torch.randn_like(expected[0])
     wanted = two_kernels(gradient, log_probabilities, target, None, reduction, ignored, expected[1])
     arguments = gradient, logits, target, reduction, ignored, expected[1]
     before = logits.clone()
-    assert same_bits(wanted, library.CROSS_ENTROPY_LOGITS_BACKWARD.default(*arguments))
+    assert same_bits(wanted, records.CROSS_ENTROPY_LOGITS_BACKWARD.op(*arguments))
     with below_autograd():
-        beside = library.CROSS_ENTROPY_LOGITS_BACKWARD.over(*arguments, over=alone(logits))
+        beside = records.CROSS_ENTROPY_LOGITS_BACKWARD.overloads[1](*arguments, over=alone(logits))
     assert same_bits(wanted, beside) and same_bits(logits, before)
     address = logits.data_ptr()
     logits = alone(logits)
     arguments = gradient, logits, target, reduction, ignored, expected[1]
-    written = library.CROSS_ENTROPY_LOGITS_BACKWARD.over(*arguments, over=logits)
+    written = records.CROSS_ENTROPY_LOGITS_BACKWARD.overloads[1](*arguments, over=logits)
     assert written.data_ptr() == address
     assert same_bits(wanted, written)
 
@@ -91,7 +91,7 @@ def test_a_target_out_of_range_raises_as_usual(bad: int) -> None:
         nn.functional.cross_entropy(logits, target)
     for ignored in (-100, 1):
         with pytest.raises(IndexError, match=f"Target {bad} is out of bounds"):
-            library.CROSS_ENTROPY.default(logits, target, 1, ignored)
+            records.CROSS_ENTROPY.op(logits, target, 1, ignored)
 
 
 def test_who_holds_memory_is_known() -> None:
@@ -127,9 +127,9 @@ def test_an_embedding_s_gradient_is_added_in_the_same_bits(
     other[::3, 0] = -0.0
     table = aten.embedding_dense_backward.default(gradient, indices, rows, padding, False)
     expected = other + table
-    merged = library.EMBEDDING_BACKWARD_ADD
-    assert same_bits(expected, merged.default(gradient, indices, padding, other))
-    assert same_bits(expected, merged.out(gradient, indices, padding, other, out=other))
+    merged = records.EMBEDDING_BACKWARD_ADD
+    assert same_bits(expected, merged.op(gradient, indices, padding, other))
+    assert same_bits(expected, merged.overloads[1](gradient, indices, padding, other, out=other))
     assert same_bits(expected, other)
 
 
@@ -140,8 +140,8 @@ def test_a_mask_is_applied_in_the_same_bits(shape: tuple[int, ...], dtype: torch
     values, mask = torch.randn(shape, dtype=dtype), torch.rand(shape) > 0.1
     values.view(-1)[0] = float("inf")
     expected = values * mask
-    assert same_bits(expected, library.MUL_MASK.default(values, mask))
-    library.MUL_MASK.out(values, mask, out=values)
+    assert same_bits(expected, records.MUL_MASK.op(values, mask))
+    records.MUL_MASK.overloads[1](values, mask, out=values)
     assert same_bits(expected, values)
 
 
@@ -153,7 +153,7 @@ def test_dropout_draws_and_gives_the_same_bits(shape: tuple[int, ...], p: float,
     torch.manual_seed(5)
     expected, state = aten.native_dropout.default(values, p, True), torch.get_rng_state()
     torch.manual_seed(5)
-    found = library.DROPOUT.default(values, p)
+    found = records.DROPOUT.op(values, p)
     assert torch.equal(torch.get_rng_state(), state)
     assert same_bits(expected[0], found[0]) and torch.equal(expected[1], found[1])
 
@@ -171,11 +171,11 @@ def test_a_sum_and_its_relu_give_the_same_bits(
         for place, value in enumerate(special):
             values[0, 0, 0, place] = value
     expected = (a + b).relu()
-    found = library.ADD_RELU.default(a, b)
+    found = records.ADD_RELU.op(a, b)
     assert same_bits(expected, found) and found.stride() == expected.stride()
     for written in (a, b):
         x, y = a.clone(), b.clone()
-        assert same_bits(expected, library.ADD_RELU.out(x, y, out=x if written is a else y))
+        assert same_bits(expected, records.ADD_RELU.overloads[1](x, y, out=x if written is a else y))
         assert same_bits(expected, x if written is a else y)
 
 
@@ -204,7 +204,7 @@ def test_a_residual_sum_is_one_op(kind: str, share: float) -> None:
     low = studied.minimum().minimum_bytes
     plan = studied.plan(low + int((studied.plain_peak_bytes - low) * share))
     found = [n.target for n in plan.planned.prepared.traced.graph_module.graph.nodes]
-    assert (library.ADD_RELU.default in found) == (kind != "read twice")
+    assert (records.ADD_RELU.op in found) == (kind != "read twice")
     model(image).backward()
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
@@ -239,10 +239,10 @@ def test_tied_weights_and_dropout_need_no_second_table_and_no_mask_of_numbers(ki
     plan = auto_checkpoint(model, tokens, progress=False)
     graph = plan.planned.prepared.traced.graph_module.graph
     found = [n.target for n in graph.nodes]
-    assert found.count(library.EMBEDDING_BACKWARD_ADD.default) == (2 if kind == "twice" else 1)
+    assert found.count(records.EMBEDDING_BACKWARD_ADD.op) == (2 if kind == "twice" else 1)
     assert aten.embedding_dense_backward.default not in found
-    assert (library.MUL_MASK.default in found) == (kind != "other rate")  # whose mask is made of numbers
-    assert (library.DROPOUT.default in found) == (kind != "other rate")
+    assert (records.MUL_MASK.op in found) == (kind != "other rate")  # whose mask is made of numbers
+    assert (records.DROPOUT.op in found) == (kind != "other rate")
     state = torch.get_rng_state()
     model(tokens).backward()
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -272,8 +272,8 @@ def test_a_recomputed_dropout_draws_what_it_drew() -> None:
 def test_workspace_is_one_block() -> None:
     arguments = example(1024, 5000, 1, weighted=False, dtype=torch.float32)
     block = 64 * 5000 * 4
-    assert high_water(lambda: library.CROSS_ENTROPY_BACKWARD.default(*arguments), CPU)[0] == block
-    assert measure_peak(lambda: library.CROSS_ENTROPY_BACKWARD.out(*arguments, out=arguments[1])) == block
+    assert high_water(lambda: records.CROSS_ENTROPY_BACKWARD.op(*arguments), CPU)[0] == block
+    assert measure_peak(lambda: records.CROSS_ENTROPY_BACKWARD.overloads[1](*arguments, out=arguments[1])) == block
 
 
 class Classifier(nn.Module):
@@ -326,7 +326,7 @@ def targets(found: Traced) -> list[Any]:
 )
 def test_only_the_plain_pair_is_merged(kind: str, merged: bool) -> None:
     found = targets(traced(Classifier(kind)))
-    assert (library.CROSS_ENTROPY_BACKWARD.default in found) == merged
+    assert (records.CROSS_ENTROPY_BACKWARD.op in found) == merged
     assert (aten.nll_loss_backward.default in found) == (kind in ("smooth", "probabilities"))
 
 
@@ -335,33 +335,33 @@ def test_only_the_plain_pair_is_merged(kind: str, merged: bool) -> None:
 def test_logits_are_saved_where_they_are_returned_and_let_go(kind: str, keep_outputs: bool) -> None:
     found = targets(traced(WithLogits(kind), keep_outputs=keep_outputs))
     expected = kind != "weighted" and not keep_outputs
-    assert (library.CROSS_ENTROPY.default in found) == expected
-    assert (library.CROSS_ENTROPY_LOGITS_BACKWARD.default in found) == expected
-    assert (library.CROSS_ENTROPY_BACKWARD.default in found) == (not expected)
+    assert (records.CROSS_ENTROPY.op in found) == expected
+    assert (records.CROSS_ENTROPY_LOGITS_BACKWARD.op in found) == expected
+    assert (records.CROSS_ENTROPY_BACKWARD.op in found) == (not expected)
     assert (aten._log_softmax.default in found) == (not expected)
 
 
 def test_logits_that_nobody_returns_need_no_such_thing() -> None:
     """The log-probabilities take their place."""
-    assert library.CROSS_ENTROPY.default not in targets(traced(Classifier("plain"), keep_outputs=False))
+    assert records.CROSS_ENTROPY.op not in targets(traced(Classifier("plain"), keep_outputs=False))
 
 
 OPS = (
-    library.CROSS_ENTROPY, library.CROSS_ENTROPY_BACKWARD, library.CROSS_ENTROPY_LOGITS_BACKWARD,
-    library.EMBEDDING_BACKWARD_ADD, library.MUL_MASK, library.DROPOUT,
+    records.CROSS_ENTROPY, records.CROSS_ENTROPY_BACKWARD, records.CROSS_ENTROPY_LOGITS_BACKWARD,
+    records.EMBEDDING_BACKWARD_ADD, records.MUL_MASK, records.DROPOUT,
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("op", OPS, ids=str)
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_workspace_is_known_without_running_it(op: Any) -> None:
-    if op in (library.EMBEDDING_BACKWARD_ADD, library.MUL_MASK, library.DROPOUT):
+    if op in (records.EMBEDDING_BACKWARD_ADD, records.MUL_MASK, records.DROPOUT):
         model: nn.Module = Tied("plain")
         graph = capture(model, {"tokens": torch.randint(0, 8000, (4, 128))}).graph_module.graph
     else:
-        model = Classifier("plain") if op is library.CROSS_ENTROPY_BACKWARD else WithLogits("plain")
-        graph = traced(model, keep_outputs=op is library.CROSS_ENTROPY_BACKWARD).graph_module.graph
+        model = Classifier("plain") if op is records.CROSS_ENTROPY_BACKWARD else WithLogits("plain")
+        graph = traced(model, keep_outputs=op is records.CROSS_ENTROPY_BACKWARD).graph_module.graph
     alias(graph)
-    node = next(n for n in graph.nodes if n.target is op.default)
+    node = next(n for n in graph.nodes if n.target is op.op)
     measured, known = (profile(graph, measure=m)[node].workspace_bytes for m in (True, False))
     assert 0 < measured <= known <= 1.02 * measured
 

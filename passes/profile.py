@@ -144,7 +144,7 @@ def _count(node: fx.Node) -> OpProfile:
     result = node.meta.get("val")
     written = [v for v in pytree.tree_leaves(result) if isinstance(v, torch.Tensor)]
     read = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    inner = written * (BY_OP[node.target].intermediates if node.target in BY_OP else 0)  # type: ignore[index]
+    inner = written * (BY_OP[node.target].intermediates if node.target in BY_OP else 0)
     read, written = [*read, *inner, *inner], [*written, *inner]  # each is made and used beside what made it
     return OpProfile(
         name=node.name,

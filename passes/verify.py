@@ -187,7 +187,11 @@ class _Walk:
             kwargs = dict(node.kwargs)
         else:
             (target, kwargs), args, drawn = functional_form(node), list(node.args), self._draw(node)
-        given = fx.node.map_arg((tuple(args), kwargs), lambda n: _Known(self._number(n, numbers)))
+
+        def known(argument: fx.Node) -> Any:
+            return _Known(self._number(argument, numbers))
+
+        given: Any = fx.node.map_arg((tuple(args), kwargs), known)
         found = _Call(self, node, drawn).expand(target, *given)
         for number, value in _each(found, node.meta.get("val")) if self.trusted else ():
             self.numbering.know(number, value)

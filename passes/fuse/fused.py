@@ -117,7 +117,7 @@ def register(fused: Fused) -> None:
     """Make a record's op callable."""
     seeded = torch.Tag.nondeterministic_seeded
     tags = (seeded,) if any(seeded in getattr(t, "tags", ()) for t in targets(fused.program)) else ()
-    arguments, _, results = fused.schema.rpartition(") ->")
+    arguments = fused.schema.rpartition(") ->")[0]
     schemas = {fused.name: fused.schema}
     if fused.written:
         schemas[f"{fused.name}.{fused.written}"] = f"{arguments}, *, Tensor(a!) {fused.written}) -> Tensor(a!)"

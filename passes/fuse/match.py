@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
@@ -84,7 +85,7 @@ def readers_of(node: fx.Node) -> Iterator[fx.Node]:
 
 def adjacent(nodes: tuple[fx.Node, ...]) -> bool:
     """Whether no other kernel runs between the nodes, given from last to first."""
-    return all(next(computes_after(before), None) is after for after, before in zip(nodes, nodes[1:], strict=False))
+    return all(next(computes_after(before), None) is after for after, before in pairwise(nodes))
 
 
 def computes_after(node: fx.Node) -> Iterator[fx.Node]:

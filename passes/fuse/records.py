@@ -88,7 +88,7 @@ LOGITS = "Tensor logits, Tensor target, int reduction, int ignore_index"
 
 
 def _classes(logits: Tensor, *_: Any) -> bool:
-    """Of a single class the kernel would keep nothing: it names targets 0 and 1."""
+    """Whether a tensor is dense `[rows, classes]` of several classes: the kernel names targets 0 and 1."""
     return _rows(logits) and logits.shape[1] > 1
 
 
@@ -173,8 +173,8 @@ DROPOUT = Fused(
 )  # fmt: skip
 MUL_MASK = Fused(
     "mul_mask", "(Tensor values, Tensor mask) -> Tensor", kernels.mul_mask,
-    lambda values, mask: call(aten.mul.Tensor, values, mask), when=_masks, pays=_large, either_order=True, backward_only=True,
-    workspace=_block_of_all, donates=(0,),
+    lambda values, mask: call(aten.mul.Tensor, values, mask), when=_masks, pays=_large, either_order=True,
+    backward_only=True, workspace=_block_of_all, donates=(0,),
 )  # fmt: skip
 ADD_RELU = Fused(
     "add_relu", "(Tensor first, Tensor second) -> Tensor", kernels.add_relu,
@@ -259,11 +259,11 @@ GRADIENT, INPUT, WEIGHT, MASK = 0, 1, 2, 10  # positions of arguments
 
 def _halves(gradient: Any, values: Any, *rest: Any) -> tuple[Any, ...]:
     """The input's gradient needs the input's shape alone, as `torch.nn.grad.conv2d_input` shows."""
-    *rest, mask = rest
-    of_input = call(CONVOLUTION_BACKWARD, gradient, Like(values), *rest, [True, False, False])
+    mask = rest[-1]
+    of_input = call(CONVOLUTION_BACKWARD, gradient, Like(values), *rest[:-1], [True, False, False])
     if not any(mask[1:]):
         return of_input[0], of_input[1], of_input[2]
-    others = call(CONVOLUTION_BACKWARD, gradient, values, *rest, [False, *mask[1:]])
+    others = call(CONVOLUTION_BACKWARD, gradient, values, *rest[:-1], [False, *mask[1:]])
     return of_input[0], others[1], others[2]
 
 
@@ -283,7 +283,7 @@ SPLIT_BY_OP: dict[OpOverload, Split] = {split.op: split for split in SPLITS}
 
 def workspace_bytes(node: fx.Node) -> int:
     """What a fused op needs besides its arguments and results; 0 for other ops."""
-    fused = BY_OP.get(node.target)  # type: ignore[arg-type]
+    fused = BY_OP.get(node.target)  # type: ignore[call-overload]
     return fused.workspace(*values_of(node)) if fused else 0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -188,14 +189,15 @@ def split_convolutions(graph: fx.Graph) -> None:
         values, mask = values_of(node), node.args[records.MASK]
         if mask[0] and any(mask[1:]) and values[records.INPUT].numel() > values[records.WEIGHT].numel():
             candidates = (node.args[records.GRADIENT], node.args[records.WEIGHT], *weights)
-            match.take_apart(
-                node, records._halves(*node.args),
-                lambda part, n=node: f"{n.name}_{'input' if part.args[records.MASK][0] else 'weight'}",
-                lambda source, n=node, c=candidates: _stand_in(source, n, c),
-            )  # fmt: skip
+            stand_in = partial(_stand_in, node, candidates)
+            match.take_apart(node, records._halves(*node.args), partial(_half, node), stand_in)
 
 
-def _stand_in(source: fx.Node, node: fx.Node, candidates: tuple[Any, ...]) -> fx.Node:
+def _half(node: fx.Node, part: Call) -> str:
+    return f"{node.name}_{'input' if part.args[records.MASK][0] else 'weight'}"
+
+
+def _stand_in(node: fx.Node, candidates: tuple[Any, ...], source: fx.Node) -> fx.Node:
     """Something laid out as `source` that is resident, or read anyway."""
     value = source.meta["val"]
     covering = (c for c in candidates if _covers(c.meta["val"], value))

@@ -13,6 +13,9 @@ from torch._ops import OpOverload
 
 from .meaning import Argument, targets
 
+KINDS: dict[str, Any] = {
+    "Tensor": torch.Tensor, "Optional[Tensor]": (torch.Tensor, type(None)), "int": int, "float": (float, int),
+}  # fmt: skip
 LIBRARY = torch.library.Library("planner", "FRAGMENT")
 
 
@@ -89,8 +92,11 @@ class Fused:
 
     def takes(self, *values: Any) -> bool:
         """Whether the kernel has the bits of the meaning on these arguments."""
-        tensors = (v for a, v in zip(self.op._schema.arguments, values, strict=False) if str(a.type) == "Tensor")
-        return all(isinstance(v, torch.Tensor) for v in tensors) and self.when(*values)
+        arguments = self.op._schema.arguments
+        fits = len(values) == len(arguments) and all(
+            isinstance(v, KINDS[str(a.type)]) for a, v in zip(arguments, values, strict=True)
+        )
+        return fits and self.when(*values)
 
     @property
     def program(self) -> Any:

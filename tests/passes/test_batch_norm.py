@@ -17,7 +17,6 @@ from passes.fuse.records import WITH_RUNNING
 from passes.fuse.rules import NORMALIZE, STATISTICS
 from passes.profile import profile
 from passes.rewrite import Rewritten
-from passes.run import kernels
 from passes.trace.capture import capture
 from passes.verify import verify
 from planner import Plan
@@ -25,54 +24,6 @@ from planner.study import study
 from tests.zoo.compare import measured_peak_bytes, same_bits
 
 aten = torch.ops.aten
-SHAPES = ((4, 8, 33, 35), (3, 70, 19), (2, 6, 9, 11, 13), (64, 300), (1, 5, 6, 7))
-
-
-def example(shape: tuple[int, ...], dtype: torch.dtype, *, affine: bool) -> tuple[Any, ...]:
-    """What an op that normalizes takes, and the batch norm's own result."""
-    torch.manual_seed(sum(shape))
-    values = 3 * torch.randn(shape, dtype=dtype) + 2
-    weight, bias = (torch.randn(shape[1], dtype=dtype) if affine else None for _ in range(2))
-    result, mean, invstd = aten._native_batch_norm_legit.no_stats(values, weight, bias, True, 0.1, 1e-5)
-    return (values, weight, bias, mean, invstd), result
-
-
-@pytest.mark.parametrize("block", [1, 5000, kernels.NORM_BLOCK])
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_same_bits(
-    shape: tuple[int, ...], dtype: torch.dtype, affine: bool, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "NORM_BLOCK", block)
-    monkeypatch.setattr(kernels, "SMALLEST_BLOCK", block)
-    arguments, expected = example(shape, dtype, affine=affine)
-    other = torch.randn_like(expected)
-    assert same_bits(expected, records.BATCH_NORM.op(*arguments))
-    assert same_bits(expected.relu(), records.BATCH_NORM_RELU.op(*arguments))
-    assert same_bits((expected + other).relu(), records.BATCH_NORM_ADD_RELU.op(*arguments, other))
-    total = (expected + other).relu()
-    written = records.BATCH_NORM_ADD_RELU.overloads[1](*arguments, other, out=other)
-    assert same_bits(total, written) and written is other
-
-
-@pytest.mark.parametrize("special", [float("nan"), float("inf"), float("-inf"), -0.0, 1e-42, 3e38])
-@pytest.mark.parametrize("where", ["values", "weight", "bias"])
-def test_same_bits_with_numbers_that_are_none(special: float, where: str) -> None:
-    (values, weight, bias, *_), _ = example((4, 8, 33, 35), torch.float32, affine=True)
-    {"values": values, "weight": weight, "bias": bias}[where].view(-1)[3] = special
-    result, mean, invstd = aten._native_batch_norm_legit.no_stats(values, weight, bias, True, 0.1, 1e-5)
-    assert same_bits(result, records.BATCH_NORM.op(values, weight, bias, mean, invstd))
-
-
-def test_statistics_are_those_of_the_whole() -> None:
-    (values, weight, bias, *_), _ = example((4, 8, 33, 35), torch.float32, affine=True)
-    running = torch.randn(8), torch.rand(8)
-    whole = WITH_RUNNING(values, weight, bias, *running, True, 0.3, 1e-3)
-    found = records.BATCH_NORM_STATISTICS.op(values, *running, 0.3, 1e-3)
-    assert all(same_bits(a, b) for a, b in zip(whole[1:], found, strict=True))
-    moments = records.BATCH_NORM_MOMENTS.op(values, 1e-3)
-    assert all(same_bits(a, b) for a, b in zip(whole[1:3], moments, strict=True))
 
 
 class Normed(nn.Module):

@@ -381,8 +381,6 @@ def _reads_overwritten(node: fx.Node, mutated: set[Any], aliases: Aliases) -> bo
 def _stolen(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether autograd keeps the gradient itself instead of a copy (`AccumulateGrad`, accumulate_grad.h)."""
     dense = torch._prims_common.is_non_overlapping_and_dense_or_false(gradient)
-    if gradient.storage_offset() or gradient.untyped_storage().nbytes() != gradient.numel() * gradient.element_size():
-        dense = dense and True
     if torch._prims_common.is_non_overlapping_and_dense_or_false(parameter):
         return dense and gradient.stride() == parameter.stride()
     return dense and gradient.is_contiguous()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -132,6 +132,6 @@ def register(fused: Fused) -> None:
         LIBRARY.impl(name, fused.kernel, "CompositeExplicitAutograd")
 
 
-def values_of(node: fx.Node) -> list[Any]:
-    """The arguments of a call, nodes by the values that they were traced with."""
-    return [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
+def values_of(arguments: Sequence[Any]) -> list[Any]:
+    """Arguments of a call, nodes by the values that they were traced with."""
+    return [a.meta["val"] if isinstance(a, fx.Node) else a for a in arguments]

@@ -37,8 +37,7 @@ class Match:
 def matches(fused: Fused, root: fx.Node) -> Iterator[Match]:
     """The ways in which `root` computes what the fused op means, on arguments that its kernel takes."""
     for found in _matches(fused.program, root, Match(), fused.either_order):
-        values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in found.arguments]
-        if fused.takes(*values):
+        if fused.takes(*values_of(found.arguments)):
             yield found
 
 
@@ -51,7 +50,7 @@ def _matches(pattern: Any, value: Any, found: Match, either: bool) -> Iterator[M
         node = same_node(value)
         if isinstance(node, fx.Node) and node.target is pattern.target and not node.kwargs:
             started = Match(found.bound, found.nodes if node in found.nodes else (*found.nodes, node))
-            for args in orders(node, values_of(node), either):
+            for args in orders(node, values_of(node.args), either):
                 yield from _match_all(pattern.args, args, started, either)
     elif isinstance(pattern, Of):
         source = found.bound.get(pattern.value.position)
@@ -116,7 +115,7 @@ def erase_unread(node: fx.Node) -> None:
 
 
 def take_apart(
-    node: fx.Node, parts: tuple[Any, ...], name: Callable[[Call], str], like: Callable[[fx.Node], fx.Node]
+    node: fx.Node, parts: tuple[Any, ...], name: Callable[[Call], str], like: Callable[[Any], Any] = lambda n: n
 ) -> None:
     """Put the calls that an op's results come from in its place.
 
@@ -141,7 +140,7 @@ def take_apart(
 
 class _Builder:
     def __init__(
-        self, node: fx.Node, parts: tuple[Any, ...], name: Callable[[Call], str], like: Callable[[fx.Node], fx.Node]
+        self, node: fx.Node, parts: tuple[Any, ...], name: Callable[[Call], str], like: Callable[[Any], Any]
     ) -> None:
         self.graph, self.meta, self.name, self.like = node.graph, node.meta, name, like
         self.made: dict[Any, fx.Node] = {}

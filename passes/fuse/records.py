@@ -57,7 +57,7 @@ def _alike(first: Tensor, second: Tensor) -> bool:
     return same and first.numel() == span(first) and _on_cpu(first, second)
 
 
-def _large(values: Tensor, *_: Any) -> bool:
+def is_large(values: Tensor, *_: Any) -> bool:
     """Whether there are several blocks of it."""
     return _bytes(values) > kernels.SMALLEST_BLOCK
 
@@ -163,22 +163,22 @@ def _drops(values: Tensor, p: float) -> bool:
 EMBEDDING_BACKWARD_ADD = Fused(
     "embedding_backward_add", "(Tensor gradient, Tensor indices, int padding_idx, Tensor other) -> Tensor",
     kernels.embedding_backward_add, _embedding_backward_add, when=_adds_to_a_table,
-    pays=lambda gradient, indices, padding_idx, other: _large(other), workspace=_embedding_workspace, donates=(3,),
+    pays=lambda gradient, indices, padding_idx, other: is_large(other), workspace=_embedding_workspace, donates=(3,),
     either_order=True,
 )  # fmt: skip
 DROPOUT = Fused(
     "dropout", "(Tensor values, float p) -> (Tensor, Tensor)", kernels.dropout,
-    lambda values, p: call(aten.native_dropout.default, values, p, True), when=_drops, pays=_large, keeps_name=True,
+    lambda values, p: call(aten.native_dropout.default, values, p, True), when=_drops, pays=is_large, keeps_name=True,
     workspace=_block_of_all,
 )  # fmt: skip
 MUL_MASK = Fused(
     "mul_mask", "(Tensor values, Tensor mask) -> Tensor", kernels.mul_mask,
-    lambda values, mask: call(aten.mul.Tensor, values, mask), when=_masks, pays=_large, either_order=True,
+    lambda values, mask: call(aten.mul.Tensor, values, mask), when=_masks, pays=is_large, either_order=True,
     backward_only=True, workspace=_block_of_all, donates=(0,),
 )  # fmt: skip
 ADD_RELU = Fused(
     "add_relu", "(Tensor first, Tensor second) -> Tensor", kernels.add_relu,
-    lambda first, second: call(aten.relu.default, call(aten.add.Tensor, first, second)), when=_alike, pays=_large,
+    lambda first, second: call(aten.relu.default, call(aten.add.Tensor, first, second)), when=_alike, pays=is_large,
     donates=(0, 1),
 )  # fmt: skip
 
@@ -214,7 +214,7 @@ BATCH_NORM_RELU = Fused(
 BATCH_NORM_ADD_RELU = Fused(
     "batch_norm_add_relu", f"({NORM}, Tensor other) -> Tensor", kernels.batch_norm_add_relu,
     lambda *arguments: call(aten.relu.default, call(aten.add.Tensor, _batch_norm(*arguments[:5]), arguments[5])),
-    when=lambda values, weight, bias, mean, invstd, other: _alike(values, other), pays=_large, adjacent=True,
+    when=lambda values, weight, bias, mean, invstd, other: _alike(values, other), pays=is_large, adjacent=True,
     workspace=_block_of_planes, donates=(5,),
 )  # fmt: skip
 
@@ -257,7 +257,7 @@ CONVOLUTION_BACKWARD = aten.convolution_backward.default
 GRADIENT, INPUT, WEIGHT, MASK = 0, 1, 2, 10  # positions of arguments
 
 
-def _halves(gradient: Any, values: Any, *rest: Any) -> tuple[Any, ...]:
+def halves(gradient: Any, values: Any, *rest: Any) -> tuple[Any, ...]:
     """The input's gradient needs the input's shape alone, as `torch.nn.grad.conv2d_input` shows."""
     mask = rest[-1]
     of_input = call(CONVOLUTION_BACKWARD, gradient, Like(values), *rest[:-1], [True, False, False])
@@ -267,14 +267,14 @@ def _halves(gradient: Any, values: Any, *rest: Any) -> tuple[Any, ...]:
     return of_input[0], others[1], others[2]
 
 
-def _has_input_half(*arguments: Any) -> bool:
+def has_input_half(*arguments: Any) -> bool:
     return bool(arguments[MASK][0])
 
 
 SPLITS = (
     Split(WITH_RUNNING, _with_running, _normalizes(5)),
     Split(ALONE, _without_running, _normalizes(3)),
-    Split(CONVOLUTION_BACKWARD, _halves, _has_input_half),
+    Split(CONVOLUTION_BACKWARD, halves, has_input_half),
 )
 
 BY_OP: dict[OpOverload, Fused] = {fused.op: fused for fused in FUSED}
@@ -284,7 +284,7 @@ SPLIT_BY_OP: dict[OpOverload, Split] = {split.op: split for split in SPLITS}
 def workspace_bytes(node: fx.Node) -> int:
     """What a fused op needs besides its arguments and results; 0 for other ops."""
     fused = BY_OP.get(node.target)  # type: ignore[call-overload]
-    return fused.workspace(*values_of(node)) if fused else 0
+    return fused.workspace(*values_of(node.args)) if fused else 0
 
 
 def op_names(target: OpOverload) -> tuple[OpOverload, ...]:

@@ -72,8 +72,7 @@ def _replace_all(graph: fx.Graph, fused: Fused) -> None:
 def _replace(fused: Fused, root: fx.Node) -> None:
     assert fused.pays is not None
     for found in match.matches(fused, root):
-        inner = found.nodes[1:]
-        values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in found.arguments]
+        inner, values = found.nodes[1:], values_of(found.arguments)
         alone = match.only_reads(inner, found.arguments, found.nodes)
         if alone and fused.pays(*values) and (not fused.adjacent or match.adjacent(found.nodes)):
             match.substitute(fused, root, found.arguments)
@@ -119,13 +118,9 @@ def split_batch_norms(graph: fx.Graph) -> None:
     """Split batch norms on the CPU that are large enough for the kernels of `passes.run.kernels` to be worth it."""
     for split in records.SPLITS[:2]:
         for node in graph.find_nodes(op="call_function", target=split.op):
-            values = values_of(node)
-            if split.when(*values) and records._large(values[0]):
-                match.take_apart(node, split.parts(*node.args), _name, lambda n: n)
-
-
-def _name(part: Call) -> str:
-    return records.BY_OP[part.target].name
+            values = values_of(node.args)
+            if split.when(*values) and records.is_large(values[0]):
+                match.take_apart(node, split.parts(*node.args), lambda part: records.BY_OP[part.target].name)
 
 
 def join_batch_norms(graph: fx.Graph) -> None:
@@ -183,14 +178,14 @@ def split_convolutions(graph: fx.Graph) -> None:
     resident anyway stands for the input where only its shape is read (which a kernel may copy out to its full size).
     """
     nodes = graph.find_nodes(op="call_function", target=records.CONVOLUTION_BACKWARD)
-    read: Any = [n.args[records.WEIGHT] for n in nodes if records._has_input_half(*n.args)]
+    read: Any = [n.args[records.WEIGHT] for n in nodes if records.has_input_half(*n.args)]
     weights = list(dict.fromkeys(w for w in read if w.op == "placeholder"))
     for node in nodes:
-        values, mask = values_of(node), node.args[records.MASK]
+        values, mask = values_of(node.args), node.args[records.MASK]
         if mask[0] and any(mask[1:]) and values[records.INPUT].numel() > values[records.WEIGHT].numel():
             candidates = (node.args[records.GRADIENT], node.args[records.WEIGHT], *weights)
             stand_in = partial(_stand_in, node, candidates)
-            match.take_apart(node, records._halves(*node.args), partial(_half, node), stand_in)
+            match.take_apart(node, records.halves(*node.args), partial(_half, node), stand_in)
 
 
 def _half(node: fx.Node, part: Call) -> str:

@@ -317,7 +317,7 @@ def parts_without_a_guard(pick: Pick) -> Patched:
 
 @patch
 def halves_mixed_up(pick: Pick) -> Patched:
-    halves, kind = records._halves, pick(0, 2)
+    halves, kind = records.halves, pick(0, 2)
 
     def other(gradient: Any, values: Any, weight: Any, *rest: Any) -> Any:
         of_input, _, of_bias = halves(gradient, values, weight, *rest)
@@ -327,7 +327,7 @@ def halves_mixed_up(pick: Pick) -> Patched:
             return halves(gradient, values, weight, *rest[:2], [p + 1 for p in rest[2]], *rest[3:])
         return halves(values, gradient, weight, *rest)
 
-    return records, "_halves", other
+    return records, "halves", other
 
 
 @patch

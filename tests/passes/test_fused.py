@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from passes._torch import below_autograd
-from passes.fuse import records
+from passes.errors import VerificationError
+from passes.fuse import match, records
 from passes.fuse.fused import Fused, Split
 from passes.fuse.normal_form import COMMUTES, DIMENSION, SAME
 from passes.ops import ignored_by
 from passes.run import kernels
+from planner import auto_checkpoint
 from tests.passes import damaged_rules
 from tests.passes.registry import CASES, DTYPES, NORMED, draw, small_blocks, wrong, wrong_split
 from tests.zoo.compare import same_bits
@@ -125,6 +128,29 @@ def test_the_same_value_is_the_same_memory() -> None:
     for target in SAME:
         found = target(values)
         assert found.data_ptr() == values.data_ptr() and found.stride() == values.stride()
+
+
+class Residual(nn.Module):
+    """Nothing but a sum and its relu, large enough for blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.randn(600, 600))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.p.tanh()).relu().square().mean()
+
+
+def test_a_wrong_rule_is_not_proved_right() -> None:
+    """`relu(x + x)` put in for `relu(x + y)` used to be planned, and proved against itself."""
+    substitute = match.substitute
+
+    def twice(fused: Fused, root: Any, arguments: tuple[Any, ...]) -> Any:
+        return substitute(fused, root, (arguments[0], arguments[0]) if fused is records.ADD_RELU else arguments)
+
+    model, x = Residual(), torch.randn(600, 600)
+    with damaged_rules.patched((match, "substitute", twice)), pytest.raises(VerificationError, match="add_relu"):
+        auto_checkpoint(model, x, progress=False)
 
 
 def test_damage_to_records_and_rules_is_refused() -> None:

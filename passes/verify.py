@@ -178,12 +178,15 @@ class _Walk:
 
     def _call(self, node: fx.Node, numbers: Numbers) -> Any:
         if node.target is get_rng_state:
-            return self._traced_state(node, self._state(str(node.args[0])))
+            state = self._state(str(node.args[0]))
+            if state not in self.numbering.states:
+                raise VerificationError(f"{node.name!r} takes a state that the traced step does not", node=node.name)
+            return state
         if node.target is operator.getitem:
             return self._getitem(node, numbers)
         if node.target is run_with_rng_state:
-            state, device, target, *args = node.args
-            drawn: Any = (str(device), numbers.get(state))
+            lent, device, target, *args = node.args
+            drawn: Any = (str(device), numbers.get(lent))
             kwargs = dict(node.kwargs)
         else:
             (target, kwargs), args, drawn = functional_form(node), list(node.args), self._draw(node)
@@ -193,8 +196,10 @@ class _Walk:
 
         given: Any = fx.node.map_arg((tuple(args), kwargs), known)
         found = _Call(self, node, drawn).expand(target, *given)
-        for number, value in _each(found, node.meta.get("val")) if self.trusted else ():
-            self.numbering.know(number, value)
+        if self.trusted:
+            value = node.meta.get("val")
+            for number, of in zip(found, value, strict=True) if isinstance(found, tuple) else ((found, value),):
+                self.numbering.know(number, of)
         return found
 
     def _number(self, node: fx.Node, numbers: Numbers) -> Any:
@@ -222,11 +227,6 @@ class _Walk:
 
     def _state(self, device: str) -> Number:
         return self.numbering.number(("rng", device, self.draws.get(device, 0)))
-
-    def _traced_state(self, node: fx.Node, state: Number) -> Number:
-        if state not in self.numbering.states:
-            raise VerificationError(f"{node.name!r} computes what the traced step does not", node=node.name)
-        return state
 
     def _check_read(self, node: fx.Node) -> None:
         for argument in node.all_input_nodes:
@@ -379,16 +379,13 @@ def _count(target: Any, node: fx.Node) -> int | None:
     return len(value) if target is node.target and isinstance(value, (tuple, list)) else None
 
 
-def _each(found: Any, value: Any) -> list[tuple[Number, Any]]:
-    """Numbers of results with what is known of each."""
-    return list(zip(found, value, strict=True)) if isinstance(found, tuple) else [(found, value)]
-
-
 def _strided(base: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
     """A view in given sizes and strides, if it lies within its dense base."""
     if not isinstance(base, torch.Tensor) or len(args) != 2 or base.numel() != span(base):
         return None
     sizes, strides = args
+    if len(sizes) != len(strides) or min([*sizes, *strides], default=0) < 0:
+        return None
     meta = torch.empty_strided(sizes, strides, dtype=base.dtype, device="meta")
     return base.as_strided(sizes, strides) if span(meta) <= base.numel() else None
 

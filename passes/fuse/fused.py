@@ -94,7 +94,7 @@ class Fused:
         """Whether the kernel has the bits of the meaning on these arguments."""
         arguments = self.op._schema.arguments
         fits = len(values) == len(arguments) and all(
-            isinstance(v, KINDS[str(a.type)]) for a, v in zip(arguments, values, strict=True)
+            isinstance(v, KINDS.get(str(a.type), object)) for a, v in zip(arguments, values, strict=True)
         )
         return fits and self.when(*values)
 

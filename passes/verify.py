@@ -197,7 +197,7 @@ class _Walk:
         given: Any = fx.node.map_arg((tuple(args), kwargs), known)
         found = _Call(self, node, drawn).expand(target, *given)
         if self.trusted:
-            value = node.meta.get("val")
+            value: Any = node.meta.get("val")
             for number, of in zip(found, value, strict=True) if isinstance(found, tuple) else ((found, value),):
                 self.numbering.know(number, of)
         return found

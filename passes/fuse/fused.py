@@ -91,12 +91,12 @@ class Fused:
         return (self.op, getattr(self.op.overloadpacket, self.written)) if self.written else (self.op,)
 
     def takes(self, *values: Any) -> bool:
-        """Whether the kernel has the bits of the meaning on these arguments."""
+        """Whether the kernel has the bits of the meaning on these arguments; of empty tensors nothing is promised."""
         arguments = self.op._schema.arguments
         fits = len(values) == len(arguments) and all(
             isinstance(v, KINDS.get(str(a.type), object)) for a, v in zip(arguments, values, strict=True)
         )
-        return fits and self.when(*values)
+        return fits and all(v.numel() for v in values if isinstance(v, torch.Tensor)) and self.when(*values)
 
     @property
     def program(self) -> Any:

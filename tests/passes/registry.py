@@ -24,7 +24,8 @@ from tests.zoo.compare import same_bits
 aten = torch.ops.aten
 Arguments = tuple[Any, ...]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-LAYOUTS = ("contiguous", "transposed", "gaps")
+LAYOUTS = ("contiguous", "transposed", "gaps", "offset", "expanded")
+SHAPES = ((3,), (8, 8), (5, 7, 11), (), (0,), (3, 0))
 SPECIAL = (float("nan"), float("inf"), float("-inf"), -0.0, 1e-42, 3e38)
 
 
@@ -58,6 +59,10 @@ def laid_out(values: torch.Tensor, layout: str) -> torch.Tensor:
         wide = values.new_empty((*values.shape[:-1], 2 * values.shape[-1]))
         wide[..., ::2] = values
         return wide[..., ::2]
+    if layout == "offset":
+        return torch.cat([values.new_empty(3), values.flatten()])[3:].view(values.shape)
+    if layout == "expanded" and values.dim() and values.shape[0]:
+        return values[:1].expand(values.shape)
     return values.contiguous()
 
 
@@ -67,11 +72,11 @@ def laid_out(values: torch.Tensor, layout: str) -> torch.Tensor:
 def _targets(rows: int, classes: int, ignored: int) -> torch.Tensor:
     target = torch.randint(0, classes, (rows,))
     target[1::3] = ignored
-    return target
+    return laid_out(target, "gaps" if rows == 33 else "contiguous")
 
 
 def _logits() -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
-    sizes = ((1, 3), (7, 2), (7, 1), (33, 17), (16, 16), (40, 5))
+    sizes = ((1, 3), (7, 2), (7, 1), (33, 17), (16, 16), (40, 5), (0, 3))
     for (rows, classes), dtype, layout in itertools.product(sizes, DTYPES, LAYOUTS):
         for reduction, ignored in ((0, -100), (1, 1), (2, 10**6)):
             if ignored != 1 or classes > 1:
@@ -84,34 +89,38 @@ def _cross_entropy_backward() -> Iterator[Arguments]:
         rows = laid_out(aten._log_softmax.default(logits, 1, False), "transposed" if reduction == 2 else "contiguous")
         weight = torch.rand(rows.shape[1]).to(rows.dtype) if ignored != 1 else None
         loss, total = aten.nll_loss_forward.default(rows, target, weight, reduction, ignored)
-        yield torch.randn_like(loss), rows, target, weight, reduction, ignored, total
+        gradient = laid_out(torch.randn_like(loss), "contiguous" if rows.shape[0] == 33 else "expanded")
+        yield gradient, rows, target, weight, reduction, ignored, total
 
 
 def _cross_entropy_logits_backward() -> Iterator[Arguments]:
     for logits, target, reduction, ignored in _logits():
         rows = aten._log_softmax.default(logits, 1, False)
         loss, total = aten.nll_loss_forward.default(rows, target, None, reduction, ignored)
-        yield torch.randn_like(loss), logits, target, reduction, ignored, total
+        gradient = laid_out(torch.randn_like(loss), "expanded" if logits.shape[0] == 33 else "contiguous")
+        yield gradient, logits, target, reduction, ignored, total
 
 
 def _embeddings() -> Iterator[Arguments]:
-    for (rows, width), layout, padding in itertools.product(((5, 3), (33, 8), (64, 1)), LAYOUTS, (-1, 0, 4)):
+    sizes = ((5, 3), (33, 8), (64, 1), (6, 0))
+    for (rows, width), layout, padding in itertools.product(sizes, LAYOUTS, (-1, 0, 1, 2, 4)):
         for dtype, other in (*zip(DTYPES, DTYPES, strict=True), (torch.float64, torch.float32)):
             indices = torch.randint(0, rows, (rows,), dtype=torch.int32 if padding == 0 else torch.int64)
             indices[::2] = indices[0].clone()
             table = draw((rows, width), other, layout, special=width == 8)
-            yield draw((rows, width), dtype, special=padding == 4), indices, padding, table
+            gradient = draw((rows, width), dtype, LAYOUTS[padding], special=padding == 4)
+            yield gradient, laid_out(indices, LAYOUTS[padding]), padding, table
 
 
 def _dropouts() -> Iterator[Arguments]:
-    for shape, dtype, layout in itertools.product(((3,), (8, 8), (5, 7, 11)), DTYPES, LAYOUTS):
+    for shape, dtype, layout in itertools.product(SHAPES, DTYPES, LAYOUTS):
         for p in (0.1, 0.5, 1 / 3, 0.9, 0.0, 1.0):
             yield draw(shape, dtype, layout, special=p == 0.5), p
 
 
 def _masks() -> Iterator[Arguments]:
     kinds = (*DTYPES, torch.int64, torch.bool)
-    for shape, dtype, layout, other in itertools.product(((3,), (8, 8), (5, 7, 11)), kinds, LAYOUTS, LAYOUTS):
+    for shape, dtype, layout, other in itertools.product(SHAPES, kinds, LAYOUTS, LAYOUTS):
         mask = torch.rand(shape) > 0.3
         for bits in (mask, mask.to(torch.float32), mask.to(torch.uint8)):
             yield draw(shape, dtype, layout, special=dtype.is_floating_point), laid_out(bits, other)
@@ -119,13 +128,13 @@ def _masks() -> Iterator[Arguments]:
 
 
 def _sums() -> Iterator[Arguments]:
-    shapes = ((3,), (2, 3, 4, 5), (9, 16))
-    for shape, layout, other in itertools.product(shapes, (*LAYOUTS, "channels_last"), (*LAYOUTS, "channels_last")):
+    layouts = (*LAYOUTS, "channels_last")
+    for shape, layout, other in itertools.product((*SHAPES, (2, 3, 4, 5)), layouts, layouts):
         for first, second in (*zip(DTYPES, DTYPES, strict=True), (torch.float32, torch.float64),
                               (torch.bfloat16, torch.float32)):  # fmt: skip
             yield draw(shape, first, layout, special=True), draw(shape, second, other)
-    yield draw((9, 16), torch.float32), draw((16,), torch.float32)
-    yield draw((16,), torch.float32), draw((9, 16), torch.float32)
+    yield draw((8, 8), torch.float32), draw((8,), torch.float32)
+    yield draw((8,), torch.float32), draw((8, 8), torch.float32)
 
 
 NORMED = ((4, 3, 5, 5), (3, 7, 9), (2, 3, 4, 5, 3), (16, 10), (1, 5, 6, 7))

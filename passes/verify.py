@@ -192,7 +192,9 @@ class _Walk:
             (target, kwargs), args, drawn = functional_form(node), list(node.args), self._draw(node)
 
         def known(argument: fx.Node) -> Any:
-            return _Known(self._number(argument, numbers))
+            if argument not in numbers:
+                raise VerificationError(f"{argument.name!r} is read before it is computed", node=argument.name)
+            return _Known(numbers[argument])
 
         given: Any = fx.node.map_arg((tuple(args), kwargs), known)
         found = _Call(self, node, drawn).expand(target, *given)
@@ -201,11 +203,6 @@ class _Walk:
             for number, of in zip(found, value, strict=True) if isinstance(found, tuple) else ((found, value),):
                 self.numbering.know(number, of)
         return found
-
-    def _number(self, node: fx.Node, numbers: Numbers) -> Any:
-        if node not in numbers:
-            raise VerificationError(f"{node.name!r} is read before it is computed", node=node.name)
-        return numbers[node]
 
     def _getitem(self, node: fx.Node, numbers: Numbers) -> Number:
         results, index = numbers.get(node.args[0]), node.args[1]

@@ -124,47 +124,32 @@ def take_apart(
         name: of the node for a call.
         like: a node laid out as the given one, for an argument of which nothing else is read.
     """
-    builder = _Builder(node, parts, name, like)
-    with node.graph.inserting_before(node):
-        results = [builder.build(part) for part in reversed(parts)][::-1]
+    graph, made = node.graph, dict[Any, fx.Node]()
+    values = dict(zip(parts, node.meta["val"], strict=True))
+
+    def create(part: Call) -> fx.Node:
+        new = graph.create_node("call_function", part.target, tuple(map(build, part.args)), name=name(part))
+        count = len(part.target._schema.returns)
+        value = tuple(values.get(part[i]) for i in range(count)) if count > 1 else values[part]
+        new.meta = {**node.meta, "val": value}
+        return new
+
+    def build(part: Any) -> Any:
+        if isinstance(part, Like):
+            return like(part.value)
+        if isinstance(part, (Call, Item)) and part not in made:
+            made[part] = create(part) if isinstance(part, Call) else item(graph, build(part.call), part.index)
+        return made[part] if isinstance(part, (Call, Item)) else part
+
+    with graph.inserting_before(node):
+        results = [build(part) for part in reversed(parts)][::-1]
     for user in list(node.users):
         index: Any = user.args[1]
         assert user.target is operator.getitem
         user.replace_all_uses_with(results[index])
-        node.graph.erase_node(user)
-    node.graph.erase_node(node)
-    for unread in results:
-        if not unread.users:
-            node.graph.erase_node(unread)
-
-
-class _Builder:
-    def __init__(
-        self, node: fx.Node, parts: tuple[Any, ...], name: Callable[[Call], str], like: Callable[[Any], Any]
-    ) -> None:
-        self.graph, self.meta, self.name, self.like = node.graph, node.meta, name, like
-        self.made: dict[Any, fx.Node] = {}
-        self.values = dict(zip(parts, node.meta["val"], strict=True))
-
-    def build(self, part: Any) -> Any:
-        if isinstance(part, Like):
-            return self.like(part.value)
-        if not isinstance(part, (Call, Item)):
-            return part
-        if part not in self.made:
-            self.made[part] = self._call(part) if isinstance(part, Call) else self._item(part)
-        return self.made[part]
-
-    def _call(self, part: Call) -> fx.Node:
-        arguments = tuple(self.build(a) for a in part.args)
-        new = self.graph.create_node("call_function", part.target, arguments, name=self.name(part))
-        count = len(part.target._schema.returns)
-        value = tuple(self.values.get(part[i]) for i in range(count)) if count > 1 else self.values[part]
-        new.meta = {**self.meta, "val": value}
-        return new
-
-    def _item(self, part: Item) -> fx.Node:
-        return item(self.graph, self.build(part.call), part.index)
+        graph.erase_node(user)
+    for unread in (node, *(r for r in results if not r.users)):
+        graph.erase_node(unread)
 
 
 def item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:

@@ -23,7 +23,7 @@ from .draws import drawing_privately
 from .errors import Unsupported
 from .exclusive import exclusive, interrupt_point
 from .flops import listed_flops, unlisted_flops
-from .fuse import library
+from .fuse.records import BY_OP, workspace_bytes
 from .memory import high_water, span
 from .ops import OPAQUE_RESULTS, looks_at_values
 
@@ -165,8 +165,8 @@ def _count(node: fx.Node) -> OpProfile:
     result = node.meta.get("val")
     written = [v for v in pytree.tree_leaves(result) if isinstance(v, torch.Tensor)]
     read = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    if node.target is library.CROSS_ENTROPY_BACKWARD.default:  # its two kernels are each handed the log-probabilities
-        written, read = 2 * written, [*read, *written, *written]
+    inner = written * (BY_OP[node.target].intermediates if node.target in BY_OP else 0)
+    read, written = [*read, *inner, *inner], [*written, *inner]  # each is made and used beside what made it
     return OpProfile(
         name=node.name,
         target=str(node.target),
@@ -176,7 +176,7 @@ def _count(node: fx.Node) -> OpProfile:
         bytes_read=sum(t.numel() * t.element_size() for t in read),
         bytes_written=sum(t.numel() * t.element_size() for t in written),
         dtype=_dtype([*read, *written]),
-        workspace_bytes=library.workspace_bytes(node),  # of our own ops it is known without running them
+        workspace_bytes=workspace_bytes(node),  # of our own ops it is known without running them
     )
 
 

@@ -8,7 +8,6 @@ regions are in the graph as executed.
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -30,9 +29,7 @@ from passes._torch import (
 )
 from passes.errors import CaptureError, Unsupported
 from passes.exclusive import exclusive
-from passes.fuse.convolution import split_convolutions
-from passes.fuse.merge import merge_all, save_logits
-from passes.ops import RUNNING_STATISTICS, result_ignores
+from passes.fuse.rules import fuse
 
 from . import routes
 from .arguments import (
@@ -92,13 +89,15 @@ class Traced:
 
     The joint graph's placeholders are, in this order: `state` (parameters, then buffers), `inputs`, tangents of
     the differentiated outputs. Its outputs are the new values of `mutated` placeholders, `num_outputs` further
-    forward outputs, then one gradient (or None) per placeholder before the tangents. `guard` holds what the trace
-    took as given about the inputs' values, `reads` what it took as given about everything else, `layouts` what it was
-    told about how kernels lay out what they make. `repeated` names the buffers that the plain step updates again when a
-    checkpoint of its own recomputes, and the planned step once.
+    forward outputs, then one gradient (or None) per placeholder before the tangents. `pristine` is the graph as torch
+    traced it, with `graph_module`'s constants; in `graph_module` fused ops have taken the place of others. `guard`
+    holds what the trace took as given about the inputs' values, `reads` what it took as given about everything else,
+    `layouts` what it was told about how kernels lay out what they make. `repeated` names the buffers that the plain
+    step updates again when a checkpoint of its own recomputes, and the planned step once.
     """
 
     graph_module: fx.GraphModule
+    pristine: fx.Graph
     state: tuple[StateEntry, ...]
     input_template: Template
     input_names: tuple[str, ...]
@@ -420,14 +419,12 @@ def _traced(
                 "a change of one would have to show in the other", "Return a clone() of it.",
             )  # fmt: skip
         leaves.append(leaf)
-    _drop_running_statistics(joint.graph_module.graph)
-    merge_all(joint.graph_module.graph)
-    if not keep_outputs:
-        save_logits(joint.graph_module.graph, _let_go(joint, leaves))
-    split_convolutions(joint.graph_module.graph)
+    pristine = _copy(joint.graph_module.graph)
+    fuse(joint.graph_module.graph, () if keep_outputs else _callers_alone(joint, leaves))
     bound_names = [path for path, _ in slots(input_template)]
     return Traced(
         graph_module=joint.graph_module,
+        pristine=pristine,
         state=tuple(entries),
         input_template=input_template,
         input_names=tuple(bound_names),
@@ -443,7 +440,7 @@ def _traced(
     )
 
 
-def _let_go(joint: JointGraph, leaves: list[OutputLeaf]) -> list[fx.Node]:
+def _callers_alone(joint: JointGraph, leaves: list[OutputLeaf]) -> list[fx.Node]:
     """Results of the forward that only the caller has after it: the backward does not start from them."""
     results: Any = joint.graph_module.graph.output_node().args[0]
     first = len(joint.mutated_inputs)
@@ -451,22 +448,12 @@ def _let_go(joint: JointGraph, leaves: list[OutputLeaf]) -> list[fx.Node]:
     return [n for n in found if isinstance(n, fx.Node)]
 
 
-def _drop_running_statistics(graph: fx.Graph) -> None:
-    """A batch norm's backward in training is handed the updated statistics and ignores them: hand it the buffers.
-
-    They are resident anyway; the updated ones would have to be saved, or the whole batch norm recomputed.
-    """
+def _copy(graph: fx.Graph) -> fx.Graph:
+    result = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        for position in sorted(result_ignores(node.target, node.args, None)):
-            source = node.args[position]
-            if isinstance(source, fx.Node) and source.target is operator.getitem:
-                normalize = source.args[0]
-                assert isinstance(normalize, fx.Node)
-                rule = RUNNING_STATISTICS.get(normalize.target)
-                if rule is not None:
-                    buffers = [normalize.args[i] for i in sorted(rule[0])]
-                    of_type = sorted(result_ignores(node.target, node.args, None)).index(position)
-                    node.update_arg(position, buffers[of_type])
+        copies[node] = result.node_copy(node, copies.__getitem__)
+    return result
 
 
 def _fake_inputs(

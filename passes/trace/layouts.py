@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes._torch import FakeTensor, FakeTensorMode, FunctionalTensor, native_kernels
 from passes.exclusive import interrupt_point
-from passes.fuse import library
+from passes.fuse.fused import LIBRARY
 from passes.ops import looks_at_values
 
 from .constants import Constants
@@ -194,11 +194,11 @@ class EagerFakes(FakeTensorMode):
         return dispatch(aten.empty_strided.default, types, (value.size(), strides), options)
 
 
-library.LIBRARY.define("laid_out(Tensor value, int[] strides) -> Tensor")
+LIBRARY.define("laid_out(Tensor value, int[] strides) -> Tensor")
 LAID_OUT = torch.ops.planner.laid_out.default
 
 
-@torch.library.register_fake("planner::laid_out", lib=library.LIBRARY)
+@torch.library.register_fake("planner::laid_out", lib=LIBRARY)
 def _in_strides(value: torch.Tensor, strides: list[int]) -> torch.Tensor:
     return torch.empty_strided(value.size(), strides, dtype=value.dtype, device=value.device)
 
@@ -251,7 +251,7 @@ def learned(graph: fx.Graph, strides: Mapping[fx.Node, Sequence[Strides | None] 
     """
     found: Layouts = {}
     for node, made in strides.items():
-        ours = getattr(node.target, "namespace", "") == library.LIBRARY.ns  # made of traced ops, as they are laid out
+        ours = getattr(node.target, "namespace", "") == LIBRARY.ns  # made of traced ops, as they are laid out
         if made is None or (ours and not looks_at_values(node)):
             continue
         value = node.meta["val"]

@@ -129,12 +129,13 @@ def changed(change: Change) -> bool:
 
 
 def node_changes(node: Node, alike: Callable[[Any, Any], bool]) -> Iterator[Change]:
-    """How one node differs from what was taken of it."""
+    """How one node differs from what was taken of it; what torch keeps for itself counts where all is put back."""
     now, before = node.take(), node.content
+    ignored = () if alike is identical else _ignored(node)
     if isinstance(before, dict) and node.kind in ("attributes", "variable", "items", "names"):
         for key in dict.fromkeys([*before, *now]):
             a, b = now.get(key, MISSING), before.get(key, MISSING)
-            if key not in _ignored(node) and not (identical if node.kind == "names" else alike)(a, b):
+            if key not in ignored and not (identical if node.kind == "names" else alike)(a, b):
                 yield _change(node, key, b, a)
     elif isinstance(before, list) and isinstance(now, list):
         if len(now) != len(before) or not all(map(alike, now, before)):

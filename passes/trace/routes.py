@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from passes._torch import native_kernels
-from passes.fuse.library import LIBRARY
+from passes.fuse.fused import LIBRARY
 from passes.run.gradients import gradient_of
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from .minimum import MINIMUM_SHARE, budget_error, smallest_peak
 from .problem import Problem
 from .solution import Solution, cheapest_fit, solution
 
-DESCENT_SHARE = 0.6
+DESCENT_SHARE = 0.5
 
 
 @dataclass(frozen=True)

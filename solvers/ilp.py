@@ -32,10 +32,10 @@ from .local import improve
 from .minimum import EXACT_SHARE, MINIMUM_SHARE, budget_error, smallest_peak
 from .problem import Problem
 from .simulate import peak_and_cost
-from .solution import Solution, solution
+from .solution import EVERY, Solution, solution
 from .staged import StagedModel, first_ends
 
-ALL_SCHEDULES = "all schedules that run the required ops in this order, whatever they recompute, however often"
+ALL_SCHEDULES = f"{EVERY} that run the required ops in this order, whatever they recompute, however often"
 FIRST_ENDS = 5
 NEW_ENDS = 4
 LOCAL_STEPS = 300
@@ -46,7 +46,7 @@ PROGRAM_SHARE = 0.8
 BUILD_SHARE = 0.4
 GREEDY_SHARE = 0.35
 LARGE_GREEDY_SHARE = 0.5
-FIRST_SHARE = 0.6
+FIRST_SHARE = 0.5
 LOWEST_SHARE = 0.95
 LEAST_SECONDS = 0.5
 

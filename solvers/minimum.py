@@ -22,7 +22,7 @@ from .schedule import Schedule
 from .simulate import peak_and_cost
 
 TRIES = 12
-MINIMUM_SHARE = 0.3
+MINIMUM_SHARE = 0.2
 EXACT_SHARE = 0.2
 
 

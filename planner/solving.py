@@ -21,7 +21,7 @@ from solvers import Report, minimum_budget, solve
 from solvers.errors import MIB, BudgetError
 from solvers.live import Live, recomputes_of
 from solvers.problem import Problem
-from solvers.schedule import computes
+from solvers.schedule import Schedule, computes
 from solvers.solution import Solution, plain_solution, solution
 
 if TYPE_CHECKING:
@@ -33,7 +33,11 @@ SECONDS_WITHOUT = 10.0
 
 
 def solve_step(
-    prepared: Prepared, budget_bytes: int | None, options: Options, report: Report | None = None
+    prepared: Prepared,
+    budget_bytes: int | None,
+    options: Options,
+    report: Report | None = None,
+    warm_starts: tuple[Schedule, ...] = (),
 ) -> Solution:
     """The cheapest schedule found for `budget_bytes` (None: no limit) under the hints.
 
@@ -42,7 +46,7 @@ def solve_step(
     """
     problem, preferred = prepared.lowered.problem, prepared.preferred
     try:
-        found = solve_preferring(problem, preferred, budget_bytes, options, report)
+        found = solve_preferring(problem, preferred, budget_bytes, options, report, warm_starts)
     except BudgetError as error:
         raise _under_hints(error, prepared, options) from error
     binding = options.hints.binding
@@ -52,25 +56,30 @@ def solve_step(
 
 
 def solve_preferring(
-    problem: Problem, preferred: Sequence[int], budget_bytes: int | None, options: Options, report: Report | None
-) -> Solution:
+    problem: Problem, preferred: Sequence[int], budget_bytes: int | None, options: Options, report: Report | None,
+    warm_starts: tuple[Schedule, ...] = (),
+) -> Solution:  # fmt: skip
     """A preference must not narrow what fits: where it leads the search astray, the plain question is asked."""
     if not preferred:
-        return _solve(problem, budget_bytes, options, report)
+        return _solve(problem, budget_bytes, options, report, warm_starts)
     try:
-        found = _solve(_free_of_charge(problem, preferred), budget_bytes, options, report)
+        found = _solve(_free_of_charge(problem, preferred), budget_bytes, options, report, warm_starts)
     except BudgetError:
-        found = _solve(problem, budget_bytes, options, report)
+        found = _solve(problem, budget_bytes, options, report, warm_starts)
         return prefer(problem, found, budget_bytes, preferred)
     return prefer(problem, found, budget_bytes, preferred, found.bound)
 
 
-def _solve(problem: Problem, budget_bytes: int | None, options: Options, report: Report | None) -> Solution:
+def _solve(
+    problem: Problem, budget_bytes: int | None, options: Options, report: Report | None,
+    warm_starts: tuple[Schedule, ...],
+) -> Solution:  # fmt: skip
     if budget_bytes is None:
         return plain_solution(problem, "none")
     return solve(
-        problem, budget_bytes, solver=options.solver, time_limit=options.time_limit, gap=options.gap, report=report
-    )
+        problem, budget_bytes, solver=options.solver, time_limit=options.time_limit, gap=options.gap,
+        warm_starts=warm_starts, report=report,
+    )  # fmt: skip
 
 
 def _free_of_charge(problem: Problem, preferred: Sequence[int]) -> Problem:

@@ -12,6 +12,7 @@ from passes.profile import OpProfile
 from solvers import get_solver
 from solvers.minimum import Minimum
 from solvers.problem import Problem
+from solvers.schedule import Schedule
 from solvers.solution import Solution
 
 from .api import _bind, _check_model, make_plan
@@ -50,15 +51,17 @@ class Study:
         with self.progress.stage("minimum"):
             return minimum_budget(self.problem, time_limit=self.options.time_limit)
 
-    def solve(self, budget_bytes: int | None, *, solver: str | None = None) -> Solution:
-        """The cheapest schedule found for `budget_bytes` (None: no limit).
+    def solve(
+        self, budget_bytes: int | None, *, solver: str | None = None, warm_starts: tuple[Schedule, ...] = ()
+    ) -> Solution:
+        """The cheapest schedule found for `budget_bytes` (None: no limit), no dearer than a warm start that fits.
 
         Raises:
             BudgetError: nothing found fits.
         """
         options = replace(self.options, solver=solver or self.options.solver)
         with self.progress.stage("solve"):
-            return solve_step(self.prepared, budget_bytes, options, self.progress.report)
+            return solve_step(self.prepared, budget_bytes, options, self.progress.report, warm_starts)
 
     def plan(self, budget_bytes: int | None) -> Plan:
         """Solve, rewrite and prove."""

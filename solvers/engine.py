@@ -109,8 +109,11 @@ class _HighsRun:
         start = None if incumbent is None else np.array([incumbent[name] for name in self.index])
         worker = Worker()
         try:
-            return self._integers(worker, relaxed, start, allowed)
-        finally:
+            try:
+                return self._integers(worker, relaxed, start, allowed)
+            finally:
+                worker.end()
+        finally:  # Ctrl-C may fall on the line above
             worker.end()
 
     def _integers(self, worker: Worker, relaxed: Answer, start: np.ndarray | None, allowed: float) -> Answer:
@@ -126,7 +129,7 @@ class _HighsRun:
             if found.failure:
                 note = f"the integer program was not solved, only its relaxation: {found.failure}"
                 return replace(best, failed=True, notes=(note,))
-            if found.values is None or not bool(np.isfinite(found.values).all()):
+            if found.values is None or len(found.values) != len(integer) or not np.isfinite(found.values).all():
                 break
             best = replace(best, values={name: float(found.values[j]) for name, j in self.index.items()})
             if time.monotonic() > self.deadline or not self._add_violated(found.values):

@@ -9,6 +9,7 @@ The process runs this file as a program; nothing else of the package is imported
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pickle
@@ -78,18 +79,20 @@ class Worker:
         return outcome
 
     def end(self) -> None:
-        """Kill the process, if there is one, and wait until it is gone."""
-        process, self.process = self.process, None
+        """Kill the process, if there is one, and wait until it is gone; may be called again when interrupted."""
+        process = self.process
         if process is None:
             return
         process.kill()
         process.wait()
         if self.reader is not None:
-            self.reader.join()
+            with suppress(RuntimeError):  # Ctrl-C before it began
+                self.reader.join()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             with suppress(OSError):  # what was still to be sent
                 pipe.close()
+        self.process = None
 
     def _send(self, job: Message) -> None:
         if self.process is None:
@@ -120,38 +123,57 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int) else np.array(value)
 
 
-def _receive(pipe: IO[bytes], take: Callable[[Any], None]) -> None:
-    """Hand on what arrives until the other side ends, then None."""
+def _receive(pipe: IO[bytes], take: Callable[[Message | None], None]) -> None:
+    """Hand on what the process tells until it ends or tells nonsense, then None."""
     try:
-        while True:
-            take(pickle.load(pipe))  # noqa: S301  # our own process, or our own parent
-    except (EOFError, OSError, pickle.UnpicklingError):
-        take(None)
+        while line := pipe.readline():
+            told = json.loads(line)
+            message: Message = {"bound": float(told["bound"]), "infeasible": told["infeasible"], "done": told["done"]}
+            data = pipe.read(8 * told["size"])
+            if len(data) < 8 * told["size"]:
+                break
+            take({**message, "values": np.frombuffer(data)} if data else message)
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    take(None)
 
 
-def _minimise(job: Message, send: Callable[[Message], None]) -> None:
+def _tell(bound: float, values: Any = None, *, infeasible: bool = False, done: bool = False) -> None:
+    """In the process: what is known by now, as a line of JSON and the values behind it."""
+    data = b"" if values is None else np.array(values, dtype=np.float64).tobytes()
+    line = json.dumps({"bound": bound, "infeasible": infeasible, "done": done, "size": len(data) // 8})
+    sys.stdout.buffer.write(line.encode() + b"\n" + data)
+    sys.stdout.buffer.flush()
+
+
+def _minimise(job: Message) -> None:
     """In the process: solve one program, telling of every better bound and solution."""
+    begin, best = time.monotonic(), -math.inf
     highs = highspy.Highs()
     for name, value in {"output_flag": False, **job["options"]}.items():
         highs.setOptionValue(name, value)
-    begin, best = time.monotonic(), -math.inf
     highs.passModel(_program(job))
     if job["start"] is not None:
         known = highspy.HighsSolution()
         known.col_value = job["start"]
         highs.setSolution(known)
 
-    def better(event: Any) -> None:
+    def bounded(event: Any) -> None:
         nonlocal best
         if event.data_out.mip_dual_bound > best:
             best = event.data_out.mip_dual_bound
-            send({"bound": best})
+            _tell(best)
 
-    highs.cbMipInterrupt += better
-    highs.cbMipImprovingSolution += lambda event: send({"values": np.array(event.data_out.mip_solution)})
+    highs.cbMipInterrupt += bounded
+    highs.cbMipImprovingSolution += lambda event: _tell(best, event.data_out.mip_solution)
     highs.setOptionValue("time_limit", max(0.05, job["seconds"] - (time.monotonic() - begin)))
     highs.run()
-    send(_result(highs))
+    info = highs.getInfo()
+    feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    _tell(
+        info.mip_dual_bound, highs.getSolution().col_value if feasible else None,
+        infeasible=highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible, done=True,
+    )  # fmt: skip
 
 
 def _program(job: Message) -> Any:
@@ -167,32 +189,17 @@ def _program(job: Message) -> Any:
     return program
 
 
-def _result(highs: Any) -> Message:
-    info = highs.getInfo()
-    result = {
-        "bound": info.mip_dual_bound, "done": True,
-        "infeasible": highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible,
-    }  # fmt: skip
-    if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
-        result["values"] = np.array(highs.getSolution().col_value)
-    return result
-
-
-def _work(jobs: SimpleQueue[Message | None]) -> None:
-    def send(message: Message) -> None:
-        pickle.dump(message, sys.stdout.buffer)
-        sys.stdout.buffer.flush()
-
+def _work(jobs: SimpleQueue[Message]) -> None:
     try:
-        while (job := jobs.get()) is not None:
-            _minimise(job, send)
+        while True:
+            _minimise(jobs.get())
     finally:
         os._exit(1)  # an error in this thread would leave the caller waiting
 
 
 def main() -> None:
     """Solve what arrives; the end of the caller ends this process in the middle of a solve too."""
-    jobs: SimpleQueue[Message | None] = SimpleQueue()
+    jobs: SimpleQueue[Message] = SimpleQueue()
     Thread(target=_work, args=(jobs,), daemon=True).start()
     while True:
         try:

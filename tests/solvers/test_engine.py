@@ -169,10 +169,13 @@ def test_ctrl_c_in_highs_leaves_nothing_behind(
 def seconds_taken(problem: Problem, name: str, time_limit: float) -> float:
     """Wall clock, or processor time where a busy machine makes that the smaller."""
     begin, used = time.monotonic(), time.process_time()
-    found = solve(problem, plain_peak_bytes(problem) // 3, solver=name, time_limit=time_limit, gap=0.0)
-    taken = min(time.monotonic() - begin, time.process_time() - used)
-    assert found.peak_bytes <= plain_peak_bytes(problem) // 3
-    return taken
+    try:
+        found = solve(problem, plain_peak_bytes(problem) // 3, solver=name, time_limit=time_limit, gap=0.0)
+        assert found.peak_bytes <= plain_peak_bytes(problem) // 3
+    except BudgetError as error:  # on a machine that is busy enough
+        if "The time limit ended the search" not in str(error):
+            raise
+    return min(time.monotonic() - begin, time.process_time() - used)
 
 
 def assert_in_time(problem: Problem, name: str, time_limit: float) -> None:
@@ -208,6 +211,8 @@ def test_the_time_limit_holds_on_ten_thousand_ops(name: str) -> None:
 
 def test_what_the_clock_ended_says_so() -> None:
     problem = synthetic(500)
-    found = solve(problem, plain_peak_bytes(problem) // 3, solver="ilp", time_limit=2.0, gap=0.0)
+    budget = plain_peak_bytes(problem) // 3
+    known = solve(problem, budget, solver="chen").schedule
+    found = solve(problem, budget, solver="ilp", time_limit=2.0, gap=0.0, warm_starts=(known,))
     assert found.status is Status.OPTIMAL or any("time limit" in note for note in found.notes)
     assert plain_solution(problem, "plain").notes == ()

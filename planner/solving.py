@@ -12,6 +12,7 @@ family which the answer names.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from .pipeline import Prepared
 
 AS_OFTEN = "all schedules that run the ops of the recompute hints at least as often as this one"
-SECONDS_WITHOUT = 10.0
+PREFERRED_SHARE = 0.6
+SHARE_WITHOUT = 0.25
 
 
 def solve_step(
@@ -59,13 +61,18 @@ def solve_preferring(
     problem: Problem, preferred: Sequence[int], budget_bytes: int | None, options: Options, report: Report | None,
     warm_starts: tuple[Schedule, ...] = (),
 ) -> Solution:  # fmt: skip
-    """A preference must not narrow what fits: where it leads the search astray, the plain question is asked."""
+    """A preference must not narrow what fits: where it leads the search astray, the plain question is asked.
+
+    Both together keep to the time limit.
+    """
     if not preferred:
         return _solve(problem, budget_bytes, options, report, warm_starts)
+    begin, hurried = time.monotonic(), replace(options, time_limit=PREFERRED_SHARE * options.time_limit)
     try:
-        found = _solve(_free_of_charge(problem, preferred), budget_bytes, options, report, warm_starts)
+        found = _solve(_free_of_charge(problem, preferred), budget_bytes, hurried, report, warm_starts)
     except BudgetError:
-        found = _solve(problem, budget_bytes, options, report, warm_starts)
+        left = replace(options, time_limit=options.time_limit - (time.monotonic() - begin))
+        found = _solve(problem, budget_bytes, left, report, warm_starts)
         return prefer(problem, found, budget_bytes, preferred)
     return prefer(problem, found, budget_bytes, preferred, found.bound)
 
@@ -159,7 +166,7 @@ def _under_hints(error: BudgetError, prepared: Prepared, options: Options) -> Bu
     from .pipeline import lower_step
 
     unhinted = lower_step(prepared.traced, prepared.aliases, prepared.profiles, prepared.device, options)
-    free = minimum_budget(unhinted.problem, time_limit=min(SECONDS_WITHOUT, options.time_limit))
+    free = minimum_budget(unhinted.problem, time_limit=SHARE_WITHOUT * options.time_limit)
     held = sum(1 for hint in prepared.hinted.values() if hint.once)
     message = (
         f"{error}. The hints {binding} keep {held} ops from being recomputed; without them the smallest budget known "

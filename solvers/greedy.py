@@ -13,7 +13,7 @@ from typing import ClassVar
 from .base import CLOCK, Effort, Solver
 from .bounds import floor_bytes
 from .descent import KEEP_RATIOS, cheapest_descent, drop_unneeded
-from .minimum import MINIMUM_SHARE, budget_error, smallest_peak
+from .minimum import budget_error, smallest_peak
 from .problem import Problem
 from .solution import Solution, cheapest_fit, solution
 
@@ -35,8 +35,7 @@ class Greedy(Solver):
         found = cheapest_fit(problem, budget_bytes, self.name, schedules)
         if found is not None:
             return replace(found, notes=notes)
-        known_until = time.monotonic() + MINIMUM_SHARE * effort.time_limit
-        lowest = smallest_peak(problem, budget_bytes, effort.until(), known_until)
+        lowest = smallest_peak(problem, budget_bytes, effort.until())
         if lowest.live.peak_bytes > budget_bytes:
             late = time.monotonic() > effort.until()
             raise budget_error(budget_bytes, lowest.known_bytes, floor_bytes(problem), hurried=late)

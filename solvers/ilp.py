@@ -46,7 +46,7 @@ PROGRAM_SHARE = 0.8
 BUILD_SHARE = 0.4
 GREEDY_SHARE = 0.35
 LARGE_GREEDY_SHARE = 0.5
-FIRST_SHARE = 0.5
+FIRST_SHARE = 0.75
 LOWEST_SHARE = 0.95
 LEAST_SECONDS = 0.5
 
@@ -122,8 +122,7 @@ def hunt(problem: Problem, budget_bytes: int, effort: Effort) -> Hunt:
 
 def look_lower(state: Hunt, effort: Effort) -> None:
     """The state of smallest peak, rid of what the budget does not need, where that fits."""
-    known_until = time.monotonic() + MINIMUM_SHARE * effort.time_limit
-    lowest = smallest_peak(state.problem, state.budget_bytes, effort.until(LOWEST_SHARE), known_until)
+    lowest = smallest_peak(state.problem, state.budget_bytes, effort.until(LOWEST_SHARE))
     state.known_bytes = lowest.known_bytes
     if lowest.live.peak_bytes <= state.budget_bytes:
         drop_unneeded(lowest.live, state.budget_bytes, state.deadline)
@@ -249,7 +248,7 @@ def search_with_proof(problem: Problem, budget_bytes: int, name: str, effort: Ef
     floor = floor_bytes(problem)
     if floor > budget_bytes:
         lowest = smallest_peak(problem, floor, effort.until(MINIMUM_SHARE))
-        raise budget_error(budget_bytes, lowest.known_bytes, floor)
+        raise budget_error(budget_bytes, lowest.live.peak_bytes, floor)
     state = hunt(problem, budget_bytes, effort)
     if state.live is None:
         floor = max(floor, budget_bytes + 1 if state.impossible else 0)

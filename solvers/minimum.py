@@ -1,8 +1,9 @@
 """The smallest budget: exactly where the problem is small, else by descending as far as it goes above the proved floor.
 
 The descents depend on the problem alone, never on the budget asked for, so the smallest peak that a `BudgetError`
-names is reached again when it is asked for. That must hold on a clock too: what is named was found within
-`MINIMUM_SHARE` of the time limit, and a solve that has nothing better goes on descending for longer than that.
+names is reached again when it is asked for. That must hold on a clock too: what `minimum_budget` names was found
+within `MINIMUM_SHARE` of the time limit, what a refusal names within `KNOWN_SHARE` of its search, and a solve that has
+nothing better goes on descending for longer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from .schedule import Schedule
 from .simulate import peak_and_cost
 
 TRIES = 12
-MINIMUM_SHARE = 0.2
+MINIMUM_SHARE = 0.4
+KNOWN_SHARE = 0.6
 EXACT_SHARE = 0.2
 
 
@@ -66,12 +68,10 @@ def minimum_budget(problem: Problem, *, time_limit: float = 30.0) -> Minimum:
     return Minimum(live.peak_bytes, floor, live.schedule())
 
 
-def smallest_peak(
-    problem: Problem, enough_bytes: int, deadline: float = math.inf, known_until: float = math.inf
-) -> Lowest:
+def smallest_peak(problem: Problem, enough_bytes: int, deadline: float = math.inf) -> Lowest:
     """Many descents, each as deep as it goes; ends after one that has reached `enough_bytes`, or at the deadline."""
     best, target = Live(problem), floor_bytes(problem)
-    known = best.peak_bytes
+    known, known_until = best.peak_bytes, time.monotonic() + KNOWN_SHARE * (deadline - time.monotonic())
     for taste in _tastes(len(problem.ops)):
         if best.peak_bytes <= max(enough_bytes, target) or time.monotonic() > deadline:
             break

@@ -89,11 +89,15 @@ def test_a_silent_process_is_ended_and_what_it_said_counts() -> None:
 
 
 def test_what_is_found_before_the_end_is_used() -> None:
-    """The program is far from solved after a second, and yet there are a bound and a solution."""
-    begin = time.monotonic()
-    answer = solve_staged(hard_model(), 2.0, 0)
-    assert time.monotonic() - begin < 4.0
-    assert answer.timed_out and answer.bound is not None and answer.values is not None
+    """The program is far from solved when it is ended, and yet there are a bound and a solution."""
+    for seconds in (2.0, 10.0):  # the second for a machine that is busy
+        begin = time.monotonic()
+        answer = solve_staged(hard_model(), seconds, 0)
+        assert time.monotonic() - begin < seconds + 2.0
+        assert answer.timed_out
+        if answer.values is not None:
+            break
+    assert answer.bound is not None and answer.values is not None
 
 
 def test_an_impossible_program_is_certified() -> None:
@@ -153,6 +157,9 @@ def test_ctrl_c_in_highs_leaves_nothing_behind(
     threads, processes = threading.active_count(), children()
     late = interrupted(lambda: solve_staged(model, 60.0, 0), alarm, after)
     assert late < 5.0, f"it went on for {late:.1f} s"
+    patience = time.monotonic() + 5.0
+    while threading.active_count() > threads and time.monotonic() < patience:
+        time.sleep(0.01)  # one that was just being started ends by itself
     assert threading.active_count() == threads
     assert children() == processes
     assert os.listdir(temporary) == []

@@ -32,7 +32,7 @@ from .local import improve
 from .minimum import EXACT_SHARE, MINIMUM_SHARE, budget_error, smallest_peak
 from .problem import Problem
 from .simulate import peak_and_cost
-from .solution import EVERY, Solution, solution
+from .solution import EVERY, Solution, cheapest_fit, solution
 from .staged import StagedModel, first_ends
 
 ALL_SCHEDULES = f"{EVERY} that run the required ops in this order, whatever they recompute, however often"
@@ -250,12 +250,16 @@ def search_with_proof(problem: Problem, budget_bytes: int, name: str, effort: Ef
         lowest = smallest_peak(problem, floor, effort.until(MINIMUM_SHARE))
         raise budget_error(budget_bytes, lowest.live.peak_bytes, floor)
     state = hunt(problem, budget_bytes, effort)
-    if state.live is None:
+    # A state holds the recomputes of a slot in one order only, so a warm start may fit where its state does not.
+    schedules = effort.warm_starts if state.live is None else (state.live.schedule(), *effort.warm_starts)
+    best = cheapest_fit(problem, budget_bytes, name, schedules)
+    if best is None:
         floor = max(floor, budget_bytes + 1 if state.impossible else 0)
         hurried = CLOCK in state.notes and not state.impossible
         raise budget_error(budget_bytes, state.known_bytes, floor, hurried=hurried)
-    notes = tuple(state.notes)
-    return solution(problem, state.live.schedule(), name, bound=state.bound, family=ALL_SCHEDULES, notes=notes)
+    return solution(
+        problem, best.schedule, name, bound=state.bound, family=ALL_SCHEDULES, notes=tuple(state.notes)
+    )  # fmt: skip
 
 
 def _exact_error(problem: Problem, budget_bytes: int, effort: Effort) -> BudgetError:

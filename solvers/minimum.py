@@ -76,11 +76,14 @@ def smallest_peak(problem: Problem, enough_bytes: int, deadline: float = math.in
         if best.peak_bytes <= max(enough_bytes, target) or time.monotonic() > deadline:
             break
         live = Live(problem, best.recomputes() if taste.noise else ())
-        descend(live, target, taste, deadline=deadline)
+        early = time.monotonic() < known_until
+        descend(live, target, taste, deadline=known_until if early else deadline)
+        if early:
+            known = min(known, live.peak_bytes)
+            if time.monotonic() > known_until:  # it was cut short
+                descend(live, target, taste, deadline=deadline)
         if live.peak_bytes < best.peak_bytes:
             best = live
-        if time.monotonic() < known_until:
-            known = best.peak_bytes
     return Lowest(best, known)
 
 

@@ -119,7 +119,7 @@ def _fit_or_none(problem: Problem, budget_bytes: int) -> Live | None:
 
 def refine(state: Hunt) -> None:
     """Solve programs with more and more end slots."""
-    ends = first_ends(state.problem, FIRST_ENDS if len(state.problem.ops) <= LARGE else 2)
+    ends = first_ends(state.problem, FIRST_ENDS if len(state.problem.ops) <= LARGE else 2, state.budget_bytes)
     seed = 0
     while not state.finished and state.seconds_left > LEAST_SECONDS:
         seed += 1
@@ -138,7 +138,7 @@ def refine(state: Hunt) -> None:
         if state.finished:
             break
         if not extra:
-            extra = first_ends(state.problem, 2 * len(ends))
+            extra = first_ends(state.problem, 2 * len(ends), state.budget_bytes)
         if set(extra) <= set(ends):
             break
         ends = tuple(sorted({*ends, *extra}))
@@ -182,15 +182,15 @@ def offer_solution(state: Hunt, model: StagedModel, answer: Answer) -> tuple[int
 
 
 def tight_slots(live: Live, budget_bytes: int) -> tuple[int, ...]:
-    """Backward slots over the budget, the worst first, no two of them close to each other."""
+    """Slots over the budget, the worst first, no two of them close to each other."""
     problem = live.problem
     excess = live.total + (problem.static_bytes - budget_bytes)
-    apart = max(1, (len(problem.ops) - problem.num_forward) // 40)
+    apart = max(1, len(problem.ops) // 80)
     chosen: list[int] = []
     for s in np.argsort(-excess, kind="stable").tolist():
         if excess[s] <= 0 or len(chosen) == NEW_ENDS:
             break
-        if s >= problem.num_forward and all(abs(s - c) >= apart for c in chosen):
+        if all(abs(s - c) >= apart for c in chosen):
             chosen.append(int(s))
     return tuple(chosen)
 

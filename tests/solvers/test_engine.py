@@ -120,8 +120,10 @@ def test_ctrl_c_in_highs_leaves_nothing_behind(
 ) -> None:
     """A program that HiGHS works on for many seconds, interrupted while it does."""
     problem = chain(40)
-    model = StagedModel(problem, plain_peak_bytes(problem) // 6, first_ends(problem, 12))
-    solve_staged(StagedModel(problem, problem.static_bytes, first_ends(problem, 2)), 5.0, 0)  # starts HiGHS's workers
+    budget_bytes = plain_peak_bytes(problem) // 6
+    model = StagedModel(problem, budget_bytes, first_ends(problem, 12, budget_bytes))
+    small = StagedModel(problem, problem.static_bytes, first_ends(problem, 2, budget_bytes))
+    solve_staged(small, 5.0, 0)  # starts HiGHS's workers
     threads, processes = threading.active_count(), children()
     late = interrupted(lambda: solve_staged(model, 60.0, 0), alarm, after)
     assert late < 5.0, f"it went on for {late:.1f} s"
@@ -139,7 +141,8 @@ def test_ctrl_c_in_cbc_leaves_nothing_behind(
     temporary: Path, alarm: Callable[[float], None], no_highs: None
 ) -> None:
     problem = chain(40)
-    model = StagedModel(problem, plain_peak_bytes(problem) // 6, first_ends(problem, 12))
+    budget_bytes = plain_peak_bytes(problem) // 6
+    model = StagedModel(problem, budget_bytes, first_ends(problem, 12, budget_bytes))
     processes = children()
     late = interrupted(lambda: solve_staged(model, 60.0, 0), alarm, 1.5)
     assert late < 5.0, f"it went on for {late:.1f} s"

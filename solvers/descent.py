@@ -23,6 +23,7 @@ STALL_LIMIT = 60
 KEEP_RATIOS = (0.3, 1.0, 0.0)
 OVERTAKEN = 2.0
 SKIPPED = 0.15
+HOPELESS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +258,8 @@ def cheapest_descent(
         if time.monotonic() > deadline:
             break
         live = Live(problem)
-        if descend(live, budget_bytes, Taste(keep_ratio), deadline=deadline):
+        limit = float("inf") if best is None else HOPELESS * best.cost
+        if descend(live, budget_bytes, Taste(keep_ratio), limit, deadline):
             drop_unneeded(live, budget_bytes, deadline)
             if best is None or live.cost < best.cost:
                 best = live

@@ -269,8 +269,8 @@ def first_ends(problem: Problem, count: int, budget_bytes: int) -> tuple[int, ..
     last = len(problem.ops) - 1
     fixed = StagedModel(problem, 0, (last,)).peaks.fixed_bytes.tolist()
     cut = _forward_cut(problem, fixed)
-    own = _own_bytes(problem, cut)
-    over = np.flatnonzero(own[: cut + 1] > budget_bytes)
+    own = _own_bytes(problem)
+    over = np.flatnonzero(own > budget_bytes)
     windows = [] if not len(over) else _windows(int(over[0]), int(over[-1]) + 1, count)
     ends = {cut, last} | {max(w, key=lambda s: own[s]) for w in windows}
     for window in _windows(problem.num_forward, last + 1, count):
@@ -284,17 +284,19 @@ def _windows(first: int, stop: int, count: int) -> list[range]:
     return [range(first + (stop - first) * j // count, first + (stop - first) * (j + 1) // count) for j in range(count)]
 
 
-def _own_bytes(problem: Problem, cut: int) -> np.ndarray:
-    """What is live at each slot when nothing is recomputed and nothing is kept for a read after `cut`."""
+def _own_bytes(problem: Problem) -> np.ndarray:
+    """What is live at each slot of the forward when nothing is recomputed and nothing kept for the backward."""
     change = np.zeros(len(problem.ops) + 1, dtype=np.int64)
     for t, p in enumerate(problem.producer):
         if problem.ops[p].optional:
             continue
-        end = len(problem.ops) if t in problem.pinned else max((r for r in problem.readers[t] if r <= cut), default=p) + 1
+        inside = (r for r in problem.readers[t] if r < problem.num_forward)
+        end = len(problem.ops) if t in problem.pinned else max(inside, default=p) + 1
         change[p] += problem.tensors[t].bytes
         change[end] -= problem.tensors[t].bytes
     workspace = np.array([op.workspace for op in problem.ops])
-    return np.cumsum(change)[:-1] + workspace + problem.static_bytes
+    own: np.ndarray = np.cumsum(change)[:-1] + workspace + problem.static_bytes
+    return own[: problem.num_forward]
 
 
 def _forward_cut(problem: Problem, fixed: list[int]) -> int:

@@ -67,10 +67,11 @@ class Descent:
     log: list[Recompute]
     best_peak: int
     best_length: int
+    deadline: float
 
     @classmethod
-    def start(cls, live: Live) -> Descent:
-        return cls(live, [], live.peak_bytes, 0)
+    def start(cls, live: Live, deadline: float) -> Descent:
+        return cls(live, [], live.peak_bytes, 0, deadline)
 
     def apply(self, eviction: Eviction) -> None:
         for slot, op in eviction.recomputes:
@@ -93,7 +94,7 @@ def descend(
     Returns:
         Whether it fits.
     """
-    descent = Descent.start(live)
+    descent = Descent.start(live, deadline)
     stalled = 0
     while live.peak_bytes > budget_bytes and stalled < STALL_LIMIT and live.cost <= cost_limit:
         if time.monotonic() > deadline:
@@ -127,6 +128,8 @@ def relieve(descent: Descent, budget_bytes: int, taste: Taste, cost_limit: float
         descent.apply(eviction)
         applied = True
         if live.total[slot] <= target or (not large and int(live.total.argmax()) != slot):
+            break
+        if time.monotonic() > descent.deadline:
             break
     return applied
 
@@ -259,16 +262,22 @@ def cheapest_descent(
     budget_bytes: int,
     keep_ratios: tuple[float, ...] = KEEP_RATIOS,
     deadline: float = float("inf"),
+    first_by: float = float("inf"),
 ) -> Live | None:
-    """The cheapest of the descents that fit the budget, or None. What the deadline leaves undone is left out."""
+    """The cheapest of the descents that fit the budget, or None. What the deadline leaves undone is left out.
+
+    Args:
+        first_by: the deadline as long as none has fitted.
+    """
     best: Live | None = None
     for keep_ratio in keep_ratios:
-        if time.monotonic() > deadline:
+        until = deadline if best is not None else max(deadline, first_by)
+        if time.monotonic() > until:
             break
         live = Live(problem)
         limit = float("inf") if best is None else HOPELESS * best.cost
-        if descend(live, budget_bytes, Taste(keep_ratio), limit, deadline):
-            drop_unneeded(live, budget_bytes, deadline)
+        if descend(live, budget_bytes, Taste(keep_ratio), limit, until):
+            drop_unneeded(live, budget_bytes, until)
             if best is None or live.cost < best.cost:
                 best = live
     return best

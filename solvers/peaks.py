@@ -82,7 +82,8 @@ class Peaks:
         problem, held = self.problem, np.full(self.slots, self.problem.static_bytes, dtype=np.int64)
         for t, p in enumerate(problem.producer):
             if not self.model.decided[t] and not problem.ops[p].optional:
-                held[p + 1 : self.slots if t in problem.pinned else max(problem.readers[t], default=p) + 1] += self.sizes[t]
+                end = self.slots if t in problem.pinned else max(problem.readers[t], default=p) + 1
+                held[p + 1 : end] += self.sizes[t]
         return held
 
     @cached_property
@@ -190,7 +191,7 @@ class Peaks:
 
     @cached_property
     def _held_through(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        """(column, size) by which tensor t is held through stage k, but for what comes after its end slot's recomputes."""
+        """(column, size) by which tensor t is held wherever in stage k a recompute runs."""
         model, found = self.model, {}
         for (t, k), held in model.H.items():
             found[t, k] = [(model.column[held.name], int(self.sizes[t]))]

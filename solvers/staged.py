@@ -45,9 +45,11 @@ tighter and slower.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 import numpy as np
 import pulp
@@ -71,6 +73,13 @@ class Reach:
 
     last_use: tuple[int, ...]
     useful: tuple[bool, ...]
+
+
+def cost_unit(problem: Problem) -> int:
+    """What the program counts costs in: their common divisor, or a multiple of it that keeps coefficients small."""
+    costs = [op.cost for op in problem.ops if op.recomputable]
+    divisor = gcd(*costs) or 1
+    return divisor * max(1, -(-max(costs, default=0) // (divisor * COEFFICIENT_LIMIT)))
 
 
 def reach(problem: Problem, cut: int) -> Reach:
@@ -99,10 +108,17 @@ def plain_bytes(problem: Problem) -> np.ndarray:
 
 
 class StagedModel:
-    """The program for one choice of end slots. `program` is the PuLP problem; peak rows are added by the caller."""
+    """The program for one choice of end slots. `program` is the PuLP problem; peak rows are added by the caller.
 
-    def __init__(self, problem: Problem, budget_bytes: int, ends: tuple[int, ...]) -> None:
+    Raises:
+        TimeoutError: the deadline passed while the program was being built.
+    """
+
+    def __init__(
+        self, problem: Problem, budget_bytes: int, ends: tuple[int, ...], deadline: float = float("inf")
+    ) -> None:
         self.problem = problem
+        self.deadline = deadline
         self.budget_bytes = budget_bytes
         self.decided = [self._is_decided(t) for t in range(len(problem.tensors))]
         self.ends = ends
@@ -113,7 +129,7 @@ class StagedModel:
         self.A: dict[tuple[int, int], pulp.LpVariable] = {}
         self.H: dict[tuple[int, int], pulp.LpVariable] = {}
         self.U: dict[tuple[int, int], pulp.LpVariable] = {}
-        self.cost_unit = max(1, -(-max((op.cost for op in problem.ops), default=1) // COEFFICIENT_LIMIT))
+        self.cost_unit = cost_unit(problem)
         self.program = pulp.LpProblem("recompute", pulp.LpMinimize)
         self.peaks = Peaks(self)
         self._variables()
@@ -214,6 +230,8 @@ class StagedModel:
         return self.U.get((i, k), self.R.get((i, k)))
 
     def _add(self, terms: dict[pulp.LpVariable, int], sense: int, right: int) -> None:
+        if time.monotonic() > self.deadline:
+            raise TimeoutError("the program is too large to be built in time")
         self.program.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, rhs=right))
 
     def _need(self) -> None:

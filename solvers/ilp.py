@@ -33,7 +33,7 @@ from .minimum import EXACT_SHARE, MINIMUM_SHARE, budget_error, smallest_peak
 from .problem import Problem
 from .simulate import peak_and_cost
 from .solution import EVERY, Solution, solution
-from .staged import StagedModel, first_ends
+from .staged import StagedModel, first_ends, forward_binds
 
 ALL_SCHEDULES = f"{EVERY} that run the required ops in this order, whatever they recompute, however often"
 FIRST_ENDS = 5
@@ -109,9 +109,9 @@ def hunt(problem: Problem, budget_bytes: int, effort: Effort) -> Hunt:
     state = Hunt(problem, budget_bytes, effort.until(), gap_cost, effort.report)
     for schedule in effort.warm_starts:
         state.offer(Live(problem, recomputes_of(problem, schedule)))
-    large = len(problem.ops) > LARGE
-    greedy_until = effort.until(LARGE_GREEDY_SHARE if large else GREEDY_SHARE)
-    first_by = effort.until(FIRST_SHARE) if large else greedy_until
+    greedy_until = effort.until(LARGE_GREEDY_SHARE if len(problem.ops) > LARGE else GREEDY_SHARE)
+    # Where the forward's own peak binds, a program finds plans where no descent does.
+    first_by = greedy_until if forward_binds(problem, budget_bytes) else effort.until(FIRST_SHARE)
     state.offer(cheapest_descent(problem, budget_bytes, deadline=greedy_until, first_by=first_by))
     if time.monotonic() > greedy_until:
         state.notes[CLOCK] = None
@@ -138,14 +138,14 @@ def local_steps(problem: Problem) -> int:
 def refine(state: Hunt, effort: Effort) -> None:
     """Solve programs with more and more end slots, then go on with local search.
 
-    Where greedy found no plan, the first program may: its solution often fits where no descent from scratch does.
+    Where greedy found no plan, the first programs may: its solution often fits where no descent from scratch does.
     """
     ends = first_ends(state.problem, FIRST_ENDS if len(state.problem.ops) <= LARGE else 2, state.budget_bytes)
     number = 0
     while not state.finished and state.seconds_left > LEAST_SECONDS:
         number += 1
         more = refine_once(state, ends, number)
-        if state.live is None and state.known_bytes < 0:
+        if state.live is None and number > 1 and state.known_bytes < 0:
             look_lower(state, effort)
         if not more:
             break

@@ -1,8 +1,8 @@
 """Constraint 4 of the staged program: bytes that are surely live, at the slots and while a recompute runs.
 
 The *moments* of a model are its slots, one for each op of the problem, followed by its runs, one for each R[i, k].
-There are far more of them than a solution comes near to breaking, so `PeakRows` (`solvers.engine`) asks for the left-hand
-sides of all of them, and for the rows of those that matter.
+There are far more of them than a solution comes near to breaking, so `PeakRows` (`solvers.engine`) asks for the
+left-hand sides of all of them, and for the rows of those that matter.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The integer program over stages: a relaxation that every schedule of the problem satisfies.
 
 The required ops of the step, in order, are its slots; a recompute in slot s runs after slot s - 1 and before op s.
-The forward is stage 0, but for what comes after its highest slot where that is near its end (`_forward_cut`). The
-rest is cut into stages 1..K by their *end slots*, which are chosen where memory is tightest: at an end slot
-everything that the stage recomputed has already run, so what the next stage finds resident is surely live, and the
-peak row of that slot is exact but for what dies in the stage.
+They are cut into stages 0..K by *end slots*, any of them: at an end slot everything that the stage recomputed has
+already run, so what the next stage finds resident is surely live, and the peak row of that slot is exact but for what
+dies in the stage. `first_ends` chooses them where memory is tightest: the forward is one stage, but for what comes
+after its highest slot near its end, unless the forward alone exceeds the budget; then that part of it is cut, too.
 
 Variables
     R[i, k]  op i is recomputed at least once in stage k                                 (binary)
@@ -27,6 +27,12 @@ Constraints
                   - else:                               bytes[t] * H[t, k]
                   - where t is first written, k its stage, but for the end slot:
                                                         bytes[t] * (A[t, k+1] - R[prod(t), k])
+                and while i is recomputed in stage k                                            (`peaks.Peaks.apart`)
+                  - what i reads and writes, its workspace:     bytes * R[i, k]
+                  - t was written in an earlier stage, i neither reads nor writes it:
+                      t is read at the end slot of k:           bytes[t] * (1 - R[prod(t), k])
+                      else:                                     bytes[t] * H[t, k]
+                  - what is held at every slot of the stage at which i can run again
     5. suffix   A[t, k] + U[prod(t), k] >= 1           a required op from stage k on reads t   (`_suffix`)
                 A[t, k] + U[prod(t), k] >= U[i, k]     i reads t
                 U[i, k] <= sum of R[i, l] over l >= k
@@ -37,10 +43,10 @@ stage that can use i, U[i, k] is R[i, k].
 
 Each row holds for the indicators of *any* schedule that runs the required ops in this order, however often and
 wherever it recomputes: 1-3 say that what is read was resident or written again, 4 counts a tensor only when it
-cannot have been dropped. So the optimum, and any dual bound, bounds the added cost of all schedules from below.
-The converse is false - inside a stage the relaxation may place a recompute both before and after a slot - so a
-solution becomes a schedule through `to_live` and is judged by the simulator. More end slots make the relaxation
-tighter and slower.
+cannot have been dropped (and with R[i, k] = 0 a run's row counts what is live at any one slot of the stage). So the
+optimum, and any dual bound, bounds the added cost of all schedules from below. The converse is false - inside a stage
+the relaxation may place a recompute both before and after a slot - so a solution becomes a schedule through `to_live`
+and is judged by the simulator. More end slots make the relaxation tighter and slower.
 """
 
 from __future__ import annotations
@@ -294,6 +300,11 @@ def first_ends(problem: Problem, count: int, budget_bytes: int) -> tuple[int, ..
     for window in _windows(problem.num_forward, last + 1, count):
         ends.add(max(window, key=lambda s: fixed[s]))
     return tuple(sorted(s for s in ends if not problem.ops[s].optional or s == last))
+
+
+def forward_binds(problem: Problem, budget_bytes: int) -> bool:
+    """Whether the forward alone exceeds the budget where nothing is recomputed."""
+    return bool((_own_bytes(problem) > budget_bytes).any())
 
 
 def _windows(first: int, stop: int, count: int) -> list[range]:

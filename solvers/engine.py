@@ -71,7 +71,7 @@ class PeakRows:
         for slot in np.argsort(-excess, kind="stable").tolist():
             if excess[slot] <= TOLERANCE * budget or len(chosen) == ROWS_PER_ROUND:
                 break
-            if slot in self.present or problem.ops[slot].optional or any(abs(slot - s) <= apart for s in chosen):
+            if slot in self.present or any(abs(slot - s) <= apart for s in chosen):
                 continue
             chosen.append(slot)
         return chosen

@@ -33,7 +33,7 @@ from .minimum import EXACT_SHARE, MINIMUM_SHARE, budget_error, smallest_peak
 from .problem import Problem
 from .simulate import peak_and_cost
 from .solution import EVERY, Solution, cheapest_fit, solution
-from .staged import StagedModel, first_ends
+from .staged import StagedModel, first_ends, forward_binds
 
 ALL_SCHEDULES = f"{EVERY} that run the required ops in this order, whatever they recompute, however often"
 FIRST_ENDS = 5
@@ -43,8 +43,9 @@ FRUITLESS_ROUNDS = 40
 PROGRAM_SECONDS = 10.0
 PROGRAM_GROWTH = 1.5
 PROGRAM_SHARE = 0.8
+PLANLESS_SHARE = 0.25
 BUILD_SHARE = 0.4
-GREEDY_SHARE = 0.35
+GREEDY_SHARE = 0.2
 LARGE_GREEDY_SHARE = 0.5
 FIRST_SHARE = 0.75
 LOWEST_SHARE = 0.95
@@ -110,13 +111,13 @@ def hunt(problem: Problem, budget_bytes: int, effort: Effort) -> Hunt:
     for schedule in effort.warm_starts:
         state.offer(Live(problem, recomputes_of(problem, schedule)))
     greedy_until = effort.until(LARGE_GREEDY_SHARE if len(problem.ops) > LARGE else GREEDY_SHARE)
-    state.offer(cheapest_descent(problem, budget_bytes, deadline=greedy_until, first_by=effort.until(FIRST_SHARE)))
+    # Where the forward's own peak binds, a program finds plans where no descent does.
+    first_by = greedy_until if forward_binds(problem, budget_bytes) else effort.until(FIRST_SHARE)
+    state.offer(cheapest_descent(problem, budget_bytes, deadline=greedy_until, first_by=first_by))
     if time.monotonic() > greedy_until:
         state.notes[CLOCK] = None
-    if state.live is None:
-        look_lower(state, effort)
     state.tell("greedy")
-    refine(state)
+    refine(state, effort)
     return state
 
 
@@ -134,16 +135,23 @@ def local_steps(problem: Problem) -> int:
     return LOCAL_STEPS if len(problem.ops) <= LARGE else LOCAL_STEPS // 30
 
 
-def refine(state: Hunt) -> None:
-    """Solve programs with more and more end slots, then go on with local search."""
-    ends = first_ends(state.problem, FIRST_ENDS if len(state.problem.ops) <= LARGE else 2)
+def refine(state: Hunt, effort: Effort) -> None:
+    """Solve programs with more and more end slots, then go on with local search.
+
+    Where greedy found no plan, the first programs may: its solution often fits where no descent from scratch does.
+    """
+    ends = first_ends(state.problem, FIRST_ENDS if len(state.problem.ops) <= LARGE else 2, state.budget_bytes)
     number = 0
     while not state.finished and state.seconds_left > LEAST_SECONDS:
         number += 1
         more = refine_once(state, ends, number)
+        if state.live is None and number > 1 and state.known_bytes < 0:
+            look_lower(state, effort)
         if not more:
             break
         ends = tuple(sorted({*ends, *more}))
+    if state.live is None and state.known_bytes < 0:
+        look_lower(state, effort)
     polish_on(state, number)
     if not state.finished and state.seconds_left <= LEAST_SECONDS:
         state.notes[CLOCK] = None
@@ -166,7 +174,7 @@ def refine_once(state: Hunt, ends: tuple[int, ...], number: int) -> tuple[int, .
         return ()
     # One round also where the gap is met: it is cheap beside the proof, and often finds a better plan.
     state.polish(local_steps(state.problem), number, share=0.3)
-    extra = extra or first_ends(state.problem, 2 * len(ends))
+    extra = extra or first_ends(state.problem, 2 * len(ends), state.budget_bytes)
     return () if set(extra) <= set(ends) else extra
 
 
@@ -190,7 +198,8 @@ def bound_with(state: Hunt, model: StagedModel, number: int) -> Answer:
     incumbent = model.values_of(state.live) if state.live is not None else None
     large = len(state.problem.ops) > LARGE
     seconds = math.inf if large else PROGRAM_SECONDS * PROGRAM_GROWTH ** (number - 1)
-    seconds = min(seconds, PROGRAM_SHARE * state.seconds_left)
+    share = PROGRAM_SHARE if state.live is not None or state.known_bytes >= 0 else PLANLESS_SHARE
+    seconds = min(seconds, share * state.seconds_left)
     answer = solve_staged(model, seconds, state.gap_cost // 10, incumbent)
     if answer.bound is not None:
         state.bound = max(state.bound, answer.bound * model.cost_unit)
@@ -214,15 +223,15 @@ def offer_solution(state: Hunt, model: StagedModel, answer: Answer) -> tuple[int
 
 
 def tight_slots(live: Live, budget_bytes: int) -> tuple[int, ...]:
-    """Backward slots over the budget, the worst first, no two of them close to each other."""
+    """Slots over the budget, the worst first, no two of them close to each other."""
     problem = live.problem
     excess = live.total + (problem.static_bytes - budget_bytes)
-    apart = max(1, (len(problem.ops) - problem.num_forward) // 40)
+    apart = max(1, len(problem.ops) // 80)
     chosen: list[int] = []
     for s in np.argsort(-excess, kind="stable").tolist():
         if excess[s] <= 0 or len(chosen) == NEW_ENDS:
             break
-        if s >= problem.num_forward and all(abs(s - c) >= apart for c in chosen):
+        if all(abs(s - c) >= apart for c in chosen):
             chosen.append(int(s))
     return tuple(chosen)
 

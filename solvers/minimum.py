@@ -23,7 +23,7 @@ from .schedule import Schedule
 from .simulate import peak_and_cost
 
 TRIES = 12
-MINIMUM_SHARE = 0.4
+MINIMUM_SHARE = 0.3
 KNOWN_SHARE = 0.6
 EXACT_SHARE = 0.2
 

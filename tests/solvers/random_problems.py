@@ -100,7 +100,7 @@ def _refusal(best: Frontier, name: str, budget_bytes: int, error: BudgetError) -
 
 def _program(problem: Problem, best: Frontier, budget_bytes: int) -> Iterator[str]:
     optimum = best.best(budget_bytes)
-    model = StagedModel(problem, budget_bytes, first_ends(problem, 5))
+    model = StagedModel(problem, budget_bytes, first_ends(problem, 5, budget_bytes))
     answer = solve_staged(model, SECONDS, 0)
     if optimum is None:
         return

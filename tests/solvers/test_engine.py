@@ -45,7 +45,8 @@ def half_way(problem: Problem) -> int:
 def hard_model(stages: int = 40) -> StagedModel:
     """A program that HiGHS works on for many seconds."""
     problem = chain(stages)
-    return StagedModel(problem, plain_peak_bytes(problem) // 6, first_ends(problem, 12))
+    budget_bytes = plain_peak_bytes(problem) // 6
+    return StagedModel(problem, budget_bytes, first_ends(problem, 12, budget_bytes))
 
 
 @pytest.mark.parametrize("program", ["", "no such program", "/bin/false"])
@@ -104,7 +105,7 @@ def test_an_impossible_program_is_certified() -> None:
     """The relaxation alone proves it, checked by its ray; what fits is never called impossible."""
     problem = chain(12)
     floor = floor_bytes(problem)
-    ends = first_ends(problem, 5)
+    ends = first_ends(problem, 5, floor)
     assert solve_staged(StagedModel(problem, floor - 1, ends), 5.0, 0).certified
     assert not solve_staged(StagedModel(problem, plain_peak_bytes(problem), ends), 5.0, 0).certified
 
@@ -153,7 +154,8 @@ def test_ctrl_c_in_highs_leaves_nothing_behind(
 ) -> None:
     """A program that HiGHS works on for many seconds, interrupted while it does."""
     problem, model = chain(40), hard_model()
-    solve_staged(StagedModel(problem, problem.static_bytes, first_ends(problem, 2)), 5.0, 0)  # starts HiGHS's workers
+    small = StagedModel(problem, problem.static_bytes, first_ends(problem, 2, problem.static_bytes))
+    solve_staged(small, 5.0, 0)  # starts HiGHS's workers
     threads, processes = threading.active_count(), children()
     late = interrupted(lambda: solve_staged(model, 60.0, 0), alarm, after)
     assert late < 5.0, f"it went on for {late:.1f} s"

@@ -9,7 +9,7 @@
 import torch
 
 from planner import BudgetError, Plan, auto_checkpoint
-from planner.demo import LanguageModel, make_batch
+from planner.command.demo import LanguageModel, make_batch
 
 torch.manual_seed(0)
 model = LanguageModel(layers=6, width=192, length=128)  # GPT-2's shape in plain torch, dropout 0.1, the loss inside

@@ -13,7 +13,6 @@ from solvers.order import backward_order, in_order
 from solvers.problem import Op, Problem, Tensor
 
 from .alias import Aliases, Storage, is_compute
-from .capture import Traced
 from .errors import Unsupported
 from .memory import granule, round_up, span
 from .ops import (
@@ -26,7 +25,8 @@ from .ops import (
     takeovers,
 )
 from .profile import OpProfile
-from .replay import is_counter
+from .run.replay import is_counter
+from .trace.capture import Traced
 
 RNG_STATE_BYTES = 5056  # the CPU generator's state; a CUDA generator's is 16 bytes, kept on the CPU
 

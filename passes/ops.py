@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from . import library  # registers the ops that TAKEOVERS names
+from .fuse import library  # registers the ops that TAKEOVERS names
 
 aten = torch.ops.aten
 
@@ -147,9 +147,11 @@ def takeovers(node: fx.Node) -> dict[int, Takeover]:
     """Which argument's memory the node's result could be written into, by position, whatever else reads it."""
     functional: Any = FUNCTIONAL.get(node.target, node.target)
     found = TAKEOVERS.get(functional, {})
+    value = node.meta["val"]
+    if not found or value.is_complex():  # complex kernels give other bits where they write over an argument
+        return {}
     if functional not in ROWWISE:
         return found
-    value = node.meta["val"]
     position = ROWWISE[functional]
     last = position is None or node.args[position] in (-1, value.dim() - 1)
     return found if last and value.device.type == "cpu" and value.is_contiguous() else {}
@@ -185,6 +187,12 @@ def result_ignores(target: Any, args: tuple[Any, ...], index: Any) -> frozenset[
     if results is None:
         return positions if index is None else frozenset()
     return positions if index in results else frozenset()
+
+
+def looks_at_values(node: fx.Node) -> bool:
+    """Whether what the op needs depends on values: whether a factor is zero, how much of a mask is set."""
+    picks = torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
+    return picks or node.target is torch.ops.planner.gradient_of.default
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -3,7 +3,7 @@
 Each compute of the schedule becomes one node (its in-place twin where the schedule lets it take over an input); a view
 is taken from its base right before its first use; fx's generated code drops every value after its last use. What is
 executed is what was simulated. Two computes are one node where a batch norm's statistics and its result are found one
-after the other (`passes.batch_norm`): what they need besides inputs and results is the same.
+after the other (`passes.fuse.batch_norm`): what they need besides inputs and results is the same.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from solvers.schedule import Schedule, freed_after
 from solvers.simulate import taken_over
 
 from .alias import Aliases, Storage, device_of, is_view
-from .batch_norm import STATISTICS, belong_together, item, whole
-from .capture import Traced
 from .codegen import boxed
 from .errors import VerificationError
+from .fuse.batch_norm import STATISTICS, belong_together, item, whole
 from .lower import Lowered
 from .ops import is_random, takeovers
-from .random import get_rng_state, run_with_rng_state
+from .run.random import get_rng_state, run_with_rng_state
+from .trace.capture import Traced
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ is laid out as its argument; every other value in the memory it writes is gone, 
 proof, as does writing where a caller can see it (unless the op itself looks whether one does). What must agree: every
 forward output and every gradient. And nothing else may run: each call has the number of a traced one, also where
 nobody reads it. A batch norm has the numbers of the two ops that it is split into, and an op that does something to
-its result those of doing that to it (`passes.batch_norm`).
+its result those of doing that to it (`passes.fuse.batch_norm`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .alias import aliased_argument, device_of, is_view
-from .batch_norm import FOLLOWED, statistics
-from .capture import Traced
 from .errors import VerificationError
-from .library import BATCH_NORM
+from .fuse.batch_norm import FOLLOWED, statistics
+from .fuse.library import BATCH_NORM
 from .ops import (
     MINDS_THE_CALLER,
     RUNNING_STATISTICS,
@@ -36,8 +35,9 @@ from .ops import (
     takeovers,
     written_argument,
 )
-from .random import get_rng_state, run_with_rng_state
 from .rewrite import Rewritten
+from .run.random import get_rng_state, run_with_rng_state
+from .trace.capture import Traced
 
 Number = int
 

@@ -1,6 +1,6 @@
 """`python -m planner`."""
 
-from .cli import main
+from .command.cli import main
 
 if __name__ == "__main__":
     main()

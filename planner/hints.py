@@ -14,10 +14,10 @@ from torch import fx
 from torch._ops import OpOverload
 
 from passes.alias import Aliases, is_compute
-from passes.capture import Traced
-from passes.library import STANDS_FOR
+from passes.fuse.library import STANDS_FOR
 from passes.lower import split_nodes, why_once
-from passes.modules import ancestors, module_path
+from passes.trace.capture import Traced
+from passes.trace.modules import ancestors, module_path
 
 from .errors import HintError
 

@@ -1,4 +1,4 @@
-"""`python -m tests.bench.kernels`: the kernels of `passes.kernels` against what they stand for, taking turns.
+"""`python -m tests.bench.kernels`: the kernels of `passes.run.kernels` against what they stand for, taking turns.
 
 Time is a ratio of medians, each run after 8 MiB of other memory was written, with the allocator told to keep what is
 freed; memory is the highest point above the arguments.
@@ -17,9 +17,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from passes import kernels
 from passes.memory import measure_peak
 from passes.profile import OTHERS_BYTES
+from passes.run import kernels
 from tests.bench.predicted import keep_freed_memory
 
 aten = torch.ops.aten

@@ -22,9 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from passes.alias import alias
-from passes.capture import bind_sample, capture
 from passes.lower import lower
 from passes.profile import profile, roofline
+from passes.trace.arguments import bind_sample
+from passes.trace.capture import capture
 from solvers import BudgetError, Problem, Solution, plain_order, simulate, solve, with_frees
 from tests.zoo.models import ZOO, build
 

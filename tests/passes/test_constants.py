@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from passes.capture import bind_sample, capture
 from passes.errors import CaptureError
+from passes.trace.arguments import bind_sample
+from passes.trace.capture import capture
 from planner import auto_checkpoint
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from passes.capture import bind_sample, capture
-from passes.convolution import CONVOLUTION_BACKWARD, INPUT, MASK
+from passes.fuse.convolution import CONVOLUTION_BACKWARD, INPUT, MASK
+from passes.trace.arguments import bind_sample
+from passes.trace.capture import capture
 from tests.zoo.compare import measured_peak_bytes, plan_at, same_bits
 
 aten = torch.ops.aten

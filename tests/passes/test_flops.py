@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from passes.capture import bind_sample, capture
 from passes.profile import OpProfile, profile
+from passes.trace.arguments import bind_sample
+from passes.trace.capture import capture
 
 
 def profiles(model: nn.Module, sample: Any) -> list[OpProfile]:

@@ -15,11 +15,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from passes import kernels
-from passes.capture import bind_sample
 from passes.errors import Unsupported
+from passes.run import kernels
+from passes.trace.arguments import bind_sample
 from planner import auto_checkpoint
-from planner.pipeline import emit_schedule, prepare
+from planner.pipeline import emit_schedule
+from planner.prepared import prepare
 from planner.progress import Progress
 from solvers.schedule import Step, plain_order, with_frees
 from solvers.simulate import simulate

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from passes._torch import allocator_events
-from passes.replay import as_tensor, copy_generator, old_value
+from passes.run.replay import as_tensor, copy_generator, old_value
 
 COUNTERS = [torch.tensor(2**62 + 1), torch.tensor([-3], dtype=torch.int8), torch.tensor(True), torch.zeros(1, 1).int()]
 OTHERS = [torch.tensor(0.1), torch.arange(3), torch.tensor(2.5, dtype=torch.bfloat16), torch.ones(2, 3).t()]

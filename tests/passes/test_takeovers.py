@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from passes import library
 from passes._torch import below_autograd
+from passes.fuse import library
 from passes.memory import measure_peak
 from passes.ops import ROWWISE, TAKEOVERS
 

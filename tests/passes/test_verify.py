@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import fx, nn
 
-from passes.capture import bind_sample
 from passes.errors import VerificationError
 from passes.ops import FUNCTIONAL, is_random
-from passes.random import get_rng_state, run_with_rng_state
 from passes.rewrite import Rewritten, rewrite
+from passes.run.random import get_rng_state, run_with_rng_state
+from passes.trace.arguments import bind_sample
 from passes.verify import verify
 from planner.options import Options
-from planner.pipeline import Prepared, prepare
+from planner.prepared import Prepared, prepare
 from planner.progress import Progress
 from solvers.schedule import Schedule, plain_order, with_frees
 from tests.passes.corruptions import run
 
-OPTIONS = Options(None, 0, "auto", "roofline", None, 30.0, 0.01, False)
+OPTIONS = Options(progress=False)
 
 
 def prepared() -> Prepared:

@@ -241,7 +241,7 @@ def test_costs(cost: Any) -> None:
     chosen = tight(*perceptron(), 0.5, cost=cost)
     assert chosen.overhead > 0 or cost == "flops"
     if callable(cost):
-        kernels = sum(n is not None for n in chosen.planned.prepared.lowered.nodes)
+        kernels = sum(n is not None for n in chosen.prepared.lowered.nodes)
         assert chosen.problem.step_cost == kernels
         assert chosen.overhead == sum(repeats(chosen).values()) / kernels
 

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from passes.capture import split_sample
 from passes.memory import measure_peak
-from passes.tensors import laid_out
+from passes.run.tensors import laid_out
+from passes.trace.arguments import split_sample
 from planner import Plan, PlannerError, auto_checkpoint
-from planner.source import function_name, identifier, literal
+from planner.ship.source import function_name, identifier, literal
 from tests.planner.small import ROOT, conv_net, mlp, plan_at, python, structured
 from tests.zoo.compare import measured_peak_bytes, run_step
 from tests.zoo.models import build

@@ -21,7 +21,7 @@ from torch import nn
 
 import solvers
 from planner import BudgetError, CaptureError, Plan, PlanFileError, PlannerError
-from planner.planfile import read
+from planner.files.planfile import read
 from solvers import mip
 from solvers.problem import Op, Problem, Tensor
 from solvers.schedule import plain_order, with_frees
@@ -198,9 +198,9 @@ def kills(act: Callable[[], Any], among: tuple[str, ...], step: int = 1) -> Iter
         line += step
 
 
-ATOMIC = (str(ROOT / "planner" / "atomic.py"),)
+ATOMIC = (str(ROOT / "planner" / "files" / "atomic.py"),)
 ENGINES = tuple(str(ROOT / "solvers" / name) for name in ("engine.py", "mip.py", "ilp.py"))
-EXPORT = (*ATOMIC, str(ROOT / "planner" / "export.py"))
+EXPORT = (*ATOMIC, str(ROOT / "planner" / "ship" / "export.py"))
 
 
 def test_a_kill_while_saving_leaves_the_old_plan_or_the_new(plans: tuple[Plan, Plan], tmp_path: Path) -> None:

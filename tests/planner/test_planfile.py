@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from planner import Plan, PlanFileError, PlannerError
-from planner.atomic import new_folder, write_text
-from planner.fingerprint import op_lines
-from planner.planfile import _checksum, decode_schedule, encode_schedule, read, render
+from planner.files.atomic import new_folder, write_text
+from planner.files.fingerprint import op_lines
+from planner.files.planfile import _checksum, decode_schedule, encode_schedule, read, render
 from solvers.schedule import Step
 from tests.planner.small import conv_net, mlp, plan_at, python, structured
 from tests.zoo.compare import differences, run_step
@@ -74,7 +74,7 @@ def test_file_is_readable(saved: tuple[Plan, Path]) -> None:
 
 
 def test_listed_frees_survive(saved: tuple[Plan, Path]) -> None:
-    plan, lines = saved[0], op_lines(saved[0].planned.prepared)
+    plan, lines = saved[0], op_lines(saved[0].prepared)
     late = next(s for s in plan.schedule if s.kind == "free")
     schedule = (*(s for s in plan.schedule if s != late), Step("free", late.index))
     data = encode_schedule(plan.problem, schedule, lines)
@@ -133,7 +133,7 @@ def test_a_missing_file_a_folder_and_a_huge_file(tmp_path: Path, monkeypatch: py
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(PlanFileError):
             read(path)
-    monkeypatch.setattr("planner.strictjson.MAX_BYTES", 10)
+    monkeypatch.setattr("planner.files.strictjson.MAX_BYTES", 10)
     assert damaged(tmp_path, b" " * 11, tmp_path).field == "size"
 
 

@@ -259,7 +259,7 @@ def test_the_unit_of_cost_does_not_matter(seed: int, factor: int) -> None:
     assert cost_unit(dear) == divisor * factor
     for _, budget_bytes in frontier(seed).points[-2:]:
         if budget_bytes < plain_peak(problem):
-            ends = first_ends(problem, 5)
+            ends = first_ends(problem, 5, budget_bytes)
             small = solve_staged(StagedModel(problem, budget_bytes, ends), 20.0, 0)
             big = solve_staged(StagedModel(dear, budget_bytes, ends), 20.0, 0)
             assert small.bound == big.bound, "in units of each"

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.capture import split_sample
 from passes.memory import granule, measure_peak, round_up
-from passes.structure import flatten, unflatten
+from passes.trace.arguments import split_sample
+from passes.trace.structure import flatten, unflatten
 from planner import BudgetError, Plan, auto_checkpoint
 
 MIB = 1 << 20

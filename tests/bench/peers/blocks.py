@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from passes.capture import split_sample
-from passes.structure import flatten
+from passes.trace.arguments import split_sample
+from passes.trace.structure import flatten
 
 Forward = Callable[..., Any]
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

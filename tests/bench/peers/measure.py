@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from passes._torch import flop_registry
-from passes.capture import split_sample
 from passes.memory import granule, round_up
-from passes.structure import flatten
+from passes.trace.arguments import split_sample
+from passes.trace.structure import flatten
 from tests.zoo.compare import StepResult, differences, run_step, scalar_loss
 
 GRANULE = granule(torch.device("cpu"))

@@ -1,0 +1,1 @@
+"""Graph passes that put one op in place of several, and the library of those ops."""

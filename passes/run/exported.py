@@ -1,0 +1,337 @@
+"""Runs an exported training step. Copied into the folder as `runtime.py`; it needs torch and safetensors.
+
+`forward.py` and `backward.py` beside it hold the two halves as source, `spec.json` the call signature, the structure
+of inputs and outputs and the module tree, `weights.safetensors` parameters and buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils._pytree import register_pytree_node
+
+from .tensors import alone, distinct, laid_out
+
+Half = Callable[[list[Any], dict[str, torch.Tensor]], tuple[Any, ...]]
+Answers = Callable[[list[torch.Tensor]], tuple[bool, ...]]
+
+
+class ExportError(RuntimeError):
+    """The exported step cannot run on what it was given; the message says what was expected."""
+
+
+# The step -------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _below_autograd() -> Iterator[None]:
+    """Run ops straight on their kernels: no autograd graph, no view bookkeeping, no autocast."""
+    no_autocast = getattr(torch._C, "_DisableAutocast", contextlib.nullcontext)
+    guard = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
+    with torch.enable_grad(), no_autocast(), guard():
+        yield
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: _Exported, *primals: torch.Tensor) -> tuple[Any, ...]:
+        spec = step.spec
+        ctx.step, ctx.primals = step, primals
+        with _below_autograd():
+            results = step.halves[0]([p.detach() for p in primals], step.constants)
+        mutated, count = spec["mutated"], len(spec["mutated"])
+        with torch.no_grad():
+            for i, value in zip(mutated, results[:count], strict=True):
+                primals[i].copy_(value)
+        outputs = distinct(results[count : count + spec["num_outputs"]])
+        returned = {o.untyped_storage().data_ptr() for o in outputs}
+        saved = results[count + spec["num_outputs"] :]
+        ctx.saved = [alone(s) if s.untyped_storage().data_ptr() in returned else s for s in saved]
+        ctx.held = [o.detach() for o in outputs] if spec["hold_outputs"] else None
+        kept = {s.untyped_storage().data_ptr() for s in ctx.saved}
+        ctx.shared = [(o.detach(), o._version) for o in outputs if o.untyped_storage().data_ptr() in kept]
+        ctx.save_for_backward(*(primals[i] for i in spec["saved_primals"] if i not in mutated))
+        ctx.mark_non_differentiable(*(o for o, d in zip(outputs, spec["differentiable"], strict=True) if not d))
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        step = ctx.step
+        spec = step.spec
+        if ctx.saved is None:
+            raise ExportError("backward was called a second time through one forward; call the module again.")
+        if torch.is_grad_enabled():
+            raise ExportError("create_graph=True: an exported step has no gradients of gradients.")
+        if any(output._version != version for output, version in ctx.shared):
+            raise ExportError(
+                "an output of the planned step was changed in place between forward and backward, and the backward "
+                "needs its old value. Change a clone() of it, or use the out-of-place form."
+            )
+        ctx.shared = ()
+        present = [i for i, g in enumerate(gradients) if g is not None]
+        if present != spec["expected"]:
+            expected = ", ".join(leaf["path"] or "the output" for leaf in spec["leaves"] if leaf["differentiated"])
+            raise ExportError(f"backward must start from {expected} (that is what was planned), and from nothing else.")
+        tangents = [laid_out(gradients[i], s) for i, s in zip(present, spec["tangent_strides"], strict=True)]
+        del gradients
+        kept = iter(ctx.saved_tensors)
+        primals = [ctx.primals[i] if i in spec["mutated"] else next(kept) for i in spec["saved_primals"]]
+        values = [*ctx.saved, *(p.detach() for p in primals), *tangents]
+        ctx.saved = ctx.primals = None
+        del kept, primals, tangents
+        with _below_autograd():
+            gradients_of_primals = step.halves[1](values, step.constants)
+        ctx.held = None
+        return (None, *gradients_of_primals)
+
+
+# The module -----------------------------------------------------------------------------------------------------------
+
+
+# Where a module keeps what is ours: parameters, buffers and submodules may have any name without a dot.
+STEP = "planned.step"
+
+
+@dataclass
+class _Exported:
+    """What an exported module runs.
+
+    Attributes:
+        places: the module that keeps each parameter and buffer, and its name there.
+        constants: tensors that the halves read and that belong to no module.
+    """
+
+    spec: dict[str, Any]
+    halves: tuple[Half, Half]
+    answers: Answers
+    places: list[tuple[nn.Module, str]]
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def state(self) -> list[torch.Tensor]:
+        return [_held(part, name) for part, name in self.places]
+
+    def check(self, primals: list[torch.Tensor]) -> None:
+        expected = [*self.spec["state"], *self.spec["input_tensors"]]
+        for tensor, entry in zip(primals, expected, strict=True):
+            got = {**_described(tensor), "stride": list(tensor.stride())}
+            for key in ("shape", "dtype", "requires_grad", "stride", "device"):
+                if got[key] != entry[key]:
+                    raise ExportError(f"{entry['name']}: {key} is {got[key]}, the step was planned for {entry[key]}.")
+        inputs = primals[len(self.spec["state"]) :]
+        if (answers := list(self.answers(inputs))) != self.spec["answers"]:
+            expected_answers = self.spec["answers"]
+            raise ExportError(f"the inputs' values answer the model's `if`s {answers}, the sample {expected_answers}.")
+        active = [[k, str(torch.get_autocast_dtype(k))] for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+        if active != self.spec["autocast"]:
+            raise ExportError(f"autocast is {active}, the step was planned under {self.spec['autocast']}.")
+
+
+class Part(nn.Module):
+    """A submodule of the exported module: it holds parameters and buffers under their old names, and no code."""
+
+
+class ExportedModule(nn.Module):
+    """The planned training step: the original model's call signature, parameter names and state_dict keys.
+
+    It holds the *training* step only: `eval()` and `torch.no_grad()` raise. Evaluate with the original model and
+    this module's state_dict.
+    """
+
+    def __init__(
+        self, spec: dict[str, Any], tensors: dict[str, torch.Tensor], halves: tuple[Half, Half], answers: Answers
+    ) -> None:
+        super().__init__()
+        state = [_make(entry, tensors[entry["name"]]) for entry in spec["state"]]
+        parts: dict[str, nn.Module] = {}
+        for described in spec["modules"]:
+            path = described["path"]
+            same_as = described["same_as"]
+            part = parts[same_as] if same_as is not None else (Part() if path else self)
+            parts[path] = part
+            if path:
+                parent, _, name = path.rpartition(".")
+                parts[parent]._modules[name] = part
+            if same_as is None:
+                _fill(part, described, state)
+        self.__dict__[STEP] = _Exported(spec, halves, answers, list(_places(spec, parts)))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """One planned training step's forward; call `backward` on the loss as usual.
+
+        Raises:
+            ExportError: under `eval()` or `no_grad`, or for inputs of other shapes than planned for.
+        """
+        if not (self.training and torch.is_grad_enabled()):
+            raise ExportError(
+                "this folder holds the training step only, so it does not run under eval() or no_grad(): evaluate with "
+                "the original model and this module's state_dict()."
+            )
+        step: _Exported = self.__dict__[STEP]
+        bound = _signature(step.spec).bind(*args, **kwargs).arguments
+        inputs: dict[int, torch.Tensor] = {}
+        _take(step.spec["inputs"], dict(bound), "", inputs)
+        primals = [*step.state(), *(inputs[i] for i in range(len(step.spec["input_tensors"])))]
+        step.check(primals)
+        results = _Step.apply(step, *primals)
+        leaves = [primals[o["input"]] if o["input"] is not None else results[o["index"]] for o in step.spec["leaves"]]
+        return _build(step.spec["outputs"], leaves)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExportedModule:
+        step: _Exported = self.__dict__[STEP]
+        tensors = {e["name"]: t.detach() for e, t in zip(step.spec["state"], step.state(), strict=True)}
+        copied = ExportedModule(step.spec, tensors, step.halves, step.answers)
+        copied.__dict__[STEP].constants.update(step.constants)
+        memo[id(self)] = copied
+        return copied
+
+    def extra_repr(self) -> str:
+        spec = self.__dict__[STEP].spec
+        return f"planned training step of {spec['class']}, {len(spec['state'])} parameters and buffers"
+
+
+def load(
+    folder: str | Path, halves: tuple[Half, Half], answers: Answers, device: str | None = None
+) -> ExportedModule:
+    """The drop-in module of an exported folder, with the weights that lie in it, in training mode."""
+    root = Path(folder)
+    spec = json.loads((root / "spec.json").read_text(encoding="utf-8"))
+    where = device or spec["device"]
+    module = ExportedModule(spec, load_file(root / "weights.safetensors", device=where), halves, answers)
+    constants = root / "constants.safetensors"
+    if constants.exists():
+        found = load_file(constants, device=where)
+        module.__dict__[STEP].constants.update({e["name"]: _make(e, found[e["name"]]) for e in spec["constants"]})
+    return module.train()
+
+
+def _make(entry: dict[str, Any], data: torch.Tensor) -> torch.Tensor:
+    """A tensor in the memory layout that was planned for (channels last stays channels last)."""
+    with torch.no_grad():
+        tensor = torch.empty_strided(entry["shape"], entry["stride"], dtype=data.dtype, device=data.device).copy_(data)
+    kind = entry.get("kind", "constant")
+    return nn.Parameter(tensor, requires_grad=entry["requires_grad"]) if kind == "parameter" else tensor
+
+
+def _fill(part: nn.Module, described: dict[str, Any], state: list[torch.Tensor]) -> None:
+    """Into the dicts themselves, which take any name that the original took."""
+    for name, index in described["parameters"]:
+        part._parameters[name] = None if index is None else cast("nn.Parameter", state[index])
+    for name, index, persistent in described["buffers"]:
+        part._buffers[name] = None if index is None else state[index]
+        if not persistent:
+            part._non_persistent_buffers_set.add(name)
+
+
+def _held(part: nn.Module, name: str) -> torch.Tensor:
+    """Looked for where tensors are kept first: an attribute of the module's own may have the same name."""
+    found: torch.Tensor | None = part._parameters.get(name)
+    found = part._buffers.get(name) if found is None else found
+    return getattr(part, name) if found is None else found
+
+
+def _places(spec: dict[str, Any], parts: dict[str, nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+    for entry in spec["state"]:
+        path, _, name = entry["name"].rpartition(".")
+        yield parts[path], name
+
+
+def _described(tensor: torch.Tensor) -> dict[str, Any]:
+    return {
+        "shape": list(tensor.shape), "dtype": str(tensor.dtype), "requires_grad": tensor.requires_grad,
+        "device": tensor.device.type,
+    }  # fmt: skip
+
+
+# Inputs and outputs ---------------------------------------------------------------------------------------------------
+
+
+def _signature(spec: dict[str, Any]) -> inspect.Signature:
+    kinds = {k.name: k for k in inspect._ParameterKind}
+    return inspect.Signature([
+        inspect.Parameter(name, kinds[kind], default=None if optional else inspect.Parameter.empty)
+        for name, kind, optional in spec["signature"]
+    ])  # fmt: skip
+
+
+def _take(template: dict[str, Any], value: Any, path: str, tensors: dict[int, torch.Tensor]) -> None:
+    """Collect the tensors of `value`, which must have the structure of `template`."""
+    kind = template["kind"]
+    if kind == "tensor":
+        _take_tensor(template, value, path, tensors)
+    elif kind == "constant":
+        if isinstance(value, torch.Tensor) or value != template["value"]:
+            raise ExportError(f"argument {path}: got {value!r}, the step was planned for {template['value']!r}.")
+    elif kind == "dict":
+        if not isinstance(value, dict) or list(value) != template["keys"]:
+            got = list(value) if isinstance(value, dict) else type(value).__name__
+            raise ExportError(f"argument{path and ' ' + path}: got {got}, the step was planned for {template['keys']}.")
+        for key, child in zip(template["keys"], template["children"], strict=True):
+            _take(child, value[key], f"{path}[{key!r}]" if path else key, tensors)
+    else:
+        if not isinstance(value, (tuple, list)) or len(value) != len(template["children"]):
+            raise ExportError(f"argument {path}: a {kind} of {len(template['children'])} items was planned for.")
+        for i, child in enumerate(template["children"]):
+            _take(child, value[i], f"{path}[{i}]", tensors)
+
+
+def _take_tensor(template: dict[str, Any], value: Any, path: str, tensors: dict[int, torch.Tensor]) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ExportError(f"argument {path}: got {type(value).__name__}, the step was planned for a tensor.")
+    if any(value is t for i, t in tensors.items() if i != template["index"]):
+        raise ExportError(f"argument {path} is passed twice, but the plan's sample had two tensors: pass a copy.")
+    if tensors.setdefault(template["index"], value) is not value:
+        raise ExportError(
+            f"argument {path} must be the very tensor that another argument is, as in the plan's sample: plan with a "
+            "sample whose tensors are distinct."
+        )
+
+
+class Record(OrderedDict[str, Any]):
+    """A result with named fields, reached as `r.loss`, `r["loss"]` or `r[0]`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The values in order."""
+        return tuple(super(Record, self).__getitem__(key) for key in self)
+
+
+register_pytree_node(Record, lambda r: (list(r.to_tuple()), list(r)), lambda v, k: Record(zip(k, v, strict=True)))
+
+
+def _build(template: dict[str, Any], leaves: Sequence[Any]) -> Any:
+    """Put tensors into the structure of `template`."""
+    kind = template["kind"]
+    if kind == "tensor":
+        return leaves[template["index"]]
+    if kind == "constant":
+        return template["value"]
+    children = [_build(child, leaves) for child in template["children"]]
+    if kind in ("tuple", "list"):
+        return tuple(children) if kind == "tuple" else children
+    if kind == "namedtuple":
+        made: Any = namedtuple("Output", template["keys"], rename=True)  # type: ignore[misc]
+        made.__name__ = made.__qualname__ = template["type"]
+        return made(*children)
+    named = dict(zip(template["keys"], children, strict=True))
+    if kind == "object":
+        return SimpleNamespace(**named)
+    return Record(named) if kind == "record" else named

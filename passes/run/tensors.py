@@ -1,0 +1,47 @@
+"""What a planned step does with its tensors as objects. Needs torch alone: exports hold a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Autograd wants every output to be an object of its own."""
+    seen: set[int] = set()
+    result = []
+    for output in outputs:
+        result.append(output.detach() if id(output) in seen else output)
+        seen.add(id(output))
+    return tuple(result)
+
+
+def laid_out(gradient: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """The gradient in the layout that was traced; where there is one index only, the steps between indices are free."""
+    if is_laid_out(gradient, stride):
+        return gradient.detach().as_strided(gradient.shape, stride)
+    return torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+
+def is_laid_out(gradient: torch.Tensor, stride: Sequence[int]) -> bool:
+    """Whether the gradient has the traced strides, wherever there is more than one index."""
+    steps = zip(gradient.shape, gradient.stride(), stride, strict=True)
+    return not gradient.numel() or all(size == 1 or given == traced for size, given, traced in steps)
+
+
+def held_once(tensor: torch.Tensor) -> bool:
+    """Whether nothing but `tensor`, and the tensor that it is a view of, refers to its memory.
+
+    What a step saves is `alone`: never a view of what its caller was given, so a caller's tensor always counts.
+    """
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    own = 1 if tensor._base is None else 2
+    return count is not None and count(tensor.untyped_storage()._cdata) == own + 1  # and the storage object itself
+
+
+def alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory and layout in a tensor that keeps no other tensor alive, as a view would."""
+    return tensor.new_empty(0).set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+    )

@@ -1,0 +1,1 @@
+"""A model and its arguments in, the traced joint graph out."""

@@ -1,0 +1,190 @@
+"""What a step is called with: the sample bound to `forward`'s parameters, and the model's parameters and buffers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PlannerError, Unsupported
+from .hidden import refuse_hidden
+from .refuse import storage_kind
+from .structure import Template, argument_path, constants, slots
+
+Sample = Any
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """A parameter or buffer the graph reads, under its first name; `aliases` are its other names."""
+
+    name: str
+    aliases: tuple[str, ...]
+    is_parameter: bool
+    requires_grad: bool
+
+    @property
+    def registry(self) -> str:
+        """The attribute of its module that holds it."""
+        return "_parameters" if self.is_parameter else "_buffers"
+
+
+def bind_sample(model: nn.Module, sample: Sample, loss_fn: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """Bind a sample (tensor, tuple of args, dict of kwargs) to the names of `forward`'s parameters.
+
+    Raises:
+        PlannerError: `forward` cannot be called with it.
+    """
+    args, kwargs = split_sample(sample)
+    try:
+        return bind_call(call_signature(model, loss_fn), args, kwargs)
+    except TypeError as error:
+        raise PlannerError(
+            f"the sample does not fit {type(model).__name__}.forward: {error}. Pass a tensor, a tuple of positional "
+            "arguments, or a dict of keyword arguments."
+        ) from error
+
+
+def split_sample(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A sample as `(args, kwargs)`."""
+    if isinstance(sample, Mapping):
+        return (), {str(k): v for k, v in sample.items()}
+    if isinstance(sample, tuple) and not hasattr(sample, "_fields"):
+        return sample, {}
+    return (sample,), {}
+
+
+def call_signature(model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> inspect.Signature:
+    """The signature of `model.forward`, with `loss_fn`'s further required arguments after it."""
+    signature = inspect.signature(model.forward)
+    extra = loss_arguments(loss_fn)
+    if not extra:
+        return signature
+    parameters = list(signature.parameters.values())
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    rest = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p
+            for p in parameters if p not in positional]  # fmt: skip
+    taken = {p.name for p in parameters}
+    added = [
+        inspect.Parameter(n if n not in taken else f"loss_{n}", inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in extra
+    ]
+    rest.sort(key=lambda p: p.kind)
+    return inspect.Signature([*positional, *added, *rest])
+
+
+def loss_arguments(loss_fn: Callable[..., Any] | None) -> list[str]:
+    """Names of the arguments `loss_fn` requires after the model's output: they are taken from the call."""
+    if loss_fn is None:
+        return []
+    target = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        parameters = list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):  # a builtin without a signature
+        return []
+    required = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+                and p.default is p.empty]  # fmt: skip
+    return [p.name for p in required[1:]]
+
+
+def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name; raises TypeError exactly as a call would."""
+    return dict(signature.bind(*args, **kwargs).arguments)
+
+
+def call_bound(function: Callable[..., Any], signature: inspect.Signature, bound: Mapping[str, Any]) -> Any:
+    """Call with arguments bound by `bind_call`."""
+    arguments = inspect.BoundArguments(signature, dict(bound))
+    return function(*arguments.args, **arguments.kwargs)
+
+
+def run_model(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, signature: inspect.Signature, bound: Mapping[str, Any]
+) -> Any:
+    """The plain step's forward: the model, with the hooks that `runs_hooks` tells of, then the loss if there is one."""
+    called = model if runs_hooks(model, loss_fn) else model.forward
+    if loss_fn is None:
+        return call_bound(called, signature, bound)
+    names = loss_arguments(loss_fn)
+    own = set(inspect.signature(model.forward).parameters)
+    extra = [bound[n if n in bound and n not in own else f"loss_{n}"] for n in names]
+    inner = {k: v for k, v in bound.items() if k in own}
+    return loss_fn(call_bound(called, inspect.signature(model.forward), inner), *extra)
+
+
+def runs_hooks(model: nn.Module, loss_fn: Callable[..., Any] | None) -> bool:
+    """Whether the model's own forward hooks belong to the step.
+
+    They do where what follows them does: a loss, or a parametrization of torch's own (weight_norm), which makes a
+    weight. Otherwise they are the caller's, and run around the step whenever it is called. The hooks of submodules
+    are always part of it.
+    """
+    # Not read as the forward reads: whether the caller adds a hook of its own is nothing to a plan.
+    hooks = [h for name in _HOOKS for h in object.__getattribute__(model, name).values()]
+    return loss_fn is not None or any(_of_torch(hook) for hook in hooks)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def _of_torch(hook: object) -> bool:
+    module = getattr(type(hook), "__module__", "") if not hasattr(hook, "__module__") else hook.__module__
+    return str(module).startswith("torch.nn.utils")
+
+
+def state_entries(model: nn.Module) -> list[StateEntry]:
+    """Parameters then buffers, each object once, with the names tied to it."""
+    entries: list[StateEntry] = []
+    for named, is_parameter in ((model.named_parameters, True), (model.named_buffers, False)):
+        names: dict[int, list[str]] = {}
+        tensors: dict[int, torch.Tensor] = {}
+        for name, tensor in named(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+        entries += [StateEntry(n[0], tuple(n[1:]), is_parameter, tensors[i].requires_grad) for i, n in names.items()]
+    return entries
+
+
+def state_tensors(model: nn.Module, entries: tuple[StateEntry, ...] | list[StateEntry]) -> list[torch.Tensor]:
+    """The live tensors of `entries`; read before every step, hence no walk along each name."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return [_read(modules, e) for e in entries]
+
+
+def _read(modules: dict[str, nn.Module], entry: StateEntry) -> Any:
+    path, _, leaf = entry.name.rpartition(".")
+    module = modules[path]
+    found = (module._parameters if entry.is_parameter else module._buffers).get(leaf)
+    return getattr(module, leaf) if found is None else found
+
+
+def argument_names(template: Template) -> list[str]:
+    """What the user calls each input tensor: `labels`, `batch.mask`, `x[0]`."""
+    names: dict[int, str] = {}
+    for path, i in slots(template):
+        names.setdefault(i, argument_path(path))
+    return [names[i] for i in sorted(names)]
+
+
+def check_inputs(tensors: list[torch.Tensor], names: list[str], template: Template) -> None:
+    for tensor, name in zip(tensors, names, strict=True):
+        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+            raise Unsupported(
+                "tensor subclass", f"argument {name} ({type(tensor).__name__})", "what it stores cannot be seen from "
+                "the graph", "Pass a plain tensor.",
+            )  # fmt: skip
+        if kind := storage_kind(tensor):
+            raise Unsupported(
+                f"{kind} tensor", f"argument {name}", "its memory is not one dense block",
+                "Pass a dense tensor (to_dense(), dequantize(), or padding with a mask).",
+            )  # fmt: skip
+    refuse_hidden(template, "the arguments")
+    for value in constants(template):
+        if type(value).__module__ == "numpy":
+            raise Unsupported(
+                "numpy value", f"the arguments ({type(value).__name__})", "a plan would hold for this value alone",
+                "Pass torch.from_numpy(array), or a Python number.",
+            )  # fmt: skip

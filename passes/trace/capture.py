@@ -1,0 +1,494 @@
+"""capture: model + arguments -> `Traced`, the joint forward+backward ATen graph.
+
+The model's own Python runs once under fake tensors (no data, no memory), its parameters, buffers and inputs
+being the graph's placeholders. Autograd runs too, so custom `autograd.Function`s, autocast and `no_grad`
+regions are in the graph as executed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from passes._torch import (
+    JointGraph,
+    compiling_flags,
+    eager_kernels,
+    export_joint,
+    mutation_count,
+    quiet_fake_errors,
+    swapped_state,
+    without_sources,
+)
+from passes.errors import CaptureError, Unsupported
+from passes.exclusive import exclusive
+from passes.fuse.convolution import split_convolutions
+from passes.fuse.merge import merge_all, save_logits
+from passes.ops import RUNNING_STATISTICS, result_ignores
+
+from . import routes
+from .arguments import (
+    StateEntry,
+    argument_names,
+    call_signature,
+    check_inputs,
+    run_model,
+    state_entries,
+    state_tensors,
+)
+from .failure import capture_error
+from .hidden import refuse_hidden
+from .isolate import isolated
+from .layouts import EagerFakes, EagerLayouts, GivenGradient, Layouts, gradient_key, settle_gradients
+from .leaks import Remembered
+from .modules import fill_forward_paths, module_path, module_paths
+from .notice import Rerun, check_backward, notice
+from .reads import Reads
+from .recorder import Recorder
+from .refuse import storage_kind
+from .state import Snapshot
+from .structure import Template, Tree, flatten, slots, unflatten
+from .value_guards import Guard, KnownValues
+from .watch import Watch
+
+IN_EVAL = (
+    "the model was in eval mode: this plans a training step, which runs once model.train() was called; until then the "
+    "model's own forward runs"
+)
+COMPILING = "traced as torch.compiler.is_compiling(), because the ordinary code asks for the values of its inputs"
+
+
+@dataclass(frozen=True)
+class OutputLeaf:
+    """One tensor the model returns.
+
+    Attributes:
+        input: index of the placeholder it is, when the model returns an input, parameter or buffer itself.
+        index: its position among the graph's outputs otherwise (-1 when `input` is set).
+        requires_grad: whether the plain model's output requires a gradient.
+        differentiated: whether the traced backward starts from it (its tangent is an input of the backward).
+        view: `(size, stride, offset)` when it is a view of graph output `index`, to be taken outside the graph.
+    """
+
+    path: str
+    input: int | None
+    index: int
+    requires_grad: bool
+    differentiated: bool
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A captured training step.
+
+    The joint graph's placeholders are, in this order: `state` (parameters, then buffers), `inputs`, tangents of
+    the differentiated outputs. Its outputs are the new values of `mutated` placeholders, `num_outputs` further
+    forward outputs, then one gradient (or None) per placeholder before the tangents. `guard` holds what the trace
+    took as given about the inputs' values, `reads` what it took as given about everything else, `layouts` what it was
+    told about how kernels lay out what they make. `repeated` names the buffers that the plain step updates again when a
+    checkpoint of its own recomputes, and the planned step once.
+    """
+
+    graph_module: fx.GraphModule
+    state: tuple[StateEntry, ...]
+    input_template: Template
+    input_names: tuple[str, ...]
+    num_inputs: int
+    output_template: Template
+    outputs: tuple[OutputLeaf, ...]
+    mutated: tuple[int, ...]
+    num_outputs: int
+    reads: Reads
+    guard: Guard | None = None
+    notes: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
+    layouts: Layouts = field(default_factory=dict)
+
+    @property
+    def num_primals(self) -> int:
+        return len(self.state) + self.num_inputs
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [n for n in self.graph_module.graph.nodes if n.op == "placeholder"]
+
+    @property
+    def num_forward_outputs(self) -> int:
+        return len(self.mutated) + self.num_outputs
+
+
+def capture(
+    model: nn.Module,
+    bound: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None = None,
+    *,
+    differentiated: tuple[str, ...] | None = None,
+    device: torch.device | None = None,
+    keep_outputs: bool = True,
+    layouts: Layouts | None = None,
+) -> Traced:
+    """Trace the training step of `model`.
+
+    Args:
+        bound: the arguments by name (`bind_sample`).
+        loss_fn: called with the model's output (and the call's further arguments); the step then returns its value.
+        differentiated: paths of the outputs that `backward` starts from; None chooses (`loss`, else scalars, else all).
+        device: where meta tensors are to live.
+        keep_outputs: whether the caller holds what the model returns besides its loss through the backward.
+        layouts: how kernels lay out what they make, where another trace had it otherwise (`layouts.learned`), and in
+            which strides the gradients of outputs come (`gradient_key`).
+
+    Raises:
+        CaptureError: the forward cannot be traced; carries the user's file and line.
+        Unsupported: the forward does something the rewrite would not keep.
+    """
+    signature = call_signature(model, loss_fn)
+    input_tensors, input_template = flatten(dict(bound))
+    names = argument_names(input_template)
+    check_inputs(input_tensors, names, input_template)
+    entries = state_entries(model)
+    tracer = _StepTracer(
+        model, loss_fn, signature, entries, input_template, differentiated, input_tensors, layouts or {}
+    )
+    tensors = [*state_tensors(model, entries), *input_tensors]
+    with exclusive(), isolated(model, loss_fn) as before, without_sources():
+        tracer.before = before
+        fake = _fake_inputs(tensors, device, layouts)
+        try:
+            joint = _export(tracer, fake)
+        except CaptureError as error:
+            # Libraries branch on `torch.compiler.is_compiling()` to offer code without data-dependent Python. The
+            # model's ordinary path is tried first because it is the one the plain step executes.
+            try:
+                with compiling_flags():
+                    joint = _export(tracer, _fake_inputs(tensors, device, layouts))
+                tracer.notes += (f"{COMPILING} ({error.location or 'place unknown'})",)
+            except CaptureError:
+                raise error from error.__cause__
+        check_backward(before, tracer.judged)
+    tracer.remembered.check()
+    _check(joint, [e.name for e in entries] + names, len(entries))
+    _drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
+    traced = _traced(joint, tracer, entries, input_template, len(input_tensors), keep_outputs)
+    return replace(traced, layouts=dict(layouts or {}))
+
+
+def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
+    tracer.runs = 0
+    try:
+        with quiet_fake_errors(), eager_kernels(routes.kernels()), module_paths(tracer.model):
+            joint = export_joint(tracer, fake)
+    except (Unsupported, CaptureError):
+        raise
+    except Exception as error:
+        raise capture_error(error) from error
+    finally:
+        tracer.watch.stop()
+    _check_in_the_kernels(joint.graph_module.graph)
+    settle_gradients(joint.graph_module.graph)
+    fill_forward_paths(joint.graph_module.graph.nodes)
+    return joint
+
+
+def _check_in_the_kernels(graph: fx.Graph) -> None:
+    """A factorization that is checked (`linalg.inv` of a singular matrix raises) checks itself: one op of the graph."""
+    for check in graph.find_nodes(op="call_function", target=torch.ops.aten._linalg_check_errors.default):
+        factorization: Any = check.args[0].args[0]
+        factorization.kwargs = {**factorization.kwargs, "check_errors": True}
+        graph.erase_node(check)
+
+
+class _StepTracer:
+    """The function handed to the tracer: flat tensors in, flat tensors out, structure kept on the side."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        signature: inspect.Signature,
+        entries: list[StateEntry],
+        input_template: Template,
+        differentiated: tuple[str, ...] | None,
+        sample: list[torch.Tensor],
+        layouts: Layouts,
+    ) -> None:
+        self.model, self.loss_fn, self.signature, self.sample = model, loss_fn, signature, sample
+        self.entries, self.input_template, self.differentiated = entries, input_template, differentiated
+        self.recorder = Recorder(model, loss_fn, entries)
+        self.output_template: Template = Tree(None, ())
+        self.layouts = layouts
+        self.leaves: list[OutputLeaf] = []
+        self.guard: Guard | None = None
+        self.notes: tuple[str, ...] = () if model.training else (IN_EVAL,)
+        self.before: Snapshot
+        self.watch = Watch()
+        self.judged: frozenset[str] = frozenset()
+        self.runs = 0
+        self.remembered = Remembered()
+
+    def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
+        self.before.restore()  # torch traces several times: each time from what the model held
+        self.remembered = Remembered()
+        self.remembered.add(flat)
+        recording = self.recorder.recording(flat[: len(self.entries)])
+        value = self._run(flat, recording) if self.runs else self._first_run(flat)
+        tensors, self.output_template = flatten(value)
+        paths: dict[int, str] = {}
+        for path, i in slots(self.output_template):
+            paths.setdefault(i, path)
+        wanted = _choose_differentiated(self.output_template, tensors, paths, self.differentiated)
+        self.leaves = []
+        returned: list[torch.Tensor] = []
+        for i, tensor in enumerate(tensors):
+            same = next((k for k, t in enumerate(flat) if t is tensor), None)
+            chosen = i in wanted and same is None
+            index = -1 if same is not None else len(returned)
+            self.leaves.append(OutputLeaf(paths[i], same, index, tensor.requires_grad, chosen))
+            if same is None:
+                returned.append(self._started(paths[i], tensor) if chosen else tensor.detach())
+        if self.runs and self.watch.custom_backward:
+            self.watch.start()  # torch goes on with the backward
+        self.runs += 1
+        return returned
+
+    def _run(self, flat: Sequence[torch.Tensor], *modes: AbstractContextManager[Any]) -> Any:
+        """The forward's output for these parameters, buffers and inputs."""
+        state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
+        bound = unflatten(self.input_template, flat[len(self.entries) :])
+        known = KnownValues(flat[len(self.entries) :], self.sample)
+        with ExitStack() as stack:
+            for mode in (swapped_state(self.model, state), known, EagerLayouts(self.remembered), *modes):
+                stack.enter_context(mode)
+            value = run_model(self.model, self.loss_fn, self.signature, bound)
+            _write_back_reassigned(self.model, self.entries, state)
+        self.guard = known.guard
+        return value
+
+    def _first_run(self, flat: Sequence[torch.Tensor]) -> Any:
+        """As `_run`; what a trace cannot see is refused or said."""
+        buffers = {e.name: t for e, t in zip(self.entries, flat, strict=False) if not e.is_parameter}
+
+        def changes() -> dict[str, int]:
+            return {name: mutation_count(t) for name, t in buffers.items()}
+
+        counts, watch = changes(), Watch(changes, flat[: len(self.entries)])
+        value = self._run(flat, watch)
+        refuse_hidden(flatten(value)[1], "the output")
+        steady = frozenset(name for name, count in changes().items() if count == counts[name])
+        names = [*(e.name for e in self.entries), *(f"input {i}" for i in range(len(flat) - len(self.entries)))]
+        rerun = Rerun(self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn))
+        self.judged = frozenset(change.path for change in self.before.changes())
+        notes = notice(self.before, watch, rerun)
+        self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes, *notes)))
+        self.watch = watch
+        return value
+
+    def _started(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
+        strides = self.layouts.get(gradient_key(path, tensor))
+        return tensor if strides is None else GivenGradient.apply(tensor, strides)
+
+
+def _choose_differentiated(
+    template: Template, tensors: list[torch.Tensor], paths: dict[int, str], asked: tuple[str, ...] | None
+) -> set[int]:
+    candidates = [i for i, t in enumerate(tensors) if t.requires_grad]
+    if asked is not None:
+        return {i for i in candidates if paths[i] in asked}
+    losses = [i for i in candidates if paths[i] in (".loss", "['loss']") and tensors[i].dim() == 0]
+    scalars = [i for i in candidates if tensors[i].dim() == 0]
+    if losses or scalars:
+        return set(losses or scalars)
+    if isinstance(template, Tree) and hasattr(template.spec.type, "to_tuple"):  # HF ModelOutput without a loss
+        return set(candidates[:1])
+    return set(candidates)
+
+
+def _write_back_reassigned(model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor]) -> None:
+    """`self.buffer = new` becomes an update of the buffer in place, as `state_dict` shows it."""
+    originals = {id(t) for t in state.values()}
+    updates: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for entry in entries:
+        current = _attribute(model, entry.name)
+        given = state[entry.name]
+        if current is given:
+            continue
+        if not isinstance(current, torch.Tensor) or current.shape != given.shape or current.dtype != given.dtype:
+            raise Unsupported(
+                "buffer replaced in forward", entry.name, "its shape or type changes between steps",
+                "Keep the buffer's shape and dtype, or update it outside forward.",
+            )  # fmt: skip
+        # Two buffers may have changed places: take both values before either is overwritten.
+        updates.append((given, current.detach().clone() if id(current) in originals else current))
+    with torch.no_grad():
+        for given, current in updates:
+            given.copy_(current)
+
+
+def _check(joint: JointGraph, names: list[str], num_state: int) -> None:
+    _check_constants(joint.graph_module)
+    for i in joint.metadata_mutated_inputs:
+        raise Unsupported(
+            "in-place change of an input's shape", names[i], "the caller would see another shape after the step",
+            "Use the out-of-place op (t() instead of t_()).",
+        )  # fmt: skip
+    for i in joint.mutated_inputs:
+        if i >= num_state:
+            raise Unsupported(
+                "in-place change of an input", names[i], "the step would overwrite the caller's data",
+                "Clone the input inside forward before changing it.",
+            )  # fmt: skip
+    gradients = list(joint.graph_module.graph.output_node().args[0])[joint.num_forward_outputs :]  # type: ignore[arg-type]
+    if any(g is not None and g.meta["val"].layout is not torch.strided for g in gradients):
+        raise Unsupported(
+            "sparse gradient", "the backward", "its memory depends on the batch", "Use sparse=False in F.embedding."
+        )
+    for node in joint.graph_module.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.Tensor) and (kind := storage_kind(value)):
+                place = module_path(node)
+                raise Unsupported(
+                    f"{kind} tensor", f"{place}/{node.name}" if place else node.name, "its memory depends on the data",
+                    "Use dense tensors in forward, or keep this part out of the planned module.",
+                )  # fmt: skip
+    if not any(g is not None for g in gradients):
+        raise CaptureError(
+            "the step has no backward: no output depends on a parameter that requires a gradient, so there is "
+            "nothing to recompute. Check requires_grad of the parameters, and that forward does not run under no_grad."
+        )
+
+
+def _drop_tangents_of_state(graph: fx.Graph, num_primals: int, num_differentiated: int) -> None:
+    """A parameter that the forward overwrites (under `no_grad`) gets a tangent of its own, before the outputs'.
+
+    It is zero: a step differentiates its outputs, and a parameter is a leaf. What is added to it is the gradient.
+    """
+    tangents = graph.find_nodes(op="placeholder")[num_primals:]
+    output = graph.output_node()
+    for tangent in tangents[: len(tangents) - num_differentiated]:
+        for user in list(tangent.users):
+            if user.target is torch.ops.aten.add.Tensor and not user.kwargs:
+                user.replace_all_uses_with(next(a for a in user.all_input_nodes if a is not tangent))
+                graph.erase_node(user)
+        results: Any = output.args[0]
+        output.args = ([None if result is tangent else result for result in results],)
+        if tangent.users:
+            raise Unsupported(
+                "parameter overwritten in forward", tangent.name, "its gradient is computed from its new value",
+                "Change it under torch.no_grad(), outside forward.",
+            )  # fmt: skip
+        graph.erase_node(tangent)
+
+
+def _check_constants(graph_module: fx.GraphModule) -> None:
+    """Tensors that the forward reads without being given them are constants: fine, unless they should be trained."""
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        value = getattr(graph_module, str(node.target), None)
+        if isinstance(value, torch.Generator):
+            raise Unsupported(
+                "random generator of its own", ", ".join(u.name for u in node.users) or node.name,
+                "only the default generators' state is kept for what is computed again",
+                "Draw from the default generator (torch.manual_seed), or pass the random tensor as an argument.",
+            )  # fmt: skip
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise Unsupported(
+                "a tensor to be trained that is no parameter of the model", f"shape {tuple(value.shape)}",
+                "its gradient would be lost", "Register it: nn.Parameter, nn.ModuleList, nn.ParameterList, or make the "
+                "loss a part of the model.",
+            )  # fmt: skip
+
+
+def _traced(
+    joint: JointGraph, tracer: _StepTracer, entries: list[StateEntry], input_template: Template, num_inputs: int,
+    keep_outputs: bool,
+) -> Traced:  # fmt: skip
+    num_outputs = joint.num_forward_outputs - len(joint.mutated_inputs)
+    leaves = []
+    for leaf in tracer.leaves:
+        base = joint.output_bases[leaf.index] if leaf.input is None else None
+        kind = joint.output_kinds[leaf.index] if leaf.input is None else ""
+        if (base is not None and kind.startswith("alias_of_i")) or kind == "is_input":
+            raise Unsupported(
+                "view of an input or parameter returned", f"output {leaf.path or '(the output)'}",
+                "a change of one would have to show in the other", "Return a clone() of it.",
+            )  # fmt: skip
+        leaves.append(leaf)
+    _drop_running_statistics(joint.graph_module.graph)
+    merge_all(joint.graph_module.graph)
+    if not keep_outputs:
+        save_logits(joint.graph_module.graph, _let_go(joint, leaves))
+    split_convolutions(joint.graph_module.graph)
+    bound_names = [path for path, _ in slots(input_template)]
+    return Traced(
+        graph_module=joint.graph_module,
+        state=tuple(entries),
+        input_template=input_template,
+        input_names=tuple(bound_names),
+        num_inputs=num_inputs,
+        output_template=tracer.output_template,
+        outputs=tuple(leaves),
+        mutated=joint.mutated_inputs,
+        num_outputs=num_outputs,
+        reads=tracer.recorder.finish(joint.graph_module),
+        guard=tracer.guard,
+        notes=tracer.notes,
+        repeated=tuple(name for _, names in tracer.watch.checkpoints for name in names),
+    )
+
+
+def _let_go(joint: JointGraph, leaves: list[OutputLeaf]) -> list[fx.Node]:
+    """Results of the forward that only the caller has after it: the backward does not start from them."""
+    results: Any = joint.graph_module.graph.output_node().args[0]
+    first = len(joint.mutated_inputs)
+    found = [results[first + leaf.index] for leaf in leaves if leaf.input is None and not leaf.differentiated]
+    return [n for n in found if isinstance(n, fx.Node)]
+
+
+def _drop_running_statistics(graph: fx.Graph) -> None:
+    """A batch norm's backward in training is handed the updated statistics and ignores them: hand it the buffers.
+
+    They are resident anyway; the updated ones would have to be saved, or the whole batch norm recomputed.
+    """
+    for node in graph.nodes:
+        for position in sorted(result_ignores(node.target, node.args, None)):
+            source = node.args[position]
+            if isinstance(source, fx.Node) and source.target is operator.getitem:
+                normalize = source.args[0]
+                assert isinstance(normalize, fx.Node)
+                rule = RUNNING_STATISTICS.get(normalize.target)
+                if rule is not None:
+                    buffers = [normalize.args[i] for i in sorted(rule[0])]
+                    of_type = sorted(result_ignores(node.target, node.args, None)).index(position)
+                    node.update_arg(position, buffers[of_type])
+
+
+def _fake_inputs(
+    tensors: list[torch.Tensor], device: torch.device | None, layouts: Layouts | None
+) -> list[torch.Tensor]:
+    mode = EagerFakes(layouts, allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # a cached answer forgets that two results are one tensor (the LSTM's bias gradients)
+    fakes = []
+    for tensor in tensors:
+        if tensor.device.type == "meta":
+            with mode:
+                fake = torch.empty_strided(
+                    tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device or torch.device("cpu")
+                )
+        else:
+            fake = mode.from_tensor(tensor.detach(), static_shapes=True)
+        fakes.append(fake.requires_grad_(tensor.requires_grad))
+    return fakes
+
+
+def _attribute(model: nn.Module, name: str) -> Any:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path) if path else model
+    return getattr(module, leaf)

@@ -1,0 +1,75 @@
+"""Why a model could not be traced: the user's file and line, the reason, and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import traceback
+
+import torch
+
+from ..errors import CaptureError
+
+_PLACES = (torch.__file__, os.path.dirname(__file__), contextlib.__file__)
+_OWN = tuple(os.path.dirname(os.path.abspath(place)) + os.sep for place in _PLACES)
+
+
+def capture_error(error: BaseException) -> CaptureError:
+    stack = traceback.extract_tb(error.__traceback__)
+    modules = os.path.join(_OWN[0], "nn", "modules")
+    frames = [f for f in stack if not _is_ours(f.filename)] or [
+        f for f in stack if f.filename.startswith(modules) and not f.filename.endswith(os.sep + "module.py")
+    ]
+    location = construct = None
+    if frames:
+        last = frames[-1]
+        location = f"{last.filename}:{last.lineno}"
+        construct = linecache.getline(last.filename, last.lineno or 0).strip()
+    kind = type(error).__name__
+    reason, remedy = _explain(kind, str(error))
+    where = f" at {location}: `{construct}`" if location else ""
+    return CaptureError(f"cannot trace the model{where}. {reason} {remedy}", location=location, construct=construct)
+
+
+def _is_ours(filename: str) -> bool:
+    path = os.path.abspath(filename)
+    return path.startswith(_OWN[:2]) or (path.startswith(_OWN[2]) and "site-packages" not in path)
+
+
+def _explain(kind: str, text: str) -> tuple[str, str]:
+    if kind in ("DataDependentOutputException", "GuardOnDataDependentSymNode"):
+        return (
+            "The value of a tensor is needed in Python here (.item(), bool(), an `if` on data).",
+            "A plan holds for every batch, so the branch must not depend on data: use torch.where, or move it out of "
+            "forward.",
+        )
+    if "data is not allocated yet" in text:
+        return (
+            "The value of a tensor is needed here to know a shape or a position (torch.tensor_split by a tensor).",
+            "Give it as Python numbers, as `tensor_split(x, [1, 2])` does: a plan holds for every batch.",
+        )
+    if kind == "DynamicOutputShapeException":
+        return (
+            "The shape of this result depends on data (nonzero, boolean indexing, unique).",
+            "Use a mask with torch.where, or a fixed capacity.",
+        )
+    if "fake impl" in text or kind == "UnsupportedOperatorException":
+        return (
+            f"The custom op has no fake kernel, so its result's shape is not known here ({_first_line(text)}).",
+            "Add one with register_fake (torch.library.register_fake).",
+        )
+    if "no autograd formula" in text:
+        return f"{_first_line(text)}.", "Add one with register_autograd (torch.library.register_autograd)."
+    if "Sparse" in text:
+        return (
+            f"A sparse tensor is made or read here, whose memory depends on the data ({_first_line(text)}).",
+            "Use dense tensors, or keep this part out of the planned module.",
+        )
+    if "numpy" in text.lower():
+        return "The tensor is turned into a numpy array here.", "Use torch functions instead."
+    return f"{kind}: {_first_line(text) or kind}.", "Check that the model runs on the sample."
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0].rstrip(". ")

@@ -1,0 +1,28 @@
+"""Tracing leaves the model as it was: flags, generators, attributes and whatever else the forward can reach."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._torch import private_generator
+from .state import Snapshot
+
+
+@contextlib.contextmanager
+def isolated(model: nn.Module, loss_fn: Any = None) -> Iterator[Snapshot]:
+    """Trace in training mode with gradients on, from the state that is yielded; everything is put back afterwards."""
+    before = start = Snapshot(model, loss_fn)
+    devices = sorted({t.device.index or 0 for t in model.parameters() if t.device.type == "cuda"})
+    try:
+        if not model.training:
+            model.train()
+            start = Snapshot(model, loss_fn)
+        with private_generator(), start.iterators_held(), torch.random.fork_rng(devices=devices), torch.enable_grad():
+            yield start
+    finally:
+        before.restore()

@@ -1,0 +1,124 @@
+"""refuse: what is not supported, as a table of construct -> reason -> remedy, checked before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from passes.errors import Unsupported
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One row: `find` yields the places where a model uses the construct."""
+
+    construct: str
+    reason: str
+    remedy: str
+    find: Callable[[nn.Module], Iterator[str]]
+
+
+def refuse(model: nn.Module) -> None:
+    """Raise Unsupported for the first construct of `model` that a plan would not keep faithful."""
+    for row in TABLE:
+        for place in row.find(model):
+            raise Unsupported(row.construct, place or "(the model itself)", row.reason, row.remedy)
+
+
+def _backward_hooks(model: nn.Module) -> Iterator[str]:
+    return (n for n, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks)
+
+
+def _sparse_gradients(model: nn.Module) -> Iterator[str]:
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return (n for n, m in model.named_modules() if isinstance(m, kinds) and m.sparse)
+
+
+def _subclasses(model: nn.Module) -> Iterator[str]:
+    plain = (torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor) not in plain:
+            yield f"{name} ({type(tensor).__name__})"
+
+
+def storage_kind(tensor: torch.Tensor) -> str:
+    """What makes a tensor's memory other than one strided block; "" for an ordinary tensor."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout is not torch.strided:
+        return "sparse"
+    return "quantized" if tensor.is_quantized else ""
+
+
+def _not_dense(model: nn.Module) -> Iterator[str]:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if kind := storage_kind(tensor):
+            yield f"{name} ({kind})"
+
+
+def _uninitialized(model: nn.Module) -> Iterator[str]:
+    return (n for n, p in model.named_parameters() if torch.nn.parameter.is_lazy(p))
+
+
+def _mixed_devices(model: nn.Module) -> Iterator[str]:
+    devices: dict[torch.device, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        devices.setdefault(tensor.device, name)
+    if len({d for d in devices if d.type != "meta"}) > 1:
+        yield ", ".join(f"{name} on {device}" for device, name in devices.items())
+
+
+def _compiled(model: nn.Module) -> Iterator[str]:
+    kinds = (
+        "OptimizedModule", "ScriptModule", "RecursiveScriptModule", "TopLevelTracedModule", "DataParallel",
+        "DistributedDataParallel", "FullyShardedDataParallel",
+    )  # fmt: skip
+    for name, module in model.named_modules():
+        if type(module).__name__ in kinds:
+            yield f"{name or 'the model'} ({type(module).__name__})"
+
+
+def _runs_a_plan(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if any(getattr(place, "runs_plan", False) for place in (type(module), module.__dict__.get("forward"))):
+            yield name
+
+
+TABLE: tuple[Refusal, ...] = (
+    Refusal(
+        "compiled, scripted or data-parallel module", "its Python cannot be traced",
+        "Plan the module inside it, and compile or wrap plan.module afterwards.", _compiled,
+    ),
+    Refusal(
+        "module that runs a plan", "its planned step cannot be traced",
+        "Plan the original model: call plan.remove(model) first, or pass the model instead of plan.module.",
+        _runs_a_plan,
+    ),
+    Refusal(
+        "lazy parameter", "its shape is not known yet", "Run the model once on a sample before planning.",
+        _uninitialized,
+    ),
+    Refusal(
+        "module backward hook", "the planned backward runs no module boundaries",
+        "Use hooks on parameters (they fire as usual), or remove it before planning.", _backward_hooks,
+    ),
+    Refusal(
+        "sparse gradient", "its memory depends on the batch", "Build the embedding with sparse=False.",
+        _sparse_gradients,
+    ),
+    Refusal(
+        "tensor subclass", "what it stores cannot be seen from the graph",
+        "Convert the parameter to a plain tensor before planning.", _subclasses,
+    ),
+    Refusal(
+        "sparse, nested or quantized parameter or buffer", "its memory is not one dense block",
+        "Convert it to a dense tensor before planning.", _not_dense,
+    ),
+    Refusal(
+        "parameters on several devices", "one budget covers one device", "Move the model to one device.",
+        _mixed_devices,
+    ),
+)  # fmt: skip

@@ -1,0 +1,193 @@
+"""Values known while tracing: those that depend on no input, and those of the sample's masks, under guard.
+
+A fake tensor has no data, so `if (positions.diff() != 1).any()` cannot be decided although `positions` is an
+`arange` and the answer is the same at every call. Beside each traced tensor that was computed from constants
+alone, its real value is computed too; where Python asks for it, it is there.
+
+Integer and boolean inputs (tokens, masks) carry the sample's values along in the same way, and what is computed
+from them is written on a tape. A yes-or-no question about such a value (`if mask.all():`) is answered for the sample,
+and the answer becomes a `Guard`: before each call the tape is played on the call's own inputs, and another answer
+means another plan. What depends on a float, a parameter or randomness stays unknown and fails to trace, as it must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+LARGEST = 1 << 22  # elements
+FACTORIES = frozenset(
+    {torch.arange, torch.zeros, torch.ones, torch.full, torch.tensor, torch.linspace, torch.eye, torch.scalar_tensor}
+)
+YES_OR_NO = frozenset({torch.Tensor.__bool__, torch.equal, torch.is_nonzero})
+QUESTIONS = YES_OR_NO | frozenset(
+    {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
+)
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Value number `index` of a tape; the first ones are the step's inputs."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call on the tape; its tensor results are numbered from `first`."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Guard:
+    """The sample's answers to the questions that Python asked about the step's inputs.
+
+    Attributes:
+        tape: the calls that lead to the questions, in order; a question is a call without tensor results.
+        answers: what each question answered.
+    """
+
+    tape: tuple[Call, ...]
+    answers: tuple[bool, ...]
+
+    def holds(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether a call with these input tensors would be answered like the sample."""
+        values: dict[int, Any] = dict(enumerate(inputs))
+        answers = []
+        with torch.no_grad():
+            for call in self.tape:
+                args, kwargs = _resolve((call.args, call.kwargs), values)
+                result = call.func(*args, **kwargs)
+                values.update(zip(range(call.first, call.first + call.count), _tensors(result), strict=False))
+                if not call.count:
+                    answers.append(bool(result))
+        return tuple(answers) == self.answers
+
+
+@dataclass(frozen=True)
+class Known:
+    """A real value, its number on the tape, and whether it depends on an input."""
+
+    value: torch.Tensor
+    number: int
+    from_input: bool
+
+
+class KnownValues(TorchFunctionMode):
+    """Keeps real values beside traced ones and answers Python's questions about them.
+
+    Args:
+        traced, sample: the step's input tensors as traced, and as they are in the sample.
+    """
+
+    def __init__(self, traced: Sequence[torch.Tensor] = (), sample: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.known = WeakIdKeyDictionary()
+        self.tape: list[Call] = []
+        self.answers: list[bool] = []
+        self.asked_at = 0
+        self.count = len(traced)
+        with _disable_current_modes():
+            for i, (tensor, real) in enumerate(zip(traced, sample, strict=True)):
+                if not (real.is_floating_point() or real.is_complex() or real.is_meta) and real.numel() <= LARGEST:
+                    self.known[tensor] = Known(real.detach().cpu().clone(), i, True)
+
+    @property
+    def guard(self) -> Guard | None:
+        """What the trace took as given about the inputs; None when it asked nothing."""
+        return Guard(tuple(self.tape[: self.asked_at]), tuple(self.answers)) if self.answers else None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = list(_tensors((args, kwargs)))
+        if not (all(t in self.known for t in tensors) and (tensors or func in FACTORIES)):
+            if tensors and _writes(func, kwargs) and tensors[0] in self.known:
+                self.known.clear()
+            return func(*args, **kwargs)
+        real = self._really(func, args, kwargs)
+        if real is None:
+            return func(*args, **kwargs)
+        from_input = any(self.known[t].from_input for t in tensors)
+        if func in QUESTIONS:
+            return self._answer(func, args, kwargs, real[0], from_input)
+        result = func(*args, **kwargs)
+        self._remember(func, args, kwargs, result, real[0], from_input)
+        return result
+
+    def _answer(self, func: Any, args: Any, kwargs: Any, real: Any, from_input: bool) -> Any:
+        if not from_input:
+            return real
+        if not (func in YES_OR_NO or (func is torch.Tensor.item and isinstance(real, bool))):
+            return func(*args, **kwargs)  # a number decides: fails to trace, and says where
+        self._record(func, args, kwargs, 0)
+        self.answers.append(bool(real))
+        self.asked_at = len(self.tape)
+        return real
+
+    def _record(self, func: Any, args: Any, kwargs: Any, count: int) -> int:
+        stored = pytree.tree_map(lambda a: Ref(self.known[a].number) if isinstance(a, torch.Tensor) else a,
+                                 (args, kwargs))  # fmt: skip
+        first = self.count
+        self.tape.append(Call(func, stored[0], stored[1], first, count))
+        self.count += count
+        return first
+
+    def _really(self, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
+        """The call on real values, in a 1-tuple; None where it cannot be made."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), _Known():
+            try:
+                real_args, real_kwargs = pytree.tree_map(self._value, (args, kwargs))
+                return (func(*real_args, **real_kwargs),)
+            except Exception:  # noqa: BLE001 - whatever it is, tracing the call itself will say it better
+                return None
+
+    def _value(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self.known[leaf].value
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+    def _remember(self, func: Any, args: Any, kwargs: Any, result: Any, real: Any, from_input: bool) -> None:
+        pairs = list(zip(_tensors(result), _tensors(real), strict=False))
+        if not pairs or any(t.shape != v.shape or v.numel() > LARGEST for t, v in pairs):
+            return
+        if from_input and _writes(func, kwargs):  # views of what was written may be known as constants
+            for tensor, known in list(self.known.items()):
+                self.known[tensor] = replace(known, from_input=True)
+        first = self._record(func, args, kwargs, len(pairs))
+        for i, (traced, value) in enumerate(pairs):
+            same = self.known.get(traced)  # an in-place op returns its argument
+            self.known[traced] = Known(value, first + i, from_input or (same is not None and same.from_input))
+
+
+class _Known(TorchDispatchMode):
+    """Raises before an op draws: what it would draw is known of no other step, and the generator is all threads'."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise LookupError(f"{func} draws")
+        return func(*args, **(kwargs or {}))
+
+
+def _resolve(tree: Any, values: dict[int, Any]) -> Any:
+    return pytree.tree_map(lambda a: values[a.index] if isinstance(a, Ref) else a, tree)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
+
+
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return "out" in kwargs or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))

@@ -1,0 +1,1 @@
+"""The planned step in place of the model's own forward."""

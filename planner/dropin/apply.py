@@ -1,0 +1,210 @@
+"""`plan.apply(model)`: the user's own object runs the plan; `plan.remove(model)` undoes it.
+
+Only the instance attribute `forward` is set. `model(...)` calls it as it would call the class's, so hooks on the
+model, its class, its methods and its state stay what they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.trace.arguments import (
+    StateEntry,
+    bind_call,
+    bind_sample,
+    call_signature,
+    run_model,
+    state_entries,
+    state_tensors,
+)
+from passes.trace.capture import Traced, capture
+from passes.trace.refuse import refuse
+from passes.trace.structure import unflatten
+from planner.errors import ModelMismatch
+from planner.files.fingerprint import describe_value, fingerprint, node_lines, tensor_lines
+from solvers.errors import PlannerError
+
+from .cache import PlanState
+from .module import PlannedModule
+
+
+def apply(planned: PlannedModule, model: nn.Module | None = None, sample: Any = None) -> nn.Module:
+    """See `Plan.apply`."""
+    state = planned._plan_state
+    model = state.model if model is None else model
+    if not isinstance(model, nn.Module) or isinstance(model, PlannedModule):
+        kind = type(model).__name__
+        raise PlannerError(f"a plan is not applied to a {kind}: pass the torch.nn.Module that was planned.")
+    current = model.__dict__.get("forward")
+    if isinstance(current, PlannedForward):
+        if current.module is planned:
+            return model
+        raise PlannerError(f"this {type(model).__name__} runs another plan: call that plan's remove(model) first.")
+    if model is not state.model:
+        _check_same_step(state, model, sample)
+        state = state.around(model)
+    elif current is not state.traced_forward:
+        raise _mismatch("its forward was replaced after planning")
+    forward = PlannedForward(planned, model, current, state)
+    model.forward = forward
+    return model
+
+
+def remove(planned: PlannedModule, model: nn.Module | None = None) -> nn.Module:
+    """See `Plan.remove`."""
+    model = planned._plan_state.model if model is None else model
+    current = getattr(model, "__dict__", {}).get("forward")
+    if not isinstance(current, PlannedForward) or current.module is not planned:
+        raise PlannerError(f"this {type(model).__name__} does not run this plan: {_what_it_runs(current)}.")
+    if current.previous is None:
+        del model.forward
+    else:
+        model.forward = current.previous
+    return model
+
+
+def _what_it_runs(current: Any) -> str:
+    if isinstance(current, PlannedForward):
+        return "it runs another one, whose remove(model) undoes it"
+    if current is None:
+        return "plan.apply(model) was not called, or was undone"
+    return "its forward was replaced by something else; if that was after plan.apply(model), undo it first"
+
+
+class PlannedForward:
+    """The `forward` of a model that runs a plan: planned in training, the original under `eval()` or `no_grad`.
+
+    Copying the model copies it with its plans; a pickle of the model holds the model without its plan.
+
+    Attributes:
+        module: the plan's own module, by which a plan knows its forward again.
+        previous: the instance's own `forward` from before, put back by `remove`; None where the class's was in use.
+    """
+
+    runs_plan = True
+
+    def __init__(
+        self, module: PlannedModule, model: nn.Module, previous: Callable[..., Any] | None, state: PlanState
+    ) -> None:
+        self.module, self.model, self.previous, self.state = module, model, previous, state
+        self.__name__ = "forward"
+        self.__doc__ = inspect.getdoc(type(model).forward)
+        self.__signature__ = state.signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state = self.state
+        if state.unplanned:
+            return self.original(*args, **kwargs)
+        if self.model.training and torch.is_grad_enabled():
+            return state.run(bind_call(state.signature, args, kwargs), self._plain)
+        state.notice_eval()
+        if state.loss_fn is None:
+            return self.original(*args, **kwargs)
+        return self._plain(bind_call(state.signature, args, kwargs))
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The forward that ran before the plan was applied."""
+        return self.previous or type(self.model).forward.__get__(self.model)
+
+    def _plain(self, bound: Mapping[str, Any]) -> Any:
+        # Not `model(...)`: the call that led here runs the model's hooks already.
+        return run_model(_Bare(self.original), self.state.loss_fn, self.state.signature, bound)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
+        model = memo.get(id(self.model))
+        if model is None:
+            return self
+        return PlannedForward(self.module, model, copy.deepcopy(self.previous, memo), self.state.around(model))
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.model, "forward")
+
+
+class _Bare(nn.Module):
+    """A model's forward without the model's hooks."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = forward
+
+
+# Another instance of the planned model --------------------------------------------------------------------------------
+
+
+def _check_same_step(state: PlanState, model: nn.Module, sample: Any) -> None:
+    """Capture the model's step and compare it with the plan's, op by op."""
+    prepared = state.first.planned.prepared
+    own = prepared.traced
+    refuse(model)
+    if differs := _differs_at_sight(own, state, model):
+        raise _mismatch(differs)
+    if sample is None and own.guard is not None:
+        raise PlannerError(
+            "the planned model's Python asks about its inputs' values, so whether the plan fits another instance can "
+            "only be told with inputs: call plan.apply(model, sample)."
+        )
+    bound = _zeros(state) if sample is None else bind_sample(model, sample, state.loss_fn)
+    expected = tuple(leaf.path for leaf in own.outputs if leaf.differentiated)
+    with contextlib.ExitStack() as stack:
+        for kind, dtype in state.first.key.autocast:
+            stack.enter_context(torch.autocast(kind, dtype))
+        other = capture(
+            model, bound, state.loss_fn, differentiated=expected, keep_outputs=prepared.options.keep_outputs,
+            layouts=own.layouts,
+        )  # fmt: skip
+    if fingerprint(other) != fingerprint(own):
+        raise _mismatch(_difference(own, other))
+
+
+def _mismatch(differs: str) -> ModelMismatch:
+    return ModelMismatch(
+        f"the plan was made for another model: {differs}. Plan this one with auto_checkpoint.", differs=differs
+    )
+
+
+def _differs_at_sight(own: Traced, state: PlanState, model: nn.Module) -> str:
+    """What differs in parameters, buffers or the call's arguments, if anything does."""
+    entries = state_entries(model)
+    described = [describe_value(t) for t in state_tensors(model, entries)]
+    expected = [describe_value(p.meta["val"]) for p in own.placeholders[: len(own.state)]]
+    pairs = zip_longest(zip(entries, described, strict=True), zip(own.state, expected, strict=True))
+    for found, planned in pairs:
+        if found != planned:
+            return f"{_entry(found)}, the plan has {_entry(planned)}"
+    arguments = call_signature(model, state.loss_fn)
+    return "" if arguments == state.signature else f"it is called with {arguments}, the plan with {state.signature}"
+
+
+def _entry(pair: tuple[StateEntry, str] | None) -> str:
+    if pair is None:
+        return "no further parameter or buffer"
+    entry, value = pair
+    kind = "parameter" if entry.is_parameter else "buffer"
+    tied = "".join(f" = {name}" for name in entry.aliases)
+    return f"{kind} {entry.name}{tied}: {value}{' grad' if entry.requires_grad else ''}"
+
+
+def _zeros(state: PlanState) -> dict[str, Any]:
+    """Inputs as the plan's sample had them, but for their values."""
+    tensors = []
+    for shape, dtype, device, requires_grad, stride in state.first.key.inputs[1:]:
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+        tensors.append(tensor.requires_grad_(requires_grad))
+    return dict(unflatten(state.first.planned.prepared.traced.input_template, tensors))
+
+
+def _difference(own: Traced, other: Traced) -> str:
+    for lines in (tensor_lines, node_lines):
+        for expected, found in zip_longest(lines(own), lines(other), fillvalue="nothing more"):
+            if expected != found:
+                return f"{found}, the plan has {expected}"
+    return "its constants (numbers in the code, tensor attributes) or its outputs differ"

@@ -1,0 +1,318 @@
+"""What a call of a planned model does: find the plan that holds for it, make one where none does, run it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes._torch import active_saving_hooks, swapped_state
+from passes.errors import InputMismatch
+from passes.run.random import set_rng_state
+from passes.trace.arguments import argument_names, run_model, state_tensors
+from passes.trace.capture import Traced
+from passes.trace.layouts import Layouts, gradient_key
+from passes.trace.matching import Differs, match
+from passes.trace.reads import Matched, Reads
+from passes.trace.structure import flatten, unflatten
+from planner.decided import Decided
+from planner.pipeline import Replan
+from solvers.errors import PlannerError
+
+from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
+
+CACHE_SIZE = 8
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter})
+_DECIDES = attrgetter("shape", "dtype", "device", "requires_grad")
+
+
+@dataclass
+class Entry:
+    """A plan and what it holds for; `matched` are its reads as found on the model of the `PlanState` that has it."""
+
+    key: Key
+    state: list[Any]
+    planned: Decided
+    outdated: bool = False
+    matched: Matched | None = None
+
+    @property
+    def reads(self) -> Reads:
+        return self.planned.prepared.traced.reads
+
+    def holds(self, model: nn.Module, loss_fn: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The model's parameters and buffers where the plan holds for a call now; its key is compared before."""
+        tensors = self._state(model, loss_fn)
+        if tensors is None or not _PLAIN.issuperset(map(type, tensors)):
+            return None
+        if list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state:
+            return None
+        guard = self.planned.prepared.traced.guard
+        return tensors if guard is None or guard.holds(inputs) else None
+
+    def _state(self, model: nn.Module, loss_fn: Any) -> list[torch.Tensor] | None:
+        """What was read is as it was: the same objects (the usual case, checked quickly), or equal ones."""
+        tensors = self.matched.state() if self.matched else None
+        if tensors is None:
+            try:
+                self.matched = match(self.reads, model, loss_fn)
+            except Differs:
+                self.matched = None
+            else:
+                tensors = self.matched.tensors()
+        return tensors
+
+
+class PlanState:
+    """Everything behind a `PlannedModule`: the plans made, latest use first, and the checks before each call."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, replan: Replan, on_new_shape: str,
+        signature: inspect.Signature,
+    ) -> None:  # fmt: skip
+        self.model, self.loss_fn, self.replan, self.on_new_shape = model, loss_fn, replan, on_new_shape
+        self.signature = signature
+        self.cache: list[Entry] = []
+        self.differentiated: tuple[str, ...] | None = None
+        self.unplanned = False
+        self.noticed_hooks = self.still_eval = False
+
+    def start(self, bound: Mapping[str, Any], planned: Decided) -> None:
+        """Remember the first plan, made for calls that look like `bound`."""
+        self.still_eval = not self.model.training
+        self.traced_forward = self.model.__dict__.get("forward")
+        self.first = replace(self._add(call_key(*flatten(dict(bound))), planned))  # a copy, never bound to the model
+
+    def around(self, model: nn.Module) -> PlanState:
+        """The same plans for another instance of the model; whether they hold for it is seen when it is called."""
+        new = PlanState(model, self.loss_fn, self.replan, self.on_new_shape, self.signature)
+        new.cache = [replace(entry, matched=None) for entry in self.cache]
+        new.first, new.latest, new.traced_forward = self.first, self.latest, None
+        new.differentiated = self.differentiated
+        return new
+
+    def _add(self, key: Key, planned: Decided) -> Entry:
+        """Remember a plan; the one used longest ago is dropped when there are too many."""
+        state = state_tensors(self.model, planned.prepared.traced.state)
+        entry = Entry(key, list(map(state_key, state)), planned)
+        self.latest = planned
+        self.cache = [entry, *self.cache][:CACHE_SIZE]
+        return entry
+
+    def run(self, bound: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> Any:
+        """Run the step planned for such a call, planning it first where that is asked for; else `plain`."""
+        self.still_eval = False
+        tensors, template = flatten(dict(bound))
+        key = call_key(tensors, template)
+        entry, state = self.find(key, tensors)
+        if entry is None or entry.outdated:
+            trained = any(t.requires_grad for t in (*self.model.parameters(), *tensors))
+            if not trained or (entry is None and not self._may_plan(key, tensors)):
+                return plain(bound)
+            entry, state = self._plan(key, bound, entry)
+        return self._execute(entry.planned, [*state, *tensors])
+
+    def find(self, key: Key, inputs: Sequence[torch.Tensor]) -> tuple[Entry | None, list[torch.Tensor]]:
+        """The plan that holds for such a call of the model as it is now, with the model's parameters and buffers."""
+        for i, entry in enumerate(self.cache):
+            if entry.key == key:
+                state = entry.holds(self.model, self.loss_fn, inputs)
+                if state is not None:
+                    self.cache.insert(0, self.cache.pop(i))
+                    return entry, state
+        return None, []
+
+    def _may_plan(self, key: Key, inputs: Sequence[torch.Tensor]) -> bool:
+        mismatch = self.difference(key)
+        if self.on_new_shape == "error":
+            raise mismatch
+        planned = self.on_new_shape == "replan"
+        said = "planning anew" if planned else "planned step not used"
+        warnings.warn(f"{said}: {mismatch}", stacklevel=_user_frame())
+        return planned
+
+    def _plan(self, key: Key, bound: Mapping[str, Any], outdated: Entry | None) -> tuple[Entry, list[torch.Tensor]]:
+        # A surrounding torch.utils.checkpoint counts the tensors that autograd saves: tracing must not add to them.
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), self.set_aside():
+            planned = self.replan(self.model, dict(bound), self.differentiated)
+        # An entry whose model was changed since finds its objects again when it is next looked at.
+        self.cache = [replace(e, matched=None) for e in self.cache if e is not outdated]
+        return self._add(key, planned), state_tensors(self.model, planned.prepared.traced.state)
+
+    def _execute(self, planned: Decided, primals: list[torch.Tensor]) -> Any:
+        traced = planned.prepared.traced
+        _check_materialized(traced, primals)
+        self._notice_hooks()
+        return planned.run(primals, _Fallback(self, traced, planned.prepared.layouts))
+
+    def notice_eval(self) -> None:
+        """Say once that a model planned in eval mode runs plain as long as it is in it, gradients or not."""
+        if not self.still_eval or self.unplanned or not torch.is_grad_enabled():
+            return
+        self.still_eval = False
+        warnings.warn(
+            f"this {type(self.model).__name__} was planned in eval mode (from_pretrained returns models in it) and "
+            "still is: its own forward runs, and not under the budget. Call model.train() for training steps, or "
+            "evaluate under torch.no_grad().",
+            stacklevel=_user_frame(),
+        )
+
+    def _notice_hooks(self) -> None:
+        """Say once that hooks on saved tensors have no effect on a planned step."""
+        if self.noticed_hooks or not (owner := active_saving_hooks()):
+            return
+        self.noticed_hooks = True
+        warnings.warn(
+            f"a planned module is called under {owner}, which saves no memory there: a planned step holds its saved "
+            "tensors itself, and the numbers stay right. Plan the module that contains this one, or leave the wrapper "
+            "out (torch.utils.checkpoint would also run the planned forward a second time).",
+            stacklevel=_user_frame(),
+        )
+
+    def difference(self, key: Key) -> InputMismatch:
+        """How a call differs from those of the first plan."""
+        known, hint = self.first.key, 'on_new_shape="replan" plans such calls, "eager" runs them unplanned.'
+        names = argument_names(known.template)
+        if key.inputs[0] != known.inputs[0]:
+            return InputMismatch(*structure_difference(key.template, known.template), hint)
+        for name, got, expected in zip(names, key.inputs[1:], known.inputs[1:], strict=False):
+            if got != expected:
+                return InputMismatch(name, describe_tensor(got), describe_tensor(expected), hint)
+        try:
+            state = match(self.first.reads, self.model, self.loss_fn).tensors() or []
+        except Differs as differs:
+            return InputMismatch(differs.where, differs.now, differs.then, hint)
+        entries = self.first.reads.entries
+        for entry, got, expected in zip(entries, map(state_key, state), self.first.state, strict=False):
+            if got != expected:
+                return InputMismatch(entry.name, describe_tensor(got), describe_tensor(expected), hint)
+        if key.autocast != known.autocast:
+            return InputMismatch("(autocast)", describe_autocast(key), describe_autocast(known), hint)
+        for (name, now), (_, then) in zip(key.defaults, known.defaults, strict=True):
+            if now != then:
+                return InputMismatch(f"(torch's {name})", str(now), str(then), hint)
+        asked = self.first.planned.prepared.traced.guard
+        answers = "" if asked is None else f" {list(asked.answers)}"
+        return InputMismatch("(values)", "other answers to the model's `if`s", f"the sample's{answers}", hint)
+
+    def plain(self, bound: Mapping[str, Any]) -> Any:
+        """The plain step's forward."""
+        with self.set_aside():
+            return run_model(self.model, self.loss_fn, self.signature, bound)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Let `model(...)` be the model's own forward in the block, where the plan was applied to it."""
+        own, before = self.model.__dict__, self.unplanned
+        applied = own.pop("forward") if getattr(own.get("forward"), "runs_plan", False) else None
+        if applied is not None and applied.previous is not None:
+            own["forward"] = applied.previous
+        self.unplanned = True
+        try:
+            yield
+        finally:
+            self.unplanned = before
+            if applied is not None:
+                own["forward"] = applied
+
+    def expect(self, paths: tuple[str, ...]) -> None:
+        """From now on plan for gradients of these outputs."""
+        self.differentiated = paths
+        for entry in self.cache:
+            entry.outdated = True
+
+
+class _Fallback:
+    """Backward from other outputs than planned for, or with gradients laid out in another way.
+
+    The plain model replays the forward; later calls are replanned.
+    """
+
+    def __init__(self, state: PlanState, traced: Traced, layouts: Layouts) -> None:
+        self.state, self.traced, self.layouts = state, traced, layouts
+
+    def __call__(
+        self,
+        primals: Sequence[torch.Tensor],
+        generators: dict[str, torch.Generator],
+        gradients: dict[int, torch.Tensor],
+    ) -> list[Any]:
+        wanted = {leaf.index: leaf for leaf in self.traced.outputs if leaf.index in gradients}
+        paths = tuple(leaf.path for leaf in wanted.values())
+        if not paths:
+            return [None] * len(primals)
+        expected = paths == tuple(leaf.path for leaf in self.traced.outputs if leaf.differentiated)
+        new = not expected or self._learn({wanted[i].path: g for i, g in gradients.items()})
+        warnings.warn(
+            f"backward started from {', '.join(p or 'the output' for p in paths)}"
+            f"{' with a gradient in other strides' if expected else ''}, which the plan did not expect: this step "
+            "replays the plain forward (correct, but not under the budget); "
+            f"{'later calls are planned for it' if new else 'so will others, as a plan is for one set of strides'}.",
+            stacklevel=2,
+        )
+        result = self._replay(primals, generators, gradients)
+        if new:
+            self.state.expect(paths)
+        return result
+
+    def _learn(self, gradients: Mapping[str, torch.Tensor]) -> bool:
+        """Plan for gradients in these strides from now on; not where others were learned before."""
+        keys = {gradient_key(path, g): tuple(g.stride()) for path, g in gradients.items()}
+        if any(key in self.layouts for key in keys):
+            return False
+        self.layouts.update(keys)
+        return True
+
+    def _replay(
+        self,
+        primals: Sequence[torch.Tensor],
+        generators: dict[str, torch.Generator],
+        gradients: dict[int, torch.Tensor],
+    ) -> list[Any]:
+        state, traced = self.state, self.traced
+        leaves = [p.detach().requires_grad_(p.requires_grad) for p in primals]
+        count = len(traced.state)
+        for i in traced.mutated:
+            leaves[i] = leaves[i].clone()
+        named = {e.name: t for e, t in zip(traced.state, leaves, strict=False)}
+        devices = [d for d in generators if d != "cpu"]
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), swapped_state(state.model, named):
+            for device, generator in generators.items():
+                set_rng_state(generator.get_state(), device)
+            outputs, _ = flatten(state.plain(unflatten(traced.input_template, leaves[count:])))
+        indices = [leaf.index for leaf in traced.outputs]
+        started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]
+        inputs = [t for t in leaves if t.requires_grad]
+        found = iter(torch.autograd.grad([o for o, _ in started], inputs, [g for _, g in started], allow_unused=True))
+        return [next(found) if t.requires_grad else None for t in leaves]
+
+
+def _check_materialized(traced: Traced, primals: Sequence[torch.Tensor]) -> None:
+    for position, primal in enumerate(primals):
+        if primal.device.type == "meta":
+            name = [*(e.name for e in traced.state), *argument_names(traced.input_template)][position]
+            raise PlannerError(
+                f"{name!r} is on the meta device, so there is no data to compute with: a plan can be made from such a "
+                "model, but to run it materialise it first, with model.to_empty(device=...) and load_state_dict."
+            )
+
+
+def _user_frame() -> int:
+    """The `stacklevel` of the first frame outside this file and torch."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+_PLACES = (os.path.dirname(__file__), torch.__file__)
+_LIBRARY = tuple(os.path.join(os.path.dirname(os.path.abspath(f)), "") for f in _PLACES)

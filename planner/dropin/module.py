@@ -1,0 +1,214 @@
+"""The drop-in module: the user's own model, with the planned step in place of its training forward."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes._torch import forget_source, refer_weakly
+from passes.trace.arguments import bind_call, call_signature, runs_hooks
+from passes.trace.capture import Traced
+from planner.decided import Decided
+from planner.pipeline import Replan
+from solvers.errors import PlannerError
+
+from .cache import PlanState
+
+
+class PlannedModule(fx.GraphModule):
+    """Runs the planned step in training; the model's own forward under `eval()` or `no_grad`.
+
+    Parameters, buffers and submodules *are* the model's: the same objects under the same names, so optimizers,
+    `state_dict`, `.to()`, freezing and forward hooks act on both. `graph` shows the call of the planned step;
+    `forward_graph` and `backward_graph` are its two halves.
+    """
+
+    runs_plan = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        planned: Decided,
+        sample: Mapping[str, Any],
+        replan: Replan,
+        loss_fn: Callable[..., Any] | None,
+        on_new_shape: str,
+    ) -> None:
+        object.__setattr__(self, "_plan_model", None)
+        super().__init__(nn.Module(), fx.Graph())
+        own = self.__dict__
+        own["_plan_model"] = model
+        own["_parameters"], own["_buffers"], own["_modules"] = model._parameters, model._buffers, model._modules
+        own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
+        if not runs_hooks(model, loss_fn):
+            own.update((name, getattr(model, name)) for name in _HOOKS)
+        own["_plan_state"] = PlanState(model, loss_fn, replan, on_new_shape, call_signature(model, loss_fn))
+        own["planned_step"] = _StepCall(self)
+        self._plan_state.start(sample, planned)
+        refer_weakly(self)  # the empty graph
+        self.graph = _call_graph(self._plan_state.signature, planned.prepared.traced)
+        refer_weakly(self)
+
+    # What a call does -------------------------------------------------------------------------------------------
+
+    def recompile(self) -> Any:
+        """Regenerate the graph's code; `forward` stays the planned dispatch, under the model's own signature."""
+        code = super().recompile()
+        cls: Any = type(self)  # every GraphModule has a class of its own
+        forget_source(self)
+        del cls.forward
+        if state := self.__dict__.get("_plan_state"):
+            cls.forward = _with_signature(state.signature)
+        return code
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own call: planned in training, the original forward under `eval()` or `no_grad`."""
+        state = self._plan_state
+        if self.training and torch.is_grad_enabled():
+            return state.run(bind_call(state.signature, args, kwargs), state.plain)
+        state.notice_eval()
+        return state.plain(bind_call(state.signature, args, kwargs))
+
+    # What belongs to the model ----------------------------------------------------------------------------------
+
+    @property
+    def training(self) -> bool:
+        model = self.__dict__.get("_plan_model")
+        return True if model is None else model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        model = self.__dict__.get("_plan_model")
+        if model is not None:
+            model.training = mode
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = self.__dict__.get("_plan_model")
+            if model is None or name.startswith("__"):
+                raise
+            return getattr(model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Settings are the model's, which reads them; what makes a graph module one is this object's."""
+        if self._is_the_models(name):
+            setattr(self._plan_model, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_the_models(name):
+            delattr(self._plan_model, name)
+        else:
+            super().__delattr__(name)
+
+    def _is_the_models(self, name: str) -> bool:
+        model = self.__dict__.get("_plan_model")
+        if model is None or name in self.__dict__ or hasattr(type(self), name):
+            return False
+        return hasattr(model, name) or not name.startswith("_")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._plan_model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._plan_model.load_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PlannedModule:
+        self._plan_model._apply(fn, recurse)
+        return self
+
+    def train(self, mode: bool = True) -> PlannedModule:
+        self._plan_model.train(mode)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedModule:
+        new = self._around(copy.deepcopy(self._plan_model, memo))
+        memo[id(self)] = new
+        return new
+
+    def __copy__(self) -> PlannedModule:
+        return self._around(self._plan_model)
+
+    def _around(self, model: nn.Module) -> PlannedModule:
+        """The same plans around another instance of the model."""
+        state = self._plan_state
+        module = PlannedModule(model, state.latest, {}, state.replan, state.loss_fn, state.on_new_shape)
+        module.__dict__["_plan_state"] = state.around(model)
+        return module
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PlannerError(
+            "a planned module is not pickled: it holds generated code. Save the weights (state_dict) and the plan "
+            "(plan.save), and load with Plan.load(path, model, sample)."
+        )
+
+    # What there is to look at -----------------------------------------------------------------------------------
+
+    @property
+    def forward_graph(self) -> fx.GraphModule:
+        """The planned forward (of the most recently planned shapes)."""
+        return self._plan_state.latest.step.forward
+
+    @property
+    def backward_graph(self) -> fx.GraphModule:
+        """The planned backward, with the recomputes in it."""
+        return self._plan_state.latest.step.backward
+
+    def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
+        """The call graph and both halves as source."""
+        parts = [super().print_readable(print_output=False)]
+        halves = (self.forward_graph, self.backward_graph)
+        parts += [half.print_readable(False, *args, **kwargs) for half in halves]
+        text = "\n".join(parts)
+        if print_output:
+            print(text)
+        return text
+
+
+def _with_signature(signature: inspect.Signature) -> Callable[..., Any]:
+    """`PlannedModule.forward` as trainers look at it, who ask a model's signature which columns of a batch it takes."""
+
+    def forward(self: PlannedModule, *args: Any, **kwargs: Any) -> Any:
+        return PlannedModule.forward(self, *args, **kwargs)
+
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # type: ignore[attr-defined]
+    forward.__doc__ = PlannedModule.forward.__doc__
+    return forward
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+
+
+class _StepCall(nn.Module):
+    """The target of the call graph's one node: flat inputs in, the model's output out."""
+
+    def __init__(self, owner: PlannedModule) -> None:
+        super().__init__()
+        self.__dict__["owner"] = weakref.ref(owner)  # which holds this
+
+    def forward(self, **bound: Any) -> Any:
+        state = self.__dict__["owner"]()._plan_state
+        return state.run(bound, state.plain)
+
+
+def _call_graph(signature: Any, traced: Traced) -> fx.Graph:
+    """Placeholders under the model's own argument names, one call of the planned step, its output."""
+    graph = fx.Graph()
+    used = [name.split("]")[0].strip("['\"") for name in traced.input_names]
+    names = dict.fromkeys(n for n in signature.parameters if n in used)
+    values: dict[str, Any] = {n: graph.placeholder(n) for n in names}
+    graph.output(graph.call_module("planned_step", (), values))
+    return graph

@@ -1,0 +1,97 @@
+"""What a plan is valid for, and how a call that differs is described."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from passes.trace.structure import Constant, Template, Tree, outline, slots
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a call looks like: its arguments, and torch's settings that decide what ops it runs."""
+
+    inputs: tuple[Any, ...]
+    autocast: tuple[Any, ...]
+    defaults: tuple[tuple[str, Any], ...]
+    template: Template = field(default=Constant(None), compare=False, repr=False)
+
+
+def call_key(tensors: Sequence[torch.Tensor], template: Template) -> Key:
+    """The key of a call with these arguments, made now."""
+    inputs = (template_key(template), *((*state_key(t), t.stride()) for t in tensors))
+    return Key(inputs, autocast_key(), torch_defaults(), template)
+
+
+def state_key(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.shape, t.dtype, home(t), t.requires_grad
+
+
+def home(t: torch.Tensor) -> torch.device:
+    """Where the tensor is, or will be: a plan for a model on the meta device is one for the CPU."""
+    return torch.device("cpu") if t.device.type == "meta" else t.device
+
+
+def describe_tensor(key: Any) -> str:
+    shape, dtype, device, requires_grad, *_ = key
+    gradient = ", requires_grad" if requires_grad else ""
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}{gradient}"
+
+
+def template_key(template: Template) -> str:
+    if isinstance(template, Tree):
+        return f"{template.spec}({', '.join(template_key(c) for c in template.children)})"
+    if isinstance(template, Constant):
+        return repr(template.value)
+    return str(slots(template))
+
+
+def structure_difference(got: Template, expected: Template) -> tuple[str, str, str]:
+    """The first place where two calls' arguments are built differently: its name, what is there, what is expected."""
+    given, planned = outline(got), outline(expected)
+    for path in dict.fromkeys([*planned, *given]):
+        if given.get(path) != planned.get(path):
+            # A place that only one of them has is told by what is beside it.
+            around = _LAST_KEY.sub("", path) if path not in given or path not in planned else path
+            return around, _what_is_at(around, given), _what_is_at(around, planned)
+    return "(structure)", "other keys or another order of them", "those of the sample"
+
+
+_LAST_KEY = re.compile(r"(?<=.)(\[[^\[\]]*\]|\.\w+)$")
+
+
+def _what_is_at(path: str, places: dict[str, str]) -> str:
+    if path in places:
+        return places[path]
+    inside = [p.removeprefix(path) for p in places if p.startswith((f"{path}[", f"{path}."))]
+    shown = ", ".join(inside[:_SHOWN]) + (", ..." if len(inside) > _SHOWN else "")
+    return f"what holds {shown}" if inside else "nothing"
+
+
+_SHOWN = 6
+
+
+def describe_autocast(key: Key) -> str:
+    on = [f"autocast to {str(dtype).removeprefix('torch.')} on {kind}" for kind, dtype in key.autocast]
+    return " and ".join(on) or "no autocast"
+
+
+def torch_defaults() -> tuple[tuple[str, Any], ...]:
+    """Process-wide settings that a trace takes as given."""
+    attention = torch.backends.cuda
+    return (
+        ("default dtype", torch.get_default_dtype()),
+        ("default device", torch.get_default_device()),
+        ("flash attention", attention.flash_sdp_enabled()),
+        ("memory-efficient attention", attention.mem_efficient_sdp_enabled()),
+        ("math attention", attention.math_sdp_enabled()),
+    )
+
+
+def autocast_key() -> tuple[Any, ...]:
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))

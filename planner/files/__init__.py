@@ -1,0 +1,1 @@
+"""Plan files: written atomically, read without executing anything."""

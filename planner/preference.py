@@ -1,0 +1,176 @@
+"""Solving under the user's hints.
+
+`save` and `never_recompute` are in the Problem: the ops they name may not run again. `recompute` is a preference, met
+in two moves. The solvers see the Problem with those ops free of charge, so that what the budget asks for is taken from
+them first. Then every result of theirs that is still kept for the backward is dropped and computed again right
+before its first read there, as long as the step stays within the budget (everything, without one).
+
+The bound of the first move holds for the cost of all *other* recompute of any schedule. With what the preferred ops
+cost in the answer added, it bounds every schedule that runs them at least as often as the answer does: that is the
+family which the answer names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from solvers import Report, minimum_budget, solve
+from solvers.errors import MIB, BudgetError
+from solvers.live import Live, recomputes_of
+from solvers.problem import Problem
+from solvers.schedule import Schedule, computes
+from solvers.solution import Solution, plain_solution, solution
+
+from .options import Options
+from .prepared import Prepared, lower_step
+
+AS_OFTEN = "all schedules that run the ops of the recompute hints at least as often as this one"
+PREFERRED_SHARE = 0.6
+SHARE_WITHOUT = 0.25
+
+
+def solve_step(
+    prepared: Prepared,
+    budget_bytes: int | None,
+    *,
+    solver: str | None = None,
+    report: Report | None = None,
+    warm_starts: tuple[Schedule, ...] = (),
+) -> Solution:
+    """The cheapest schedule found for `budget_bytes` (None: no limit) under the hints, by `solver` if one is named.
+
+    Raises:
+        BudgetError: nothing found fits; says so where the hints narrow what fits.
+    """
+    problem, preferred = prepared.problem, prepared.preferred
+    options = replace(prepared.options, solver=solver or prepared.options.solver)
+    try:
+        found = solve_preferring(problem, preferred, budget_bytes, options, report, warm_starts)
+    except BudgetError as error:
+        raise _under_hints(error, prepared) from error
+    binding = options.hints.binding
+    if binding and found.bound is not None and found.added_cost:
+        found = replace(found, family=f"{found.family}, under {binding}")
+    return found
+
+
+def solve_preferring(
+    problem: Problem, preferred: Sequence[int], budget_bytes: int | None, options: Options, report: Report | None,
+    warm_starts: tuple[Schedule, ...] = (),
+) -> Solution:  # fmt: skip
+    """A preference must not narrow what fits: where it leads the search astray, the plain question is asked.
+
+    Both together keep to the time limit.
+    """
+    if not preferred:
+        return _solve(problem, budget_bytes, options, report, warm_starts)
+    begin, hurried = time.monotonic(), replace(options, time_limit=PREFERRED_SHARE * options.time_limit)
+    try:
+        found = _solve(_free_of_charge(problem, preferred), budget_bytes, hurried, report, warm_starts)
+    except BudgetError:
+        left = replace(options, time_limit=options.time_limit - (time.monotonic() - begin))
+        found = _solve(problem, budget_bytes, left, report, warm_starts)
+        return prefer(problem, found, budget_bytes, preferred)
+    return prefer(problem, found, budget_bytes, preferred, found.bound)
+
+
+def _solve(
+    problem: Problem, budget_bytes: int | None, options: Options, report: Report | None,
+    warm_starts: tuple[Schedule, ...],
+) -> Solution:  # fmt: skip
+    if budget_bytes is None:
+        return plain_solution(problem, "none")
+    return solve(
+        problem, budget_bytes, solver=options.solver, time_limit=options.time_limit, gap=options.gap,
+        warm_starts=warm_starts, report=report,
+    )  # fmt: skip
+
+
+def _free_of_charge(problem: Problem, preferred: Sequence[int]) -> Problem:
+    """The same step at the same total cost, in which running the preferred ops again costs nothing."""
+    chosen = frozenset(preferred)
+    ops = tuple(replace(op, cost=0) if i in chosen else op for i, op in enumerate(problem.ops))
+    return replace(problem, ops=ops)
+
+
+def prefer(
+    problem: Problem, found: Solution, budget_bytes: int | None, preferred: Sequence[int],
+    bound_of_others: int | None = None,
+) -> Solution:  # fmt: skip
+    """Recompute the preferred ops too, where the budget allows it.
+
+    Args:
+        bound_of_others: lower bound on what all but the preferred ops cost in any schedule; None leaves the bound be.
+    """
+    live = Live(problem, recomputes_of(problem, found.schedule))
+    limit = float("inf") if budget_bytes is None else budget_bytes
+    schedule = found.schedule
+    if live.peak_bytes <= limit:
+        _drop_all(live, preferred, limit)
+        schedule = live.schedule()
+    runs = Counter(computes(schedule))
+    given = sum(problem.ops[i].cost * (runs[i] - 1) for i in preferred)
+    if bound_of_others is None:
+        bound, family = found.bound, found.family
+    else:
+        bound, family = bound_of_others + given, AS_OFTEN
+    kept = sum(1 for i in preferred if _first_read(live, i) is not None)
+    notes = found.notes
+    if kept:
+        notes += (f"the budget leaves no room to recompute {kept} of the {len(preferred)} ops of the recompute hints",)
+    solver = "hints" if found.solver == "none" else found.solver
+    return solution(problem, schedule, solver, bound=bound, family=family, notes=notes)
+
+
+def _drop_all(live: Live, preferred: Sequence[int], limit: float) -> None:
+    """All together if that fits, else one by one; readers before what they read, whose first read they move."""
+    last_first = sorted(preferred, reverse=True)
+    live.journal = []
+    for i in last_first:
+        _drop(live, i)
+    if live.peak_bytes <= limit:
+        return
+    live.rollback()
+    for i in last_first:
+        mark = len(live.journal or ())
+        _drop(live, i)
+        if live.peak_bytes > limit:
+            live.rollback(mark)
+
+
+def _drop(live: Live, i: int) -> None:
+    slot = _first_read(live, i)
+    if slot is not None:
+        live.add(slot, i)
+
+
+def _first_read(live: Live, i: int) -> int | None:
+    """The first slot of the backward that reads a result of op `i` which the forward kept; None if it keeps none."""
+    start = live.key(live.problem.num_forward, 0)
+    slots = []
+    for t in live.problem.ops[i].outputs:
+        before, after = live.around(t, start)
+        if before >= 0 and after >= 0 and not after & 1 and t not in live.problem.pinned:
+            slots.append((after >> 1) // live.stride)
+    return min(slots, default=None)
+
+
+def _under_hints(error: BudgetError, prepared: Prepared) -> BudgetError:
+    """Say that the hints narrow the budget, and what works without them."""
+    options = prepared.options
+    binding = options.hints.binding
+    if not binding:
+        return error
+    unhinted = lower_step(prepared.traced, prepared.aliases, prepared.profiles, prepared.device, options)
+    free = minimum_budget(unhinted.problem, time_limit=SHARE_WITHOUT * options.time_limit)
+    held = sum(1 for hint in prepared.hinted.values() if hint.once)
+    message = (
+        f"{error}. The hints {binding} keep {held} ops from being recomputed; without them the smallest budget known "
+        f"to work is {free.minimum_bytes / MIB:.3f} MiB ({free.minimum_bytes} bytes). Raise the budget, or loosen them."
+    )
+    return BudgetError(
+        message, budget_bytes=error.budget_bytes, minimum_bytes=error.minimum_bytes, floor_bytes=error.floor_bytes
+    )

@@ -1,0 +1,1 @@
+"""The planned step as a folder of source."""

@@ -1,0 +1,311 @@
+"""`plan.export(folder)`: the planned step as a folder of readable source and weights that runs with torch alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from passes.printable import brief
+from passes.run import exported as export_runtime
+from passes.run import gradients, kernels, random, tensors
+from passes.trace.arguments import state_tensors
+from passes.trace.capture import OutputLeaf, Traced
+from passes.trace.structure import Constant, Opaque, Slot, Template, Tree
+from planner.decided import Decided
+from planner.dropin.module import PlannedModule
+from planner.files.atomic import as_path, new_folder
+from planner.files.fingerprint import describe_value
+from planner.show.words import verdict
+from solvers.errors import MIB, PlannerError
+
+from .source import Half, docstring, identifier, write_guard, write_half
+
+# Files of a folder that are ours, word for word.
+COPIED = {"runtime.py": export_runtime, "random.py": random, "kernels.py": kernels, "tensors.py": tensors,
+          "gradients.py": gradients}
+INIT = '''{doc}
+
+from pathlib import Path
+
+from .backward import backward
+from .forward import forward
+from .guard import answers
+from .runtime import ExportedModule, ExportError
+from .runtime import load as _load
+
+__all__ = ["ExportError", "ExportedModule", "backward", "forward", "load"]
+
+
+def load(device: str | None = None) -> ExportedModule:
+    """The drop-in module with the weights of this folder, ready to train."""
+    return _load(Path(__file__).parent, (forward, backward), answers, device)
+'''
+
+
+def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -> Path:
+    """Write `plan` as an importable folder; it appears complete or not at all.
+
+    Raises:
+        PlannerError: the folder exists and is not empty, an op is not torch's own, the weights have no data, or an
+            input cannot be described without the model's library.
+    """
+    spec, tensors, constants = _spec(plan, module)
+    forward, backward = _halves(plan)
+    with new_folder(path) as folder:
+        _write(folder / "__init__.py", INIT.format(doc=docstring(_summary(plan))))
+        _write(folder / "forward.py", write_half(forward))
+        _write(folder / "backward.py", write_half(backward))
+        _write(folder / "guard.py", write_guard(plan.prepared.traced.guard))
+        for name, copied in COPIED.items():
+            _write(folder / name, Path(str(copied.__file__)).read_text(encoding="utf-8"))
+        _write(folder / "spec.json", json.dumps(spec, indent=1) + "\n")
+        _save(tensors, folder / "weights.safetensors")
+        if constants:
+            _save(constants, folder / "constants.safetensors")
+        for file in folder.glob("*.safetensors"):
+            file.chmod((folder / "spec.json").stat().st_mode)
+    return as_path(path)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # its name for a full disk
+        raise OSError(f"{path.name}: {error}") from error
+
+
+def _summary(plan: Decided) -> str:
+    return (
+        f"The planned training step of {plan.prepared.model_name}.\n\n{verdict(plan).sentence}.\n\n"
+        "`load()` returns a drop-in module: same call, same parameter names and state_dict keys. It trains; it does\n"
+        "not evaluate. Needs torch and safetensors."
+    )
+
+
+# Source ---------------------------------------------------------------------------------------------------------------
+
+
+def _halves(plan: Decided) -> tuple[Half, Half]:
+    traced, rewritten = plan.prepared.traced, plan.rewritten
+    taken = {n.name for half in (rewritten.forward, rewritten.backward) for n in half.graph.nodes}
+    labels = {p.name: (identifier(name, taken), text) for p, name, text in _primals(traced)}
+    size = {t.name: t.bytes for t in plan.problem.tensors}
+    again = frozenset(plan.recomputed)
+    kept = f"{len(plan.saved)} tensors, {sum(size[s] for s in plan.saved) / MIB:,.1f} MiB"
+    docs = (
+        "The forward: new values of changed buffers, the outputs, then what it saves for the backward.\n\n"
+        f"Saved: {kept}. {len(again)} ops run again in backward.py, so their results are freed\n"
+        "here after their last use.",
+        "The backward: one gradient (or None) per parameter, buffer and input.\n\n"
+        f"It runs {len(again)} ops of the forward again, each right before it is needed: keeping their results would\n"
+        f"raise the peak over the budget. That costs {plan.overhead:.1%} of the step.",
+    )
+    halves = []
+    for name, module, doc in zip(("forward", "backward"), (rewritten.forward, rewritten.backward), docs, strict=True):
+        inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+        names = {n: labels[n.name][0] for n in inputs if n.name in labels}
+        remarks = {n: labels[n.name][1] if n.name in labels else _saved_remark(n) for n in inputs}
+        halves.append(Half(name, module.graph, names, remarks, doc))
+    return halves[0], halves[1]
+
+
+def _primals(traced: Traced) -> list[tuple[fx.Node, str, str]]:
+    result = []
+    for i, node in enumerate(traced.placeholders[: traced.num_primals]):
+        value = describe_value(node.meta["val"])
+        if i < len(traced.state):
+            entry = traced.state[i]
+            kind = "parameter" if entry.is_parameter else "buffer"
+            result.append((node, entry.name, f"{kind} {entry.name}: {value}"))
+        else:
+            name = traced.input_names[i - len(traced.state)].replace("['", "", 1).replace("']", "", 1)
+            result.append((node, name, f"input {name}: {value}"))
+    return result
+
+
+def _saved_remark(node: fx.Node) -> str:
+    if node.name.startswith("tangents"):
+        return f"gradient of an output: {describe_value(node.meta.get('val'))}"
+    return f"saved by the forward: {describe_value(node.meta.get('val'))}"
+
+
+# What the runtime has to know -----------------------------------------------------------------------------------------
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _spec(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tensors, Tensors]:
+    traced, step, state = plan.prepared.traced, plan.step, module._plan_state
+    model = state.model
+    tensors = _data(dict(zip((e.name for e in traced.state), state_tensors(model, traced.state), strict=True)))
+    used = [n for half in (step.forward, step.backward) for n in half.graph.nodes if n.op == "get_attr"]
+    constants = _data({str(n.target): _fetch(traced.graph_module, str(n.target)) for n in used})
+    spec = {
+        "class": type(model).__name__,
+        "torch": torch.__version__,
+        "device": plan.prepared.device.type,
+        "signature": [[p.name, p.kind.name, p.default is not p.empty] for p in state.signature.parameters.values()],
+        "inputs": _template(traced.input_template, "the sample"),
+        "input_tensors": [_tensor(name, n, "input") for _, name, n in _input_nodes(traced)],
+        "outputs": _template(traced.output_template, None),
+        "leaves": [_leaf(leaf) for leaf in traced.outputs],
+        "state": _state(traced, model),
+        "modules": _modules(model, traced),
+        "constants": [_described(name, value, "constant") for name, value in constants.items()],
+        "mutated": list(step.mutated),
+        "num_outputs": step.num_outputs,
+        "saved_primals": list(step.saved_primals),
+        "differentiable": list(step.differentiable),
+        "expected": list(step.expected),
+        "hold_outputs": step.hold_outputs,
+        "answers": [] if traced.guard is None else list(traced.guard.answers),
+        "tangent_strides": [list(s) for s in step.tangent_strides],
+        "autocast": [[kind, str(dtype)] for kind, dtype in state.first.key.autocast],
+    }
+    return spec, {n: t.contiguous() for n, t in tensors.items()}, {n: t.contiguous() for n, t in constants.items()}
+
+
+def _leaf(leaf: OutputLeaf) -> dict[str, Any]:
+    return {"path": leaf.path, "input": leaf.input, "index": leaf.index, "differentiated": leaf.differentiated}
+
+
+def _data(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    for name, tensor in tensors.items():
+        if name == "__metadata__" or any("\ud800" <= c <= "\udfff" for c in name):
+            raise PlannerError(f"a safetensors file cannot hold a tensor called {brief(name)!r}: give it another name.")
+        if tensor.device.type == "meta" or type(tensor) not in (torch.Tensor, nn.Parameter):
+            raise PlannerError(f"{brief(name)} has no data to export: materialize the model first (load its weights).")
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _fetch(root: fx.GraphModule, target: str) -> torch.Tensor:
+    value: Any = root
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _described(name: str, tensor: torch.Tensor, kind: str) -> dict[str, Any]:
+    return {
+        "name": name, "kind": kind, "shape": list(tensor.shape), "stride": list(tensor.stride()),
+        "dtype": str(tensor.dtype), "requires_grad": tensor.requires_grad, "device": tensor.device.type,
+    }  # fmt: skip
+
+
+def _input_nodes(traced: Traced) -> list[tuple[int, str, fx.Node]]:
+    nodes = traced.placeholders[len(traced.state) : traced.num_primals]
+    return [(i, name, n) for i, (name, n) in enumerate(zip(traced.input_names, nodes, strict=False))]
+
+
+def _tensor(name: str, node: fx.Node, kind: str) -> dict[str, Any]:
+    return _described(f"argument {name}", node.meta["val"], kind)
+
+
+def _state(traced: Traced, model: nn.Module) -> list[dict[str, Any]]:
+    pairs = zip(traced.state, state_tensors(model, traced.state), strict=True)
+    return [_described(e.name, t, "parameter" if e.is_parameter else "buffer") for e, t in pairs]
+
+
+def _modules(model: nn.Module, traced: Traced) -> list[dict[str, Any]]:
+    """The module tree with every name: which tensors each part holds, and which parts are the same object."""
+    index = {name: i for i, e in enumerate(traced.state) for name in (e.name, *e.aliases)}
+    first: dict[int, str] = {}
+    result = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        same_as = first.get(id(module))
+        first.setdefault(id(module), path)
+        prefix = f"{path}." if path else ""
+        fleeting = module._non_persistent_buffers_set
+        result.append({
+            "path": path, "same_as": same_as, "class": type(module).__name__,
+            "parameters": [[n, index.get(prefix + n)] for n in module._parameters],
+            "buffers": [[n, index.get(prefix + n), n not in fleeting] for n in module._buffers],
+        })  # fmt: skip
+    return result
+
+
+def _template(template: Template, strict: str | None) -> dict[str, Any]:
+    """A structure as plain JSON.
+
+    Raises:
+        PlannerError: with `strict`, for anything but tensors, tuples, lists, dicts and plain constants.
+    """
+    match template:
+        case Slot(index):
+            return {"kind": "tensor", "index": index}
+        case Constant(value):
+            return _constant(value, strict)
+        case Tree(spec, children):
+            return _tree(spec, iter([_template(c, strict) for c in children]), strict)
+        case Opaque(prototype, attributes):
+            name = type(prototype).__name__
+            if strict is not None:
+                raise PlannerError(f"{strict} holds a {name}: pass tensors, tuples, lists or dicts.")
+            kept = {**_plain_attributes(prototype), **{key: _template(child, strict) for key, child in attributes}}
+            return {"kind": "object", "type": name, "keys": list(kept), "children": list(kept.values())}
+
+
+def _constant(value: Any, strict: str | None) -> dict[str, Any]:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"kind": "constant", "value": value}
+    if strict is not None:
+        raise PlannerError(f"{strict} holds a {type(value).__name__}: pass tensors, numbers, strings or None.")
+    return {"kind": "constant", "value": None, "was": type(value).__name__}
+
+
+def _tree(spec: Any, leaves: Iterator[dict[str, Any]], strict: str | None) -> dict[str, Any]:
+    """A pytree's spec, all of its levels, with `leaves` in its places."""
+    if spec.is_leaf():
+        return next(leaves)
+    below = spec.children() if hasattr(spec, "children") else spec.children_specs
+    children = [_tree(child, leaves, strict) for child in below]
+    return {**_container(spec, len(children), strict), "children": children}
+
+
+def _container(spec: Any, count: int, strict: str | None) -> dict[str, Any]:
+    kind: Any = spec.type
+    if kind in (tuple, list):
+        return {"kind": kind.__name__}
+    keys = _keys(spec, count)
+    if isinstance(kind, type) and issubclass(kind, dict) and not hasattr(kind, "to_tuple"):
+        return {"kind": "dict", "keys": keys}
+    if strict is not None:
+        raise PlannerError(f"{strict} holds a {kind.__name__}: pass tensors, tuples, lists or dicts.")
+    if kind is namedtuple:
+        return {"kind": "namedtuple", "type": spec.context.__name__, "keys": keys}
+    return {"kind": "record", "type": kind.__name__, "keys": keys}
+
+
+def _keys(spec: Any, count: int) -> list[str]:
+    """The names that the container gives its children."""
+    container = pytree.SUPPORTED_NODES[spec.type].unflatten_fn(list(range(count)), spec.context)
+    if spec.type is namedtuple:
+        return list(spec.context._fields)
+    keyed, _ = pytree.tree_flatten_with_path(container)
+    found = {leaf: path[0] for path, leaf in keyed}
+    return [str(getattr(found[i], "key", getattr(found[i], "name", getattr(found[i], "idx", i)))) for i in range(count)]
+
+
+def _plain_attributes(prototype: Any) -> dict[str, dict[str, Any]]:
+    if dataclasses.is_dataclass(prototype):
+        values = {f.name: getattr(prototype, f.name, None) for f in dataclasses.fields(prototype)}
+    else:
+        values = {k: v for k, v in getattr(prototype, "__dict__", {}).items() if not inspect.ismethod(v)}
+    return {name: _constant(value, None) for name, value in values.items()}

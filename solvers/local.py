@@ -35,14 +35,16 @@ def improve(live: Live, budget_bytes: int, *, steps: int, deadline: float, targe
             restore(live, best)
             return True
         tolerance = TOLERANCE * best_cost * (1 - step / steps) * rng.random() ** 2
-        ruin_and_repair(live, budget_bytes, rng, best_cost + tolerance)
+        ruin_and_repair(live, budget_bytes, rng, best_cost + tolerance, deadline)
         if live.cost < best_cost:
             best, best_cost = live.recomputes(), live.cost
     restore(live, best)
     return False
 
 
-def ruin_and_repair(live: Live, budget_bytes: int, rng: random.Random, cost_limit: float) -> None:
+def ruin_and_repair(
+    live: Live, budget_bytes: int, rng: random.Random, cost_limit: float, deadline: float = float("inf")
+) -> None:
     """One step; leaves `live` as it was unless the result fits and costs at most `cost_limit`."""
     live.journal = []
     for slot, op in choose_victims(live, rng):
@@ -50,9 +52,9 @@ def ruin_and_repair(live: Live, budget_bytes: int, rng: random.Random, cost_limi
             live.remove(slot, op)
             drop_dead(live, op, slot)
     taste = Taste(rng.choice(KEEP_RATIOS), rng.choice(NOISES), rng=rng)
-    fits = descend(live, budget_bytes, taste, 1.3 * cost_limit)
+    fits = descend(live, budget_bytes, taste, 1.3 * cost_limit, deadline)
     if fits:
-        drop_among(live, budget_bytes, _suspects(live, rng))
+        drop_among(live, budget_bytes, _suspects(live, rng), deadline)
     if not fits or live.cost > cost_limit:
         live.rollback()
     live.journal = None

@@ -28,7 +28,7 @@ def backward_order(problem: Problem, movable: Collection[int]) -> tuple[int, ...
     """
     order = _Bubbles(problem, frozenset(movable)).settle()
     after = in_order(problem, order)
-    if _peak(after) > _peak(problem) or floor_bytes(after) > floor_bytes(problem):
+    if plain_peak(after) > plain_peak(problem) or floor_bytes(after) > floor_bytes(problem):
         return tuple(range(len(problem.ops)))
     return order
 
@@ -38,7 +38,8 @@ def in_order(problem: Problem, order: tuple[int, ...]) -> Problem:
     return replace(problem, ops=tuple(problem.ops[i] for i in order))
 
 
-def _peak(problem: Problem) -> int:
+def plain_peak(problem: Problem) -> int:
+    """The peak of the step without recompute."""
     return simulate(problem, with_frees(problem, plain_order(problem))).peak_bytes
 
 

@@ -28,7 +28,7 @@ from .engine import Answer, solve_staged
 from .errors import BudgetError
 from .exact import exact_schedule
 from .live import LARGE, Live, recomputes_of
-from .local import improve
+from .local import improve, squeeze
 from .minimum import EXACT_SHARE, MINIMUM_SHARE, budget_error, smallest_peak
 from .problem import Problem
 from .simulate import peak_and_cost
@@ -50,6 +50,7 @@ LARGE_GREEDY_SHARE = 0.5
 FIRST_SHARE = 0.75
 LOWEST_SHARE = 0.95
 LEAST_SECONDS = 0.5
+SQUEEZE_SHARE = 0.2
 
 
 @dataclass
@@ -216,7 +217,11 @@ def offer_solution(state: Hunt, model: StagedModel, answer: Answer) -> tuple[int
         return ()
     live = model.to_live(answer.values)
     over = tight_slots(live, state.budget_bytes)
-    if descend(live, state.budget_bytes, Taste(0.3), deadline=state.deadline):
+    fits = descend(live, state.budget_bytes, Taste(0.3), deadline=state.deadline)
+    if not fits and state.live is None:
+        until = _after(state, SQUEEZE_SHARE)
+        fits = squeeze(live, state.budget_bytes, steps=local_steps(state.problem), deadline=until)
+    if fits:
         drop_unneeded(live, state.budget_bytes, state.deadline)
         state.offer(live)
     return over

@@ -4,7 +4,7 @@ Autograd runs the gradient towards the input of a layer before the gradient of i
 layer's saved input is let go before the next gradient is allocated. `reordered` finds such exchanges by bubbling:
 two neighbours that do not read each other are exchanged where what every schedule holds while they run
 (`solvers.bounds`) peaks lower, or as high with less in all. Everything that is proved about a Problem is proved for
-its own order, so this happens before solving.
+its own order, so this happens before solving. `solvers.anneal` looks further, and moves forward ops too.
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ import time
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import gcd
 
 import numpy as np
@@ -158,20 +159,26 @@ class StagedModel:
         return {v.name: j for j, v in enumerate(self.program.variables())}
 
     def to_live(self, values: dict[str, float]) -> Live:
-        """The recomputes of a solution, each right before its first reader of the stage."""
+        """The recomputes of a solution, each right before its first reader of the stage.
+
+        In the stage of its own first run an op runs again after the longest time without a reader.
+        """
         live = Live(self.problem)
         slots = list(self.problem.required())
-        for k in range(1, len(self.ends)):
-            inside = [s for s in slots if self.stage[s] == k]
+        for k, end in enumerate(self.ends):
+            last = max(s for s in slots if self.stage[s] == k) if end not in slots else end
             chosen = [i for i in self._ops if (i, k) in self.R and values[self.R[i, k].name] > 0.5]
             place: dict[int, int] = {}
             for i in reversed(chosen):
-                readers = [r for t in self.problem.ops[i].outputs for r in self.problem.readers[t]]
-                first = self.problem.num_forward if k == self.stage[i] else 0
-                at = [r for r in readers if self.stage[r] == k and r >= first]
-                at += [place[r] for r in readers if r in place]
-                place[i] = min(at, default=inside[-1])
-            live.add_all((s, i) for i, s in sorted(place.items()))
+                outputs = self.problem.ops[i].outputs
+                readers = [r for t in outputs for r in self.problem.readers[t]]
+                at = [r for r in readers if self.stage[r] == k] + [place[r] for r in readers if r in place]
+                kept = any((t, k + 1) in self.A and values[self.A[t, k + 1].name] > 0.5 for t in outputs)
+                if k == self.stage[i]:
+                    place[i] = _after_longest_gap([i, *at, *([last] if kept or not at else [])])
+                else:
+                    place[i] = min(at, default=last)
+            live.add_all((s, i) for i, s in sorted(place.items()) if s > i)
         return live
 
     def values_of(self, live: Live) -> dict[str, float]:
@@ -282,6 +289,12 @@ class StagedModel:
         again = self._again(self.problem.producer[t], k)
         if self.decided[t] and again is not None:
             self._add({self.A[t, k]: 1, again: 1, **terms}, pulp.LpConstraintGE, right)
+
+
+def _after_longest_gap(slots: list[int]) -> int:
+    """Of two or more slots, the one that most lies before."""
+    slots = sorted(slots)
+    return max(pairwise(slots), key=lambda pair: pair[1] - pair[0])[1]
 
 
 def first_ends(problem: Problem, count: int, budget_bytes: int) -> tuple[int, ...]:

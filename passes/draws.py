@@ -28,7 +28,7 @@ def drawing_privately(target: Any, args: Any, kwargs: Any, device: torch.device)
         return partial(target, *args, **kwargs)
     generator = torch.Generator(device)
     if target is records.DROPOUT.op:
-        return partial(kernels.dropout, *args, **kwargs, generator=generator)
+        return partial(kernels.dropout, args[0], args[1], generator)
     if target is aten.native_dropout.default and device.type == "cpu" and args[2] is not False and 0 < args[1] < 1:
         return partial(_native_dropout, args[0], args[1], generator)
     if (same := _with_generator(target)) is not None:

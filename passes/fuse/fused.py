@@ -53,6 +53,7 @@ class Fused:
         donates: arguments, by position, whose memory may take the result.
         checks_owner: whether it takes a donated argument's memory only if nobody else holds it, as it finds out when
             it runs.
+        rowwise: whether only the CPU's kernel is done reading a row before it writes it (`passes.ops.ROWWISE`).
         intermediates: how many values of the result's size go through memory inside it.
         ignores: arguments that some of its results do not depend on.
     """
@@ -70,6 +71,7 @@ class Fused:
     workspace: Callable[..., int] = lambda *_: 0
     donates: tuple[int, ...] = ()
     checks_owner: bool = False
+    rowwise: bool = False
     intermediates: int = 0
     ignores: IgnoredArguments | None = None
 

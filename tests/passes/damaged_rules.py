@@ -204,7 +204,7 @@ def changes_a_record(fused: Fused, damaged: Fused) -> bool:
         try:
             sound = registry._outcome(lambda a=arguments: run_meaning(fused.meaning(*a)))  # type: ignore[misc]
         except (RuntimeError, IndexError):
-            continue
+            continue  # torch refuses such arguments
         if not registry._agree(sound, lambda a=arguments: run_meaning(damaged.meaning(*a))):  # type: ignore[misc]
             return True
         if any(registry._found(damaged, arguments, place, sound) is False for place in (None, *damaged.donates)):

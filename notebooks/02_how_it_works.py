@@ -82,10 +82,10 @@ pd.DataFrame([
 # if it is to run again), `return_outputs` (what is handed over lives until the forward ends) and `tangents`.
 
 # %%
-from planner.study import study
+from planner.session import open_session
 
-studied = study(model, x, progress=False)  # capture, alias, profile and lower in one call
-problem = studied.problem
+session = open_session(model, x, progress=False)  # capture, alias, profile and lower in one call
+problem = session.problem
 name = [t.name for t in problem.tensors]
 pd.DataFrame([
     {"op": op.name, "reads": ", ".join(name[t] for t in op.inputs), "writes": ", ".join(name[t] for t in op.outputs),
@@ -131,8 +131,8 @@ show(plain)
 # bought with recompute.
 
 # %%
-minimum = studied.minimum()
-print(f"plain peak    {studied.plain_peak_bytes:,} bytes")
+minimum = session.minimum()
+print(f"plain peak    {session.plain_peak_bytes:,} bytes")
 print(f"smallest peak {minimum.minimum_bytes:,} bytes found, none below {minimum.floor_bytes:,} can work")
 budget = minimum.minimum_bytes
 print(f"our budget: {budget:,} bytes")
@@ -151,9 +151,9 @@ from solvers.schedule import computes
 rows = []
 for solver in ("chen", "greedy", "ilp"):
     for share in (1.0, 0.75, 0.5, 0.25, 0.0):
-        size = minimum.minimum_bytes + int(share * (studied.plain_peak_bytes - minimum.minimum_bytes))
+        size = minimum.minimum_bytes + int(share * (session.plain_peak_bytes - minimum.minimum_bytes))
         try:
-            found = studied.solve(size, solver=solver)
+            found = session.solve(size, solver=solver)
         except BudgetError as error:
             rows.append({"solver": solver, "budget": f"{size:,}", "status": f"its smallest is {error.minimum_bytes:,} bytes"})
             continue
@@ -170,7 +170,7 @@ pd.DataFrame(rows).fillna("")
 # forward, right after its last reader there.
 
 # %%
-plan = studied.plan(budget)
+plan = session.plan(budget)
 show(plan.schedule)
 
 # %% [markdown]
@@ -180,14 +180,14 @@ show(plan.schedule)
 # (`gelu_`), as the simulation counted. The forward returns the loss and what it saves.
 
 # %%
-print(plan.planned.rewritten.forward.code)
+print(plan.rewritten.forward.code)
 
 # %% [markdown]
 # In the backward, a random op runs again under the generator's state from before its first run (`run_with_rng_state`), so
 # that it draws the same numbers and leaves the generator where it was.
 
 # %%
-print(plan.planned.rewritten.backward.code)
+print(plan.rewritten.backward.code)
 
 # %% [markdown]
 # ## 7. Verify: a proof, not a hope
@@ -201,7 +201,7 @@ print(plan.planned.rewritten.backward.code)
 from passes.errors import VerificationError
 from passes.verify import verify
 
-verify(plan.planned.prepared.traced, plan.planned.rewritten)
+verify(plan.prepared.traced, plan.rewritten)
 print("proved")
 
 # %% [markdown]
@@ -233,10 +233,10 @@ def swap_gradients(graph):
 
 
 for damage in (skip_gelu, draw_anew, swap_gradients):
-    broken = copy.deepcopy(plan.planned.rewritten.backward)
+    broken = copy.deepcopy(plan.rewritten.backward)
     damage(broken.graph)
     try:
-        verify(plan.planned.prepared.traced, replace(plan.planned.rewritten, backward=broken))
+        verify(plan.prepared.traced, replace(plan.rewritten, backward=broken))
     except VerificationError as error:
         print(f"{damage.__name__}: refused: {error}\n")
 

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from passes.memory import measure_peak
 from planner.command.demo import LanguageModel, make_batch
 from planner.frontier import frontier_of
-from planner.study import study
+from planner.session import open_session
 
 MIB = 2**20
 
@@ -132,17 +132,17 @@ def checkpointed_step(model, batch):
 # %%
 def compare(name, points=8):
     model, batch = models[name]
-    studied = study(model, batch, cost="flops", time_limit=3, progress=False)
+    session = open_session(model, batch, cost="flops", time_limit=3, progress=False)
     curves = {}
     for solver in ("auto", "greedy", "chen"):
-        curves[solver] = frontier_of(replace(studied, options=replace(studied.options, solver=solver)), points)
-    static_bytes = studied.problem.static_bytes
+        curves[solver] = frontier_of(replace(session, options=replace(session.options, solver=solver)), points)
+    static_bytes = session.problem.static_bytes
     table = pd.DataFrame({
         "plain (eager)": measure(lambda: step(model, batch), static_bytes),
         "checkpoint per block": measure(lambda: checkpointed_step(model, batch), static_bytes),
     }).T
     table["added FLOPs, %"] = 100 * (table["FLOPs"] / table["FLOPs"].iloc[0] - 1)
-    return studied, curves, table
+    return session, curves, table
 
 
 def draw(name, curves, table):
@@ -162,7 +162,7 @@ def draw(name, curves, table):
     return figure
 
 
-studied, curves, table = compare("language model")
+session, curves, table = compare("language model")
 draw("language model", curves, table)
 
 # %%
@@ -181,7 +181,7 @@ def at_their_peak(name, table):
     runs = {"plain (eager)": lambda: step(model, batch), "checkpoint per block": lambda: checkpointed_step(model, batch)}
     rows = table.copy()
     for cost in ("flops", "roofline"):
-        found = study(model, batch, cost=cost, time_limit=5, progress=False)
+        found = open_session(model, batch, cost=cost, time_limit=5, progress=False)
         plan = found.plan(int(table.loc["checkpoint per block", "peak MiB"] * MIB))
         runs[f"plan, cost={cost}"] = lambda module=plan.module: step(module, batch)
         rows.loc[f"plan, cost={cost}"] = measure(runs[f"plan, cost={cost}"], plan.static_bytes)
@@ -200,7 +200,7 @@ at_their_peak("language model", table)
 # Chen's method has little to offer. The planner sees the graph as it is.
 
 # %%
-studied, curves, table = compare("U-shaped network")
+session, curves, table = compare("U-shaped network")
 draw("U-shaped network", curves, table)
 
 # %%

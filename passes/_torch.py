@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import logging
 import struct
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +39,15 @@ __all__ = [
     "eager_kernels",
     "export_joint",
     "flop_registry",
+    "forget_source",
+    "mutation_count",
     "native_kernels",
+    "private_generator",
     "quiet_fake_errors",
+    "refer_weakly",
     "swapped_state",
+    "under_transform",
+    "without_sources",
 ]
 
 
@@ -82,6 +91,7 @@ def export_joint(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequen
         )  # fmt: skip
         metadata = joint._aot_state.fw_metadata
         graph_module = joint._aot_graph_capture.graph_module
+    refer_weakly(graph_module)
     infos = metadata.output_info
     return JointGraph(
         graph_module=graph_module,
@@ -99,16 +109,54 @@ def swapped_state(module: nn.Module, state: dict[str, torch.Tensor]) -> contextl
     return _reparametrize_module(module, state, tie_weights=True, strict=False, stack_weights=True)
 
 
+class _InThisThread:
+    """True in the thread that made it, False in all others."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return threading.get_ident() == self.thread
+
+
 @contextlib.contextmanager
 def compiling_flags() -> Iterator[None]:
-    """Make `torch.compiler.is_compiling()` and `is_exporting()` answer True, as `torch.export` does."""
+    """Make `torch.compiler.is_compiling()` and `is_exporting()` hold in this thread, as `torch.export` does in all."""
     compiler: Any = torch.compiler
     before = compiler._is_compiling_flag, compiler._is_exporting_flag
-    compiler._is_compiling_flag = compiler._is_exporting_flag = True
     try:
+        compiler._is_compiling_flag = compiler._is_exporting_flag = _InThisThread()
         yield
     finally:
         compiler._is_compiling_flag, compiler._is_exporting_flag = before
+
+
+class _GeneratorOfThread:
+    """What `torch.random` takes for the CPU's default generator: in one thread another one."""
+
+    def __init__(self, own: torch.Generator, others: Any) -> None:
+        self.thread, self.own, self.others = threading.get_ident(), own, others
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own if threading.get_ident() == self.thread else self.others, name)
+
+
+@contextlib.contextmanager
+def private_generator() -> Iterator[torch.Generator]:
+    """Let this thread's `torch.manual_seed`, `get_rng_state`, `set_rng_state` and `fork_rng` act on a copy (CPU).
+
+    The default generator belongs to all threads: saved before tracing and put back after it, it would repeat what
+    another thread drew in between. No op that is traced draws from it.
+    """
+    module: Any = torch.random
+    before = module.default_generator
+    own = torch.Generator()
+    own.set_state(before.get_state())
+    try:
+        module.default_generator = _GeneratorOfThread(own, before)
+        yield own
+    finally:
+        module.default_generator = before
 
 
 @contextlib.contextmanager
@@ -121,6 +169,15 @@ def quiet_fake_errors() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def mutation_count(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place so far, while it is traced; 0 where that is not counted."""
+    elem = getattr(tensor, "elem", tensor)
+    counter: Any = getattr(torch, "_functionalize_mutation_counter", None)
+    if counter is not None and torch._is_functional_tensor(elem):
+        return int(counter(elem))
+    return int(tensor._version)
 
 
 def allocator_events(run: Callable[[], Any]) -> list[int]:
@@ -150,6 +207,48 @@ def _kineto_events(run: Callable[[], Any]) -> list[int]:
     return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
 
 
+def refer_weakly(module: fx.GraphModule) -> None:
+    """Let the graph refer to its module without keeping it: dropped, the module and what it holds go at once."""
+    module.graph.owning_module = weakref.proxy(module)  # type: ignore[assignment]
+
+
+_sources: Any = getattr(fx.graph_module, "_loader", None)
+
+
+def forget_source(module: fx.GraphModule) -> None:
+    """Let the generated source of `module` go with it: torch keeps every source, for tracebacks, for ever."""
+    name = getattr(getattr(getattr(module, "forward", None), "__code__", None), "co_filename", "")
+    weakref.finalize(module, _forget, [name]).atexit = False
+
+
+@contextlib.contextmanager
+def without_sources() -> Iterator[None]:
+    """Forget the generated sources of what this thread makes in the block."""
+    if _sources is None:  # pragma: no cover - depends on the installed torch
+        yield
+        return
+    thread, made, cache = threading.get_ident(), [], _sources.cache
+
+    def noted(*args: Any, **kwargs: Any) -> str:
+        name: str = cache(*args, **kwargs)
+        if threading.get_ident() == thread:
+            made.append(name)
+        return name
+
+    try:
+        _sources.cache = noted
+        yield
+    finally:
+        _sources.cache = cache
+        _forget(made)
+
+
+def _forget(names: Sequence[str]) -> None:
+    for name in names:
+        if _sources is not None and _sources.eval_cache.pop(name, None) is not None:
+            linecache.cache.pop(name, None)
+
+
 def active_saving_hooks() -> str:
     """Who changes what autograd saves: `torch.utils.checkpoint`, `torch.autograd.graph.save_on_cpu`, ..., or ""."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -158,6 +257,13 @@ def active_saving_hooks() -> str:
         return ""
     module, name = hooks[0].__module__, hooks[0].__qualname__.partition(".")[0]
     return module if module == "torch.utils.checkpoint" else f"{module}.{name}"
+
+
+def under_transform() -> bool:
+    """Whether a `torch.func` transform (grad, vmap, jvp, ...) is running this code."""
+    functorch = getattr(torch._C, "_functorch", None)
+    level = getattr(functorch, "maybe_current_level", lambda: None)()
+    return level is not None
 
 
 def native_kernels() -> contextlib.AbstractContextManager[Any]:
@@ -183,18 +289,22 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
+_CHECKED: Any = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors")
+_EFFECT_OF_CHECKS = getattr(getattr(_CHECKED, "effect", None), "effect", None)
+
 # Python decompositions that tracing needs: without them the update of running statistics would be lost.
 _KEPT_DECOMPOSITIONS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "broadcast_tensors"})
 
 
 @contextlib.contextmanager
-def eager_kernels() -> Iterator[None]:
+def eager_kernels(stand_ins: Mapping[tuple[Any, Any], Callable[..., Any]]) -> Iterator[None]:
     """Trace what eager executes.
 
     While tracing, torch replaces some composite ops (lstm, matmul, upsample, dropout, ...) by Python decompositions
     whose results differ from the C++ ones in the last bits. They are set aside for the block, so that the graph
     holds the kernels that the plain step runs. Dropout is the exception: where both are equal bit for bit, the
-    fused `native_dropout` stands for it, whose mask takes a byte per element instead of four.
+    fused `native_dropout` stands for it, whose mask takes a byte per element instead of four. `stand_ins` are further
+    kernels, by op and key. And a check of a factorization, which torch would order by tokens, stays an op of the graph.
     """
     keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
     dropout = torch.ops.aten.dropout.default
@@ -210,18 +320,35 @@ def eager_kernels() -> Iterator[None]:
         if any(op is dropout for op, _, _ in saved):
             for key in keys:
                 dropout.py_kernels[key] = _dropout
+        for (op, key), kernel in stand_ins.items():
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+        _keep_checks(True)
         if grouped is not None:
             meta._meta_grouped_mm_common = _grouped_mm_of_any_type(grouped, meta)
         yield
     finally:
         if grouped is not None:
             meta._meta_grouped_mm_common = grouped
+        _keep_checks(False)
+        for op, key in stand_ins:
+            op.py_kernels.pop(key, None)
+            op._dispatch_cache.clear()
         for key in keys:
             dropout.py_kernels.pop(key, None)
         for op, key, kernel in saved:
             op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
         dropout._dispatch_cache.clear()
+
+
+def _keep_checks(keep: bool) -> None:
+    """Whether a traced graph holds checks of factorizations as ops without a result."""
+    check = torch.ops.aten._linalg_check_errors.default
+    (fx.node._side_effectful_functions.add if keep else fx.node._side_effectful_functions.discard)(check)
+    effects: Any = getattr(torch._library.simple_registry.singleton.find(check._name), "effect", None)
+    if effects is not None:  # torch >= 2.13, ordered by tokens
+        effects._effect = None if keep else _EFFECT_OF_CHECKS
 
 
 def _grouped_mm_of_any_type(original: Callable[..., Any], meta: Any) -> Callable[..., Any]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ._torch import forget_source, refer_weakly
+
 
 class BoxedCodeGen(fx.graph.CodeGen):
     """`forward(self, values)`: takes its inputs out of the list `values`, then frees each after its last use.
@@ -30,5 +32,7 @@ def boxed(graph: fx.Graph, root: Any, name: str) -> fx.GraphModule:
     """A GraphModule of `graph` whose `forward` takes one list."""
     graph.set_codegen(BoxedCodeGen())
     module = fx.GraphModule(root, graph, name)
+    forget_source(module)
+    refer_weakly(module)
     graph.lint()
     return module

@@ -144,9 +144,11 @@ def donations(node: fx.Node) -> dict[int, Donation]:
     """Which argument's memory the node's result could be written into, by position, whatever else reads it."""
     functional: Any = FUNCTIONAL.get(node.target, node.target)
     found = DONATIONS.get(functional, {})
+    value = node.meta["val"]
+    if not found or value.is_complex():  # complex kernels give other bits where they write over an argument
+        return {}
     if functional not in ROWWISE:
         return found
-    value = node.meta["val"]
     position = ROWWISE[functional]
     last = position is None or node.args[position] in (-1, value.dim() - 1)
     return found if last and value.device.type == "cpu" and value.is_contiguous() else {}
@@ -175,6 +177,12 @@ def ignored_by(target: Any, args: tuple[Any, ...]) -> IgnoredArguments | None:
     """The arguments that results of this call do not depend on, or None."""
     rule = IGNORED_ARGUMENTS.get(target)
     return rule if rule is not None and (rule.training is None or args[rule.training] is True) else None
+
+
+def looks_at_values(node: fx.Node) -> bool:
+    """Whether what the op needs depends on values: whether a factor is zero, how much of a mask is set."""
+    picks = torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
+    return picks or node.target is torch.ops.planner.gradient_of.default
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -1,33 +1,26 @@
-"""`auto_checkpoint` and its relatives: the functions a user calls."""
+"""`auto_checkpoint` and `minimum_budget`: a session's plan, and its minimum."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from passes.profile import OpProfile
-from passes.trace.arguments import bind_sample
-from passes.trace.refuse import refuse
-from solvers import get_solver
-from solvers.errors import MIB, PlannerError
+from solvers.errors import MIB
 
-from .budget import budget_to_bytes, optimizer_state_bytes, reserve_to_bytes
-from .dropin.module import PlannedModule
-from .hints import make_hints
-from .options import OnNewShape, Options, check_options
-from .pipeline import Planned, model_device, plan_step, prepare
+from .budget import Budget
+from .check.record import Check
+from .options import OnNewShape
 from .plan import Plan
-from .progress import Progress
+from .session import open_session
 
 
 def auto_checkpoint(
     model: nn.Module,
     sample: Any,
-    budget_mb: float | None = None,
+    budget_mb: float | str | None = None,
     *,
     solver: str = "auto",
     cost: str | Callable[[OpProfile], float] = "roofline",
@@ -42,15 +35,21 @@ def auto_checkpoint(
     save: Sequence[str] = (),
     never_recompute: Sequence[str] = (),
     recompute: Sequence[str] = (),
+    check: Check = "auto",
 ) -> Plan:
     """Plan a training step of `model` that stays under `budget_mb`, at the lowest recompute cost found.
+
+    One thread of a process plans at a time: a plan begun in another one waits while this one captures or profiles, and
+    so does a replan inside a training step. Other threads may train other models meanwhile; on the CPU their random
+    draws are theirs alone. Ctrl-C is heard within about a second, at a moment at which torch and the model are as
+    before; pressed again after two seconds, at once.
 
     Args:
         model: any `nn.Module`; it is not changed.
         sample: a tensor, a tuple (args) or a dict (kwargs), as the model will be called in training.
         budget_mb: MiB of peak memory of the whole step, as `torch.cuda.max_memory_allocated` counts it:
-            parameters, buffers, inputs, gradients, activations, outputs. None: the device's free memory on CUDA,
-            no limit on the CPU.
+            parameters, buffers, inputs, gradients, activations, outputs. Also a size with its unit ("12GB") or a
+            share of the plain step's peak ("50%"). None: the device's free memory on CUDA, no limit on the CPU.
         solver: a name of `solvers.SOLVERS`.
         cost: what recompute is measured in: "flops", "roofline" (bytes), "measured" (nanoseconds on this device),
             or a function of an `OpProfile`.
@@ -76,42 +75,29 @@ def auto_checkpoint(
               that it reads, the two hints ask for the same.
             * recompute: these ops are preferred. What must be recomputed is taken from them first, and what they
               compute is not kept from the forward for the backward wherever the rest of the budget allows that (with
-              no budget: always). It is no promise: where the budget leaves no room, or an op may not run again, it is
-              kept, and a note says so. `plan.bound` then bounds the schedules that run these ops at least as often
-              as the plan does.
+              no budget: always). Where the budget leaves no room, or an op may not run again, it is kept, and a note
+              says so. `plan.bound` then bounds the schedules that run these ops at least as often as the plan does.
+        check: whether two steps of the planned and of the plain model are run from equal state, on copies, and
+            compared bit for bit before the plan is handed over; `plan.checked` tells. "auto" does so where the memory
+            is free, and for no longer than planning took: with one step instead of two, or not at all. True does so
+            always, also when a call with other shapes is planned anew.
 
     Raises:
-        BudgetError: the budget is no budget, or nothing found fits; carries the smallest that works. Where hints
+        BudgetError: the budget is not one, or nothing found fits; carries the smallest that works. Where hints
             narrow what fits, it says what would work without them.
         CaptureError, Unsupported: the model cannot be planned; says where and what to do.
+        CheckError: the planned step differs from the plain one; names the first op, gradient or output and the likely
+            cause.
         SolverUnavailable: `solver` is unknown or not installed.
         HintError: a hint names no op of the step (the nearest names are told), or contradicts another one.
     """
-    _check_model(model)
-    get_solver(solver)
-    options = Options(
-        budget_bytes=None, reserve_bytes=0, solver=solver, cost=cost, loss_fn=loss_fn, time_limit=time_limit, gap=gap,
-        progress=progress, on_new_shape=on_new_shape, keep_outputs=keep_outputs,
-        hints=make_hints(save, never_recompute, recompute),
+    budget = Budget(budget_mb)
+    session = open_session(
+        model, sample, solver=solver, cost=cost, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb,
+        time_limit=time_limit, gap=gap, progress=progress, on_new_shape=on_new_shape, keep_outputs=keep_outputs,
+        save=save, never_recompute=never_recompute, recompute=recompute, check=check,
     )  # fmt: skip
-    check_options(options)
-    budget_bytes = budget_to_bytes(budget_mb, model_device(model))
-    reserve_bytes = reserve_to_bytes(reserve_mb) + optimizer_state_bytes(optimizer, model)
-    options = replace(options, budget_bytes=budget_bytes, reserve_bytes=reserve_bytes)
-    bound = _bind(model, sample, loss_fn)
-    planned = plan_step(model, bound, options)
-    return make_plan(model, bound, planned, options)
-
-
-def make_plan(model: nn.Module, bound: dict[str, Any], planned: Planned, options: Options) -> Plan:
-    """Wrap a planned step as a `Plan` with its drop-in module."""
-
-    def replan(instance: nn.Module, call: Any, differentiated: tuple[str, ...] | None) -> Planned:
-        _check_model(instance)
-        return plan_step(instance, call, replace(options, differentiated=differentiated, progress=False), first=False)
-
-    module = PlannedModule(model, planned, bound, replan, options.loss_fn, options.on_new_shape)
-    return Plan(module, options.budget_bytes, planned, options.cost_name)
+    return session.plan(budget.to_bytes(session.prepared.device, session.plain_peak_bytes))
 
 
 def minimum_budget(
@@ -131,38 +117,8 @@ def minimum_budget(
 
     The options are those of `auto_checkpoint`: both figures hold under the hints, with what is set aside included.
     """
-    from solvers import minimum_budget as solve_minimum
-
-    _check_model(model)
-    hints = make_hints(save, never_recompute)
-    reserve_bytes = reserve_to_bytes(reserve_mb) + optimizer_state_bytes(optimizer, model)
-    options = Options(
-        None, reserve_bytes, "auto", "roofline", loss_fn, time_limit, 0.01, progress, keep_outputs=keep_outputs,
-        hints=hints,
-    )  # fmt: skip
-    check_options(options)
-    prepared = prepare(model, _bind(model, sample, loss_fn), options, Progress(progress))
-    minimum = solve_minimum(prepared.lowered.problem, time_limit=time_limit)
-    return minimum.minimum_bytes / MIB, minimum.floor_bytes / MIB
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise PlannerError(f"model is a {type(model).__name__}: pass a torch.nn.Module.")
-    if torch.is_inference_mode_enabled():
-        raise PlannerError(
-            "planning under torch.inference_mode(), in which no gradient can be recorded: leave the block, or use "
-            "torch.no_grad() there."
-        )
-    refuse(model)
-
-
-def _bind(model: nn.Module, sample: Any, loss_fn: Callable[..., Any] | None) -> dict[str, Any]:
-    try:
-        return bind_sample(model, sample, loss_fn)
-    except TypeError as error:
-        raise PlannerError(
-            f"the sample does not fit {type(model).__name__}.forward: {error}. Pass a tensor, a tuple of positional "
-            "arguments, or a dict of keyword arguments."
-        ) from error
-
+    found = open_session(
+        model, sample, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb, time_limit=time_limit,
+        progress=progress, keep_outputs=keep_outputs, save=save, never_recompute=never_recompute,
+    ).minimum()  # fmt: skip
+    return found.minimum_bytes / MIB, found.floor_bytes / MIB

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,33 +11,52 @@ from torch import nn
 
 from solvers.errors import MIB, BudgetError
 
+from .units import parse_size
+
 LARGEST_MB = float(1 << 43)  # above any machine's, and exact in a float
-ACCEPTED = "budget_mb takes a positive number of MiB (an int or a float), or None"
+ACCEPTED = 'budget_mb takes MiB as an int or a float, a size ("12GB"), a share of the plain peak ("50%"), or None'
 
 
-def budget_to_bytes(budget_mb: Any, device: torch.device) -> int | None:
-    """A budget in MiB as bytes, rounded down; None asks for the device's free memory on CUDA, else no limit.
+@dataclass(frozen=True)
+class Budget:
+    """A budget as the user wrote it: MiB, a size with its unit, a share of the plain peak, or None.
 
     Raises:
-        BudgetError: the value is no positive, finite number.
+        BudgetError: the value is none of these.
     """
-    if budget_mb is None:
-        if device.type != "cuda":
-            return None
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free) + int(cached) + int(torch.cuda.memory_allocated(device))
-    if isinstance(budget_mb, bool) or not isinstance(budget_mb, (int, float)):
-        raise BudgetError(f"budget_mb={budget_mb!r} is no number of MiB: {ACCEPTED}. Write 12 GiB as 12 * 1024.")
-    if not 0 < budget_mb <= LARGEST_MB:
-        raise BudgetError(f"budget_mb={budget_mb!r} is no usable budget: {ACCEPTED}.")
-    return int(budget_mb * MIB)
+
+    value: Any
+
+    def __post_init__(self) -> None:
+        self.to_bytes(torch.device("cpu"), MIB)
+
+    def to_bytes(self, device: torch.device, plain_peak_bytes: int | None) -> int | None:
+        """Bytes, rounded down; None asks for the device's free memory on CUDA, and for no limit elsewhere.
+
+        Raises:
+            BudgetError: a share is asked for where `plain_peak_bytes` is not known.
+        """
+        if self.value is None:
+            return _free_bytes(device) if device.type == "cuda" else None
+        if isinstance(self.value, str):
+            return parse_size(self.value, plain_peak_bytes)
+        if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
+            raise BudgetError(f"budget_mb={self.value!r} is not a number of MiB: {ACCEPTED}.")
+        if not 0 < self.value <= LARGEST_MB:
+            raise BudgetError(f"budget_mb={self.value!r} is not a usable budget: {ACCEPTED}.")
+        return int(self.value * MIB)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What the device has free, with all that this process has reserved there."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free) + int(torch.cuda.memory_reserved(device))
 
 
 def reserve_to_bytes(reserve_mb: Any) -> int:
     """`reserve_mb` in bytes, rounded up."""
     if isinstance(reserve_mb, bool) or not isinstance(reserve_mb, (int, float)) or not 0 <= reserve_mb <= LARGEST_MB:
-        raise BudgetError(f"reserve_mb={reserve_mb!r} is no number of MiB: it takes a number that is not negative.")
+        raise BudgetError(f"reserve_mb={reserve_mb!r} is not a number of MiB: it takes one that is not negative.")
     return math.ceil(reserve_mb * MIB)
 
 
@@ -77,7 +97,7 @@ def _factory(optimizer: Any) -> Any:
         return make
     if not callable(optimizer):
         raise BudgetError(
-            f"optimizer={optimizer!r} is no optimizer: pass an instance, a class such as torch.optim.AdamW, or "
+            f"optimizer={optimizer!r} is not an optimizer: pass an instance, a class such as torch.optim.AdamW, or "
             "set reserve_mb to the bytes its state needs."
         )
     return optimizer

@@ -45,3 +45,23 @@ class ModelMismatch(PlannerError):
     def __init__(self, message: str, *, differs: str = "") -> None:
         super().__init__(message)
         self.differs = differs
+
+
+class CheckError(PlannerError):
+    """The planned step, run beside the plain one from equal state, does not give the same bits; or it could not be run.
+
+    Attributes:
+        differs: the first thing that differs, in words ("the gradient of head.weight").
+        step: the step, counted from one, in which it differs.
+        op: name of the first op of the step whose result differs; None where none could be found.
+        cause: the likely cause, in words.
+    """
+
+    def __init__(
+        self, message: str, *, differs: str = "", step: int = 0, op: str | None = None, cause: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.differs = differs
+        self.step = step
+        self.op = op
+        self.cause = cause

@@ -10,10 +10,10 @@ from torch import nn
 
 from solvers.errors import MIB, BudgetError, PlannerError
 
-from .budget import budget_to_bytes
-from .pipeline import model_device
+from .budget import Budget
 from .plan import Plan
-from .study import Study, study
+from .prepared import model_device
+from .session import Session, open_session
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,9 +67,23 @@ class Frontier:
 
     def plot(self, width: float = 7.0, height: float = 4.2) -> Figure:
         """Recompute over memory as a matplotlib figure, the proved bounds beneath it. Sizes in inches."""
-        from .show.plots import plot_frontier
+        from .show.plots import BUDGET, COLORS, PLAIN, TEXT, figure_with_axes
 
-        return plot_frontier(self, width, height)
+        figure, axes = figure_with_axes(width, height)
+        budgets = [p.budget_bytes / MIB for p in self.points]
+        axes.plot(budgets, [100 * p.overhead for p in self.points], marker="o", ms=4, color=COLORS["saved"],
+                  label="best plan found")  # fmt: skip
+        proved = [(p.budget_bytes / MIB, 100 * p.bound) for p in self.points if p.bound is not None]
+        if proved:
+            axes.plot(*zip(*proved, strict=True), color=TEXT, linestyle="--", lw=1, label="proved lower bound")
+        floor, plain = self.floor_bytes / MIB, self.plain_peak_bytes / MIB
+        axes.axvline(floor, color=BUDGET, lw=1, linestyle=":", label=f"proved floor {floor:,.1f} MiB")
+        axes.axvline(plain, color=PLAIN, lw=1, linestyle=":", label=f"plain step {plain:,.1f} MiB")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("budget, MiB of peak memory")
+        axes.set_ylabel(f"recompute, % of the step ({self.cost_name})")
+        axes.legend(frameon=False, fontsize=8.5)
+        return figure
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -90,27 +104,27 @@ def frontier(model: nn.Module, sample: Any, points: int = 20, **options: Any) ->
     """
     if isinstance(points, bool) or not isinstance(points, int) or points < 2:
         raise PlannerError(f"points={points!r}: a frontier takes a whole number of at least 2 budgets.")
-    return frontier_of(study(model, sample, **options), points)
+    return frontier_of(open_session(model, sample, **options), points)
 
 
-def frontier_of(studied: Study, points: int = 20) -> Frontier:
+def frontier_of(session: Session, points: int = 20) -> Frontier:
     """`frontier` of a step that is captured already."""
-    minimum = studied.minimum()
-    low, high = minimum.minimum_bytes, studied.plain_peak_bytes
+    minimum = session.minimum()
+    low, high = minimum.minimum_bytes, session.plain_peak_bytes
     budgets = sorted({low + (high - low) * i // (points - 1) for i in range(points)})
     found: list[Point] = []
-    for budget in studied.progress.each(budgets, "frontier"):
-        point = _point(studied, budget)
+    for budget in session.progress.each(budgets, "frontier"):
+        point = _point(session, budget)
         if point is not None:
             found.append(_never_worse(found, point))
-    return Frontier(tuple(found), high, low, minimum.floor_bytes, studied.options.cost_name)
+    return Frontier(tuple(found), high, low, minimum.floor_bytes, session.prepared.options.cost_name)
 
 
-def _point(studied: Study, budget: int) -> Point | None:
+def _point(session: Session, budget: int) -> Point | None:
     """None where this solver, not the best one, finds nothing that fits."""
-    problem = studied.problem
+    problem = session.problem
     try:
-        s = studied.solve(budget)
+        s = session.solve(budget)
     except BudgetError:
         return None
     bound = None if s.bound is None else problem.overhead(s.bound)
@@ -156,15 +170,15 @@ def max_batch(
         make_sample: batch size -> sample, as `auto_checkpoint` takes it.
         budget_mb: MiB; None takes the free memory of a CUDA device.
         limit: largest batch to try.
-        options: those of `frontier`, but for `points`.
+        options: those of `frontier`, but for `points`; and `check`, as in `auto_checkpoint`.
 
     Raises:
         BudgetError: not even a batch of one fits; carries the minimum.
     """
-    budget = budget_to_bytes(budget_mb, model_device(model))
+    budget = Budget(budget_mb).to_bytes(model_device(model), None)
     if budget is None:
         raise BudgetError("budget_mb=None has no meaning on the CPU here: give the MiB that the step may take.")
-    search = _Search(model, make_sample, budget, options)
+    search = _Search(model, make_sample, budget, {"check": "auto", **options})
     low, high = 1, 2
     search.fits(1, must=True)
     while high <= limit and search.fits(high):
@@ -182,28 +196,28 @@ class _Search:
     ) -> None:
         self.model, self.make_sample, self.budget, self.options = model, make_sample, budget, options
         self.tried: dict[int, bool] = {}
-        self.plans: dict[int, Study] = {}
+        self.plans: dict[int, Session] = {}
         self.plain = 0
 
     def fits(self, batch: int, *, must: bool = False) -> bool:
         ceiling = None if must else self.budget  # one that is far too large may not even be profiled in memory
         try:
-            studied = study(self.model, self.make_sample(batch), ceiling_bytes=ceiling, **self.options)
+            session = open_session(self.model, self.make_sample(batch), ceiling_bytes=ceiling, **self.options)
         except BudgetError:
             self.tried[batch] = False
             return False
-        self.tried[batch] = studied.plain_peak_bytes <= self.budget
+        self.tried[batch] = session.plain_peak_bytes <= self.budget
         if self.tried[batch]:
             self.plain = max(self.plain, batch)
         else:
-            self.tried[batch] = self._solves(studied, must)
+            self.tried[batch] = self._solves(session, must)
         if self.tried[batch]:
-            self.plans = {batch: studied}
+            self.plans = {batch: session}
         return self.tried[batch]
 
-    def _solves(self, studied: Study, must: bool) -> bool:
+    def _solves(self, session: Session, must: bool) -> bool:
         """Whether the smallest peak found fits; which plan is cheapest is not asked yet."""
-        minimum = studied.minimum()
+        minimum = session.minimum()
         if minimum.minimum_bytes <= self.budget:
             return True
         if must:

@@ -4,33 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from passes.profile import OpProfile
 from passes.rates import cost_function
+from solvers import get_solver
 from solvers.errors import PlannerError
 
+from .check.record import Check, check_mode
 from .hints import NO_HINTS, Hints
 
 OnNewShape = Literal["replan", "eager", "error"]
+ON_NEW_SHAPE: tuple[str, ...] = get_args(OnNewShape)
 
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `auto_checkpoint` that decide a plan, apart from the model and the sample."""
+    """The arguments of `auto_checkpoint` that decide a plan, apart from the model, the sample and the budget.
 
-    budget_bytes: int | None
-    reserve_bytes: int
-    solver: str
-    cost: str | Callable[[OpProfile], float]
-    loss_fn: Callable[..., Any] | None
-    time_limit: float
-    gap: float
-    progress: bool | None
+    Raises:
+        PlannerError: no plan can be made with a value.
+        SolverUnavailable: no solver has that name.
+    """
+
+    solver: str = "auto"
+    cost: str | Callable[[OpProfile], float] = "roofline"
+    loss_fn: Callable[..., Any] | None = None
+    reserve_bytes: int = 0
+    time_limit: float = 30.0
+    gap: float = 0.01
+    progress: bool | None = None
     on_new_shape: OnNewShape = "replan"
-    differentiated: tuple[str, ...] | None = None
     keep_outputs: bool = True
     hints: Hints = NO_HINTS
+    check: Check = False
+
+    def __post_init__(self) -> None:
+        get_solver(self.solver)
+        check_mode(self.check)
+        if not callable(self.cost):
+            cost_function(self.cost)
+        if self.on_new_shape not in ON_NEW_SHAPE:
+            raise PlannerError(f"on_new_shape={self.on_new_shape!r} is unknown: it takes 'replan', 'eager' or 'error'.")
+        if not _is_number(self.time_limit) or not self.time_limit > 0:
+            raise PlannerError(f"time_limit={self.time_limit!r} must be a positive number of seconds.")
+        if not _is_number(self.gap) or not self.gap >= 0:
+            raise PlannerError(f"gap={self.gap!r} must not be negative: it is a share of the plain step's cost.")
 
     @property
     def cost_function(self) -> Callable[[OpProfile], float]:
@@ -39,18 +58,6 @@ class Options:
     @property
     def cost_name(self) -> str:
         return getattr(self.cost, "__name__", "callable") if callable(self.cost) else self.cost
-
-
-def check_options(options: Options) -> None:
-    """Raise PlannerError for a value that no plan can be made with."""
-    if not callable(options.cost):
-        cost_function(options.cost)
-    if options.on_new_shape not in ("replan", "eager", "error"):
-        raise PlannerError(f"on_new_shape={options.on_new_shape!r} is unknown: it takes 'replan', 'eager' or 'error'.")
-    if not _is_number(options.time_limit) or not options.time_limit > 0:
-        raise PlannerError(f"time_limit={options.time_limit!r} must be a positive number of seconds.")
-    if not _is_number(options.gap) or not options.gap >= 0:
-        raise PlannerError(f"gap={options.gap!r} must not be negative: it is a share of the plain step's cost.")
 
 
 def _is_number(value: Any) -> bool:

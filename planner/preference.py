@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from solvers import Report, minimum_budget, solve
 from solvers.errors import MIB, BudgetError
@@ -24,27 +23,27 @@ from solvers.problem import Problem
 from solvers.schedule import computes
 from solvers.solution import Solution, plain_solution, solution
 
-if TYPE_CHECKING:
-    from .options import Options
-    from .pipeline import Prepared
+from .options import Options
+from .prepared import Prepared, lower_step
 
 AS_OFTEN = "all schedules that run the ops of the recompute hints at least as often as this one"
 SECONDS_WITHOUT = 10.0
 
 
 def solve_step(
-    prepared: Prepared, budget_bytes: int | None, options: Options, report: Report | None = None
+    prepared: Prepared, budget_bytes: int | None, *, solver: str | None = None, report: Report | None = None
 ) -> Solution:
-    """The cheapest schedule found for `budget_bytes` (None: no limit) under the hints.
+    """The cheapest schedule found for `budget_bytes` (None: no limit) under the hints, by `solver` if one is named.
 
     Raises:
         BudgetError: nothing found fits; says so where the hints narrow what fits.
     """
-    problem, preferred = prepared.lowered.problem, prepared.preferred
+    problem, preferred = prepared.problem, prepared.preferred
+    options = replace(prepared.options, solver=solver or prepared.options.solver)
     try:
         found = solve_preferring(problem, preferred, budget_bytes, options, report)
     except BudgetError as error:
-        raise _under_hints(error, prepared, options) from error
+        raise _under_hints(error, prepared) from error
     binding = options.hints.binding
     if binding and found.bound is not None and found.added_cost:
         found = replace(found, family=f"{found.family}, under {binding}")
@@ -142,13 +141,12 @@ def _first_read(live: Live, i: int) -> int | None:
     return min(slots, default=None)
 
 
-def _under_hints(error: BudgetError, prepared: Prepared, options: Options) -> BudgetError:
+def _under_hints(error: BudgetError, prepared: Prepared) -> BudgetError:
     """Say that the hints narrow the budget, and what works without them."""
+    options = prepared.options
     binding = options.hints.binding
     if not binding:
         return error
-    from .pipeline import lower_step
-
     unhinted = lower_step(prepared.traced, prepared.aliases, prepared.profiles, prepared.device, options)
     free = minimum_budget(unhinted.problem, time_limit=min(SECONDS_WITHOUT, options.time_limit))
     held = sum(1 for hint in prepared.hinted.values() if hint.once)

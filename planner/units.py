@@ -18,12 +18,12 @@ def parse_size(text: str, whole_bytes: int | None = None) -> int:
     """Bytes of a size, rounded down; a percentage is of `whole_bytes`.
 
     Raises:
-        BudgetError: `text` is no size, or a percentage where there is nothing to take it of.
+        BudgetError: `text` is not a size, or a percentage where there is nothing to take it of.
     """
     match = _SIZE.fullmatch(text)
     unit = match[2].lower() if match else ""
     if match is None or not (unit == "%" or unit in UNITS):
-        raise BudgetError(f"{text!r} is no size: {ACCEPTED}.")
+        raise BudgetError(f"{text!r} is not a size: {ACCEPTED}.")
     if unit == "%" and whole_bytes is None:
         raise BudgetError(f"{text!r} needs a whole to be a share of: write a size with its unit, such as 512MiB.")
     scale = UNITS[unit] if unit != "%" else whole_bytes or 0

@@ -11,9 +11,10 @@ import inspect
 import json
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
@@ -44,7 +45,7 @@ def _below_autograd() -> Iterator[None]:
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: ExportedModule, *primals: torch.Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, step: _Exported, *primals: torch.Tensor) -> tuple[Any, ...]:
         spec = step.spec
         ctx.step, ctx.primals = step, primals
         with _below_autograd():
@@ -99,66 +100,29 @@ class _Step(torch.autograd.Function):
 # The module -----------------------------------------------------------------------------------------------------------
 
 
-class Part(nn.Module):
-    """A submodule of the exported module: it holds parameters and buffers under their old names, and no code."""
+# Where a module keeps what is ours: parameters, buffers and submodules may have any name without a dot.
+STEP = "planned.step"
 
 
-class ExportedModule(nn.Module):
-    """The planned training step: the original model's call signature, parameter names and state_dict keys.
+@dataclass
+class _Exported:
+    """What an exported module runs.
 
-    It holds the *training* step only: `eval()` and `torch.no_grad()` raise. Evaluate with the original model and
-    this module's state_dict.
+    Attributes:
+        places: the module that keeps each parameter and buffer, and its name there.
+        constants: tensors that the halves read and that belong to no module.
     """
 
     spec: dict[str, Any]
-    constants: dict[str, torch.Tensor]
     halves: tuple[Half, Half]
     answers: Answers
-    entries: list[tuple[nn.Module, str]]
+    places: list[tuple[nn.Module, str]]
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def __init__(
-        self, spec: dict[str, Any], tensors: dict[str, torch.Tensor], halves: tuple[Half, Half], answers: Answers
-    ) -> None:
-        super().__init__()
-        self.__dict__.update(spec=spec, halves=halves, answers=answers, entries=[], constants={})
-        state = [_make(entry, tensors[entry["name"]]) for entry in spec["state"]]
-        parts: dict[str, nn.Module] = {}
-        for described in spec["modules"]:
-            path = described["path"]
-            same_as = described["same_as"]
-            part = parts[same_as] if same_as is not None else (Part() if path else self)
-            parts[path] = part
-            if path:
-                parent, _, name = path.rpartition(".")
-                parts[parent].add_module(name, part)
-            if same_as is None:
-                _fill(part, described, state)
-        self.entries.extend(_places(spec, parts))
+    def state(self) -> list[torch.Tensor]:
+        return [_held(part, name) for part, name in self.places]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """One planned training step's forward; call `backward` on the loss as usual.
-
-        Raises:
-            ExportError: under `eval()` or `no_grad`, or for inputs of other shapes than planned for.
-        """
-        if not (self.training and torch.is_grad_enabled()):
-            raise ExportError(
-                "this folder holds the training step only, so it does not run under eval() or no_grad(): evaluate with "
-                "the original model and this module's state_dict()."
-            )
-        bound = _signature(self.spec).bind(*args, **kwargs).arguments
-        inputs: dict[int, torch.Tensor] = {}
-        _take(self.spec["inputs"], dict(bound), "", inputs)
-        primals = [*self._state(), *(inputs[i] for i in range(len(self.spec["input_tensors"])))]
-        self._check(primals)
-        results = _Step.apply(self, *primals)
-        leaves = [primals[o["input"]] if o["input"] is not None else results[o["index"]] for o in self.spec["leaves"]]
-        return _build(self.spec["outputs"], leaves)
-
-    def _state(self) -> list[torch.Tensor]:
-        return [getattr(part, name) for part, name in self.entries]
-
-    def _check(self, primals: list[torch.Tensor]) -> None:
+    def check(self, primals: list[torch.Tensor]) -> None:
         expected = [*self.spec["state"], *self.spec["input_tensors"]]
         for tensor, entry in zip(primals, expected, strict=True):
             got = {**_described(tensor), "stride": list(tensor.stride())}
@@ -173,15 +137,68 @@ class ExportedModule(nn.Module):
         if active != self.spec["autocast"]:
             raise ExportError(f"autocast is {active}, the step was planned under {self.spec['autocast']}.")
 
+
+class Part(nn.Module):
+    """A submodule of the exported module: it holds parameters and buffers under their old names, and no code."""
+
+
+class ExportedModule(nn.Module):
+    """The planned training step: the original model's call signature, parameter names and state_dict keys.
+
+    It holds the *training* step only: `eval()` and `torch.no_grad()` raise. Evaluate with the original model and
+    this module's state_dict.
+    """
+
+    def __init__(
+        self, spec: dict[str, Any], tensors: dict[str, torch.Tensor], halves: tuple[Half, Half], answers: Answers
+    ) -> None:
+        super().__init__()
+        state = [_make(entry, tensors[entry["name"]]) for entry in spec["state"]]
+        parts: dict[str, nn.Module] = {}
+        for described in spec["modules"]:
+            path = described["path"]
+            same_as = described["same_as"]
+            part = parts[same_as] if same_as is not None else (Part() if path else self)
+            parts[path] = part
+            if path:
+                parent, _, name = path.rpartition(".")
+                parts[parent]._modules[name] = part
+            if same_as is None:
+                _fill(part, described, state)
+        self.__dict__[STEP] = _Exported(spec, halves, answers, list(_places(spec, parts)))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """One planned training step's forward; call `backward` on the loss as usual.
+
+        Raises:
+            ExportError: under `eval()` or `no_grad`, or for inputs of other shapes than planned for.
+        """
+        if not (self.training and torch.is_grad_enabled()):
+            raise ExportError(
+                "this folder holds the training step only, so it does not run under eval() or no_grad(): evaluate with "
+                "the original model and this module's state_dict()."
+            )
+        step: _Exported = self.__dict__[STEP]
+        bound = _signature(step.spec).bind(*args, **kwargs).arguments
+        inputs: dict[int, torch.Tensor] = {}
+        _take(step.spec["inputs"], dict(bound), "", inputs)
+        primals = [*step.state(), *(inputs[i] for i in range(len(step.spec["input_tensors"])))]
+        step.check(primals)
+        results = _Step.apply(step, *primals)
+        leaves = [primals[o["input"]] if o["input"] is not None else results[o["index"]] for o in step.spec["leaves"]]
+        return _build(step.spec["outputs"], leaves)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ExportedModule:
-        tensors = {e["name"]: t.detach() for e, t in zip(self.spec["state"], self._state(), strict=True)}
-        copied = ExportedModule(self.spec, tensors, self.halves, self.answers)
-        copied.constants.update(self.constants)
+        step: _Exported = self.__dict__[STEP]
+        tensors = {e["name"]: t.detach() for e, t in zip(step.spec["state"], step.state(), strict=True)}
+        copied = ExportedModule(step.spec, tensors, step.halves, step.answers)
+        copied.__dict__[STEP].constants.update(step.constants)
         memo[id(self)] = copied
         return copied
 
     def extra_repr(self) -> str:
-        return f"planned training step of {self.spec['class']}, {len(self.spec['state'])} parameters and buffers"
+        spec = self.__dict__[STEP].spec
+        return f"planned training step of {spec['class']}, {len(spec['state'])} parameters and buffers"
 
 
 def load(
@@ -195,7 +212,7 @@ def load(
     constants = root / "constants.safetensors"
     if constants.exists():
         found = load_file(constants, device=where)
-        module.constants.update({e["name"]: _make(e, found[e["name"]]) for e in spec["constants"]})
+        module.__dict__[STEP].constants.update({e["name"]: _make(e, found[e["name"]]) for e in spec["constants"]})
     return module.train()
 
 
@@ -208,10 +225,20 @@ def _make(entry: dict[str, Any], data: torch.Tensor) -> torch.Tensor:
 
 
 def _fill(part: nn.Module, described: dict[str, Any], state: list[torch.Tensor]) -> None:
+    """Into the dicts themselves, which take any name that the original took."""
     for name, index in described["parameters"]:
-        part.register_parameter(name, None if index is None else state[index])
+        part._parameters[name] = None if index is None else cast("nn.Parameter", state[index])
     for name, index, persistent in described["buffers"]:
-        part.register_buffer(name, None if index is None else state[index], persistent=persistent)
+        part._buffers[name] = None if index is None else state[index]
+        if not persistent:
+            part._non_persistent_buffers_set.add(name)
+
+
+def _held(part: nn.Module, name: str) -> torch.Tensor:
+    """Looked for where tensors are kept first: an attribute of the module's own may have the same name."""
+    found: torch.Tensor | None = part._parameters.get(name)
+    found = part._buffers.get(name) if found is None else found
+    return getattr(part, name) if found is None else found
 
 
 def _places(spec: dict[str, Any], parts: dict[str, nn.Module]) -> Iterator[tuple[nn.Module, str]]:
@@ -301,7 +328,9 @@ def _build(template: dict[str, Any], leaves: Sequence[Any]) -> Any:
     if kind in ("tuple", "list"):
         return tuple(children) if kind == "tuple" else children
     if kind == "namedtuple":
-        return namedtuple(template["type"], template["keys"])(*children)
+        made: Any = namedtuple("Output", template["keys"], rename=True)  # type: ignore[misc]
+        made.__name__ = made.__qualname__ = template["type"]
+        return made(*children)
     named = dict(zip(template["keys"], children, strict=True))
     if kind == "object":
         return SimpleNamespace(**named)

@@ -173,9 +173,12 @@ def mul_mask(values: torch.Tensor, mask: torch.Tensor, *, out: torch.Tensor | No
     return result
 
 
-def dropout(values: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
+def dropout(
+    values: torch.Tensor, p: float, *, generator: torch.Generator | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`native_dropout(values, p, True)` of contiguous values, 0 < p < 1: the result and the mask of what was kept."""
-    mask, result = torch.empty_like(values, dtype=torch.bool).bernoulli_(1.0 - p), torch.empty_like(values)
+    mask = torch.empty_like(values, dtype=torch.bool).bernoulli_(1.0 - p, generator=generator)
+    result = torch.empty_like(values)
     for block in _masked(values, mask, result):
         block.mul_(1.0 / (1.0 - p))
     return result, mask

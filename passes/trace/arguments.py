@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import Unsupported
+from ..errors import PlannerError, Unsupported
+from .hidden import refuse_hidden
 from .refuse import storage_kind
 from .structure import Template, argument_path, constants, slots
 
@@ -26,11 +27,26 @@ class StateEntry:
     is_parameter: bool
     requires_grad: bool
 
+    @property
+    def registry(self) -> str:
+        """The attribute of its module that holds it."""
+        return "_parameters" if self.is_parameter else "_buffers"
+
 
 def bind_sample(model: nn.Module, sample: Sample, loss_fn: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """Bind a sample (tensor, tuple of args, dict of kwargs) to the names of `forward`'s parameters."""
+    """Bind a sample (tensor, tuple of args, dict of kwargs) to the names of `forward`'s parameters.
+
+    Raises:
+        PlannerError: `forward` cannot be called with it.
+    """
     args, kwargs = split_sample(sample)
-    return bind_call(call_signature(model, loss_fn), args, kwargs)
+    try:
+        return bind_call(call_signature(model, loss_fn), args, kwargs)
+    except TypeError as error:
+        raise PlannerError(
+            f"the sample does not fit {type(model).__name__}.forward: {error}. Pass a tensor, a tuple of positional "
+            "arguments, or a dict of keyword arguments."
+        ) from error
 
 
 def split_sample(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -88,14 +104,35 @@ def call_bound(function: Callable[..., Any], signature: inspect.Signature, bound
 def run_model(
     model: nn.Module, loss_fn: Callable[..., Any] | None, signature: inspect.Signature, bound: Mapping[str, Any]
 ) -> Any:
-    """The plain step's forward: the model, then the loss where one was given."""
+    """The plain step's forward: the model, with the hooks that `runs_hooks` tells of, then the loss if there is one."""
+    called = model if runs_hooks(model, loss_fn) else model.forward
     if loss_fn is None:
-        return call_bound(model, signature, bound)
+        return call_bound(called, signature, bound)
     names = loss_arguments(loss_fn)
     own = set(inspect.signature(model.forward).parameters)
     extra = [bound[n if n in bound and n not in own else f"loss_{n}"] for n in names]
     inner = {k: v for k, v in bound.items() if k in own}
-    return loss_fn(call_bound(model, inspect.signature(model.forward), inner), *extra)
+    return loss_fn(call_bound(called, inspect.signature(model.forward), inner), *extra)
+
+
+def runs_hooks(model: nn.Module, loss_fn: Callable[..., Any] | None) -> bool:
+    """Whether the model's own forward hooks belong to the step.
+
+    They do where what follows them does: a loss, or a parametrization of torch's own (weight_norm), which makes a
+    weight. Otherwise they are the caller's, and run around the step whenever it is called. The hooks of submodules
+    are always part of it.
+    """
+    # Not read as the forward reads: whether the caller adds a hook of its own is nothing to a plan.
+    hooks = [h for name in _HOOKS for h in object.__getattribute__(model, name).values()]
+    return loss_fn is not None or any(_of_torch(hook) for hook in hooks)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def _of_torch(hook: object) -> bool:
+    module = getattr(type(hook), "__module__", "") if not hasattr(hook, "__module__") else hook.__module__
+    return str(module).startswith("torch.nn.utils")
 
 
 def state_entries(model: nn.Module) -> list[StateEntry]:
@@ -144,6 +181,7 @@ def check_inputs(tensors: list[torch.Tensor], names: list[str], template: Templa
                 f"{kind} tensor", f"argument {name}", "its memory is not one dense block",
                 "Pass a dense tensor (to_dense(), dequantize(), or padding with a mask).",
             )  # fmt: skip
+    refuse_hidden(template, "the arguments")
     for value in constants(template):
         if type(value).__module__ == "numpy":
             raise Unsupported(

@@ -8,8 +8,9 @@ regions are in the graph as executed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,12 +22,16 @@ from passes._torch import (
     compiling_flags,
     eager_kernels,
     export_joint,
+    mutation_count,
     quiet_fake_errors,
     swapped_state,
+    without_sources,
 )
 from passes.errors import CaptureError, Unsupported
+from passes.exclusive import exclusive
 from passes.fuse.rules import fuse
 
+from . import routes
 from .arguments import (
     StateEntry,
     argument_names,
@@ -37,13 +42,24 @@ from .arguments import (
     state_tensors,
 )
 from .failure import capture_error
+from .hidden import refuse_hidden
 from .isolate import isolated
-from .layouts import EagerFakes, EagerLayouts
+from .layouts import EagerFakes, EagerLayouts, GivenGradient, Layouts, gradient_key, settle_gradients
+from .leaks import Remembered
 from .modules import fill_forward_paths, module_path, module_paths
+from .notice import Rerun, check_backward, judged, notice
+from .reads import Reads
+from .recorder import Recorder
 from .refuse import storage_kind
+from .state import Snapshot
 from .structure import Template, Tree, flatten, slots, unflatten
 from .value_guards import Guard, KnownValues
+from .watch import Watch
 
+IN_EVAL = (
+    "the model was in eval mode: this plans a training step, which runs once model.train() was called; until then the "
+    "model's own forward runs"
+)
 COMPILING = "traced as torch.compiler.is_compiling(), because the ordinary code asks for the values of its inputs"
 
 
@@ -75,7 +91,9 @@ class Traced:
     the differentiated outputs. Its outputs are the new values of `mutated` placeholders, `num_outputs` further
     forward outputs, then one gradient (or None) per placeholder before the tangents. `pristine` is the graph as torch
     traced it, with `graph_module`'s constants; in `graph_module` fused ops have taken the place of others. `guard`
-    holds what the trace took as given about the inputs' values.
+    holds what the trace took as given about the inputs' values, `reads` what it took as given about everything else,
+    `layouts` what it was told about how kernels lay out what they make. `repeated` names the buffers that the plain
+    step updates again when a checkpoint of its own recomputes, and the planned step once.
     """
 
     graph_module: fx.GraphModule
@@ -88,8 +106,11 @@ class Traced:
     outputs: tuple[OutputLeaf, ...]
     mutated: tuple[int, ...]
     num_outputs: int
+    reads: Reads
     guard: Guard | None = None
     notes: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
+    layouts: Layouts = field(default_factory=dict)
 
     @property
     def num_primals(self) -> int:
@@ -112,6 +133,7 @@ def capture(
     differentiated: tuple[str, ...] | None = None,
     device: torch.device | None = None,
     keep_outputs: bool = True,
+    layouts: Layouts | None = None,
 ) -> Traced:
     """Trace the training step of `model`.
 
@@ -121,6 +143,8 @@ def capture(
         differentiated: paths of the outputs that `backward` starts from; None chooses (`loss`, else scalars, else all).
         device: where meta tensors are to live.
         keep_outputs: whether the caller holds what the model returns besides its loss through the backward.
+        layouts: how kernels lay out what they make, where another trace had it otherwise (`layouts.learned`), and in
+            which strides the gradients of outputs come (`gradient_key`).
 
     Raises:
         CaptureError: the forward cannot be traced; carries the user's file and line.
@@ -131,10 +155,12 @@ def capture(
     names = argument_names(input_template)
     check_inputs(input_tensors, names, input_template)
     entries = state_entries(model)
-    tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, input_tensors)
+    tracer = _StepTracer(
+        model, loss_fn, signature, entries, input_template, differentiated, input_tensors, layouts or {}
+    )
     tensors = [*state_tensors(model, entries), *input_tensors]
-    with isolated(model):
-        fake = _fake_inputs(tensors, device)
+    with exclusive(), isolated(model, loss_fn) as tracer.before, without_sources():
+        fake = _fake_inputs(tensors, device, layouts)
         try:
             joint = _export(tracer, fake)
         except CaptureError as error:
@@ -142,24 +168,41 @@ def capture(
             # model's ordinary path is tried first because it is the one the plain step executes.
             try:
                 with compiling_flags():
-                    joint = _export(tracer, _fake_inputs(tensors, device))
-                tracer.notes = (f"{COMPILING} ({error.location or 'place unknown'})",)
+                    joint = _export(tracer, _fake_inputs(tensors, device, layouts))
+                tracer.notes += (f"{COMPILING} ({error.location or 'place unknown'})",)
             except CaptureError:
                 raise error from error.__cause__
+        check_backward(tracer.before, tracer.judged)
+    tracer.remembered.check()
     _check(joint, [e.name for e in entries] + names, len(entries))
-    return _traced(joint, tracer, entries, input_template, len(input_tensors), keep_outputs)
+    _drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
+    traced = _traced(joint, tracer, entries, input_template, len(input_tensors), keep_outputs)
+    return replace(traced, layouts=dict(layouts or {}))
 
 
 def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
+    tracer.runs = 0
     try:
-        with quiet_fake_errors(), eager_kernels(), module_paths(tracer.model):
+        with quiet_fake_errors(), eager_kernels(routes.kernels()), module_paths(tracer.model):
             joint = export_joint(tracer, fake)
     except (Unsupported, CaptureError):
         raise
     except Exception as error:
         raise capture_error(error) from error
+    finally:
+        tracer.watch.stop()
+    _check_in_the_kernels(joint.graph_module.graph)
+    settle_gradients(joint.graph_module.graph)
     fill_forward_paths(joint.graph_module.graph.nodes)
     return joint
+
+
+def _check_in_the_kernels(graph: fx.Graph) -> None:
+    """A factorization that is checked (`linalg.inv` of a singular matrix raises) checks itself: one op of the graph."""
+    for check in graph.find_nodes(op="call_function", target=torch.ops.aten._linalg_check_errors.default):
+        factorization: Any = check.args[0].args[0]
+        factorization.kwargs = {**factorization.kwargs, "check_errors": True}
+        graph.erase_node(check)
 
 
 class _StepTracer:
@@ -174,22 +217,28 @@ class _StepTracer:
         input_template: Template,
         differentiated: tuple[str, ...] | None,
         sample: list[torch.Tensor],
+        layouts: Layouts,
     ) -> None:
         self.model, self.loss_fn, self.signature, self.sample = model, loss_fn, signature, sample
         self.entries, self.input_template, self.differentiated = entries, input_template, differentiated
+        self.recorder = Recorder(model, loss_fn, entries)
         self.output_template: Template = Tree(None, ())
+        self.layouts = layouts
         self.leaves: list[OutputLeaf] = []
         self.guard: Guard | None = None
-        self.notes: tuple[str, ...] = ()
+        self.notes: tuple[str, ...] = () if model.training else (IN_EVAL,)
+        self.before: Snapshot
+        self.watch = Watch()
+        self.judged: frozenset[str] = frozenset()
+        self.runs = 0
+        self.remembered = Remembered()
 
     def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
-        state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
-        bound = unflatten(self.input_template, flat[len(self.entries) :])
-        known = KnownValues(flat[len(self.entries) :], self.sample)
-        with swapped_state(self.model, state), known, EagerLayouts():
-            value = run_model(self.model, self.loss_fn, self.signature, bound)
-            _write_back_reassigned(self.model, self.entries, state)
-        self.guard = known.guard
+        self.before.restore()  # torch traces several times: each time from what the model held
+        self.remembered = Remembered()
+        self.remembered.add(flat)
+        recording = self.recorder.recording(flat[: len(self.entries)])
+        value = self._run(flat, recording) if self.runs else self._first_run(flat)
         tensors, self.output_template = flatten(value)
         paths: dict[int, str] = {}
         for path, i in slots(self.output_template):
@@ -203,14 +252,53 @@ class _StepTracer:
             index = -1 if same is not None else len(returned)
             self.leaves.append(OutputLeaf(paths[i], same, index, tensor.requires_grad, chosen))
             if same is None:
-                returned.append(tensor if chosen else tensor.detach())
+                returned.append(self._started(paths[i], tensor) if chosen else tensor.detach())
+        if self.runs and self.watch.custom_backward:
+            self.watch.start()  # torch goes on with the backward
+        self.runs += 1
         return returned
+
+    def _run(self, flat: Sequence[torch.Tensor], *modes: AbstractContextManager[Any]) -> Any:
+        """The forward's output for these parameters, buffers and inputs."""
+        state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
+        bound = unflatten(self.input_template, flat[len(self.entries) :])
+        known = KnownValues(flat[len(self.entries) :], self.sample)
+        with ExitStack() as stack:
+            for mode in (swapped_state(self.model, state), known, EagerLayouts(self.remembered), *modes):
+                stack.enter_context(mode)
+            value = run_model(self.model, self.loss_fn, self.signature, bound)
+            _write_back_reassigned(self.model, self.entries, state)
+        self.guard = known.guard
+        return value
+
+    def _first_run(self, flat: Sequence[torch.Tensor]) -> Any:
+        """As `_run`; what a trace cannot see is refused or said."""
+        buffers = {e.name: t for e, t in zip(self.entries, flat, strict=False) if not e.is_parameter}
+
+        def changes() -> dict[str, int]:
+            return {name: mutation_count(t) for name, t in buffers.items()}
+
+        counts, watch = changes(), Watch(changes, flat[: len(self.entries)])
+        value = self._run(flat, watch)
+        refuse_hidden(flatten(value)[1], "the output")
+        steady = frozenset(name for name, count in changes().items() if count == counts[name])
+        names = [*(e.name for e in self.entries), *(f"input {i}" for i in range(len(flat) - len(self.entries)))]
+        rerun = Rerun(self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn))
+        self.judged = judged(self.before)
+        notes = notice(self.before, watch, rerun)
+        self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes, *notes)))
+        self.watch = watch
+        return value
+
+    def _started(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
+        strides = self.layouts.get(gradient_key(path, tensor))
+        return tensor if strides is None else GivenGradient.apply(tensor, strides)
 
 
 def _choose_differentiated(
     template: Template, tensors: list[torch.Tensor], paths: dict[int, str], asked: tuple[str, ...] | None
 ) -> set[int]:
-    candidates = [i for i, t in enumerate(tensors) if t.requires_grad and t.is_floating_point()]
+    candidates = [i for i, t in enumerate(tensors) if t.requires_grad]
     if asked is not None:
         return {i for i in candidates if paths[i] in asked}
     losses = [i for i in candidates if paths[i] in (".loss", "['loss']") and tensors[i].dim() == 0]
@@ -276,6 +364,28 @@ def _check(joint: JointGraph, names: list[str], num_state: int) -> None:
         )
 
 
+def _drop_tangents_of_state(graph: fx.Graph, num_primals: int, num_differentiated: int) -> None:
+    """A parameter that the forward overwrites (under `no_grad`) gets a tangent of its own, before the outputs'.
+
+    It is zero: a step differentiates its outputs, and a parameter is a leaf. What is added to it is the gradient.
+    """
+    tangents = graph.find_nodes(op="placeholder")[num_primals:]
+    output = graph.output_node()
+    for tangent in tangents[: len(tangents) - num_differentiated]:
+        for user in list(tangent.users):
+            if user.target is torch.ops.aten.add.Tensor and not user.kwargs:
+                user.replace_all_uses_with(next(a for a in user.all_input_nodes if a is not tangent))
+                graph.erase_node(user)
+        results: Any = output.args[0]
+        output.args = ([None if result is tangent else result for result in results],)
+        if tangent.users:
+            raise Unsupported(
+                "parameter overwritten in forward", tangent.name, "its gradient is computed from its new value",
+                "Change it under torch.no_grad(), outside forward.",
+            )  # fmt: skip
+        graph.erase_node(tangent)
+
+
 def _check_constants(graph_module: fx.GraphModule) -> None:
     """Tensors that the forward reads without being given them are constants: fine, unless they should be trained."""
     for node in graph_module.graph.find_nodes(op="get_attr"):
@@ -323,8 +433,10 @@ def _traced(
         outputs=tuple(leaves),
         mutated=joint.mutated_inputs,
         num_outputs=num_outputs,
+        reads=tracer.recorder.finish(joint.graph_module),
         guard=tracer.guard,
         notes=tracer.notes,
+        repeated=tuple(name for _, names in tracer.watch.checkpoints for name in names),
     )
 
 
@@ -344,8 +456,10 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     return result
 
 
-def _fake_inputs(tensors: list[torch.Tensor], device: torch.device | None) -> list[torch.Tensor]:
-    mode = EagerFakes(allow_non_fake_inputs=True)
+def _fake_inputs(
+    tensors: list[torch.Tensor], device: torch.device | None, layouts: Layouts | None
+) -> list[torch.Tensor]:
+    mode = EagerFakes(layouts, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # a cached answer forgets that two results are one tensor (the LSTM's bias gradients)
     fakes = []
     for tensor in tensors:
@@ -364,4 +478,3 @@ def _attribute(model: nn.Module, name: str) -> Any:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path) if path else model
     return getattr(module, leaf)
-

@@ -15,6 +15,8 @@ from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 from torch.nn.modules import module as module_hooks
 
+from passes.printable import printable
+
 STACK = "nn_module_stack"
 FORWARD_STACK = "fwd_nn_module_stack"
 
@@ -22,7 +24,7 @@ FORWARD_STACK = "fwd_nn_module_stack"
 @contextlib.contextmanager
 def module_paths(model: nn.Module) -> Iterator[None]:
     """Record the calling module of every op that is traced in the block."""
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {id(module): printable(name) for name, module in model.named_modules()}
     stack: list[tuple[str, str]] = []
 
     def show() -> None:

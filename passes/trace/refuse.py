@@ -28,21 +28,8 @@ def refuse(model: nn.Module) -> None:
             raise Unsupported(row.construct, place or "(the model itself)", row.reason, row.remedy)
 
 
-def _forward_hooks(model: nn.Module) -> Iterator[str]:
-    for name, module in model.named_modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(not _of_torch(hook) for hook in hooks):
-            yield name
-
-
 def _backward_hooks(model: nn.Module) -> Iterator[str]:
     return (n for n, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks)
-
-
-def _of_torch(hook: object) -> bool:
-    """torch's own parametrizations (weight_norm, spectral_norm) are pure functions of the parameters."""
-    module = getattr(type(hook), "__module__", "") if not hasattr(hook, "__module__") else hook.__module__
-    return str(module).startswith("torch.nn.utils")
 
 
 def _sparse_gradients(model: nn.Module) -> Iterator[str]:
@@ -85,31 +72,34 @@ def _mixed_devices(model: nn.Module) -> Iterator[str]:
 
 
 def _compiled(model: nn.Module) -> Iterator[str]:
-    kinds = ("OptimizedModule", "ScriptModule", "RecursiveScriptModule", "TopLevelTracedModule", "DataParallel")
+    kinds = (
+        "OptimizedModule", "ScriptModule", "RecursiveScriptModule", "TopLevelTracedModule", "DataParallel",
+        "DistributedDataParallel", "FullyShardedDataParallel",
+    )  # fmt: skip
     for name, module in model.named_modules():
         if type(module).__name__ in kinds:
             yield f"{name or 'the model'} ({type(module).__name__})"
 
 
 def _runs_a_plan(model: nn.Module) -> Iterator[str]:
-    return (n for n, m in model.named_modules() if getattr(m.__dict__.get("forward"), "runs_plan", False))
+    for name, module in model.named_modules():
+        if any(getattr(place, "runs_plan", False) for place in (type(module), module.__dict__.get("forward"))):
+            yield name
 
 
 TABLE: tuple[Refusal, ...] = (
     Refusal(
-        "compiled, scripted or DataParallel module", "its Python cannot be traced",
+        "compiled, scripted or data-parallel module", "its Python cannot be traced",
         "Plan the module inside it, and compile or wrap plan.module afterwards.", _compiled,
     ),
     Refusal(
-        "module that runs a plan", "its planned step cannot be traced", "Call plan.remove(module) first.", _runs_a_plan,
+        "module that runs a plan", "its planned step cannot be traced",
+        "Plan the original model: call plan.remove(model) first, or pass the model instead of plan.module.",
+        _runs_a_plan,
     ),
     Refusal(
         "lazy parameter", "its shape is not known yet", "Run the model once on a sample before planning.",
         _uninitialized,
-    ),
-    Refusal(
-        "forward hook", "it would run once, while tracing, and never again",
-        "Remove it before planning, or move its computation into forward.", _forward_hooks,
     ),
     Refusal(
         "module backward hook", "the planned backward runs no module boundaries",

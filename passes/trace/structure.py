@@ -73,7 +73,7 @@ def _take_apart(node: Any, tensors: list[torch.Tensor], positions: dict[int, int
     attributes = _tensor_attributes(node, depth)
     if not attributes:
         return Constant(node)
-    prototype = copy.copy(node)
+    prototype = _shallow(node)
     for name in attributes:
         object.__setattr__(prototype, name, None)
     children = ((name, _take_apart(child, tensors, positions, depth + 1)) for name, child in attributes.items())
@@ -90,10 +90,19 @@ def unflatten(template: Template, tensors: Sequence[Any]) -> Any:
         case Tree(spec, children):
             return pytree.tree_unflatten([unflatten(child, tensors) for child in children], spec)
         case Opaque(prototype, attributes):
-            result = copy.copy(prototype)
+            result = _shallow(prototype)
             for name, child in attributes:
                 object.__setattr__(result, name, unflatten(child, tensors))
             return result
+
+
+def _shallow(node: Any) -> Any:
+    """Another object with the same attributes; a class's own `__copy__` may want to look into them (UserDict)."""
+    if not hasattr(type(node), "__copy__"):
+        return copy.copy(node)
+    result = object.__new__(type(node))
+    result.__dict__.update(node.__dict__)
+    return result
 
 
 def slots(template: Template) -> list[tuple[str, int]]:
@@ -103,9 +112,8 @@ def slots(template: Template) -> list[tuple[str, int]]:
             return [("", index)]
         case Constant(_):
             return []
-        case Tree(spec, children):
-            # tree_unflatten hands the children back under their keys, whatever the container is.
-            names = _child_names(pytree.tree_unflatten(list(range(len(children))), spec))
+        case Tree(_, children):
+            names = child_names(template)
             return [(names.get(i, f"[{i}]") + path, index) for i, c in enumerate(children) for path, index in slots(c)]
         case Opaque(_, attributes):
             return [(f".{name}{path}", index) for name, child in attributes for path, index in slots(child)]
@@ -129,8 +137,8 @@ def _outline(template: Template, path: str, first: dict[int, str]) -> Iterator[t
         case Constant(value):
             text = repr(value)
             yield path, text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
-        case Tree(spec, children):
-            names = _child_names(pytree.tree_unflatten(list(range(len(children))), spec))
+        case Tree(_, children):
+            names = child_names(template)
             for i, child in enumerate(children):
                 yield from _outline(child, path + names.get(i, f"[{i}]"), first)
         case Opaque(_, attributes):
@@ -151,12 +159,20 @@ def constants(template: Template) -> list[Any]:
             return [value for _, child in attributes for value in constants(child)]
 
 
-def _child_names(filled: Any) -> dict[int, str]:
-    """The path of each child of a container that holds its children's numbers; empty if its type names none."""
+def child_names(tree: Tree) -> dict[int, str]:
+    """The path of each child of a container, by the child's number; empty if its type names none."""
+    # tree_unflatten hands the numbers back under their keys, whatever the container is.
+    return _names_in(pytree.tree_unflatten(list(range(len(tree.children))), tree.spec))
+
+
+def _names_in(filled: Any) -> dict[int, str]:
+    if isinstance(filled, int):
+        return {filled: ""}
     try:
         keyed, _ = pytree.tree_flatten_with_path(filled)
     except ValueError:  # a registered container without `flatten_with_keys_fn` (diffusers' outputs)
-        return {value: f".{name}" for name, value in filled.items()} if isinstance(filled, dict) else {}
+        items = filled.items() if isinstance(filled, dict) else ()
+        return {i: f".{name}{path}" for name, child in items for i, path in _names_in(child).items()}
     return {leaf: pytree.keystr(path) for path, leaf in keyed}
 
 

@@ -8,10 +8,11 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from passes.printable import printable
 from solvers import SOLVERS
 from solvers.errors import MIB, PlannerError
 
-from .cli_options import make_console, make_study, parse_budget, print_json, print_table, save_figure, set_aside
+from .cli_options import make_console, make_session, parse_budget, print_json, print_table, save_figure, set_aside
 
 INTERRUPTED = 130
 app = typer.Typer(
@@ -35,6 +36,9 @@ Optimizer = Annotated[str, typer.Option(
     metavar="NAME", help="Leave room for the state of this optimizer of torch.optim: AdamW.")]
 DropOutputs = Annotated[bool, typer.Option(
     "--drop-outputs", help="Nobody holds what the model returns besides its loss (logits, ...).")]
+
+CheckHow = Annotated[bool | None, typer.Option(
+    "--check/--no-check", show_default="where it is cheap", help="Run two steps, plain and planned, and compare them.")]
 
 
 @app.command()
@@ -73,6 +77,7 @@ def plan(
     save: Save = [],  # noqa: B006
     never_recompute: Once = [],  # noqa: B006
     recompute: Prefer = [],  # noqa: B006
+    check: CheckHow = None,
     as_json: Json = False,
 ) -> None:
     """Plan the training step of a model under a budget.
@@ -83,18 +88,19 @@ def plan(
       checkpoint-planner plan train.py:make --budget 60% --time-limit 60
       checkpoint-planner plan train.py:make --budget 60% --never-recompute aten.mm --save "blocks.*.attention"
     """
-    studied = make_study(
+    session = make_session(
         factory, solver=solver, cost=cost, time_limit=time_limit, gap=gap, reserve=reserve, optimizer=optimizer,
         drop_outputs=drop_outputs, save=save, never_recompute=never_recompute, recompute=recompute,
+        check="auto" if check is None else check,
     )  # fmt: skip
-    made = studied.plan(parse_budget(budget, studied))
+    made = session.plan(parse_budget(budget, session))
     written = [("plan", out and made.save(out)), ("report", report and made.report(report)),
                ("folder", export and made.export(export))]  # fmt: skip
     if as_json:
         from planner.files.planfile import to_data
 
-        data = to_data(made)
-        print_json({key: data[key] for key in ("model", "options", "result", "schedule")})
+        data = {**to_data(made), "checked": {"steps": made.checked.steps, "compared": made.checked.compared}}
+        print_json({key: data[key] for key in ("model", "options", "result", "schedule", "checked")})
         return
     from planner.show.text import renderable
 
@@ -102,7 +108,31 @@ def plan(
     console.print(renderable(made, console.width))
     for name, path in written:
         if path:
-            console.print(f"{name} written to {path}", highlight=False, soft_wrap=True)
+            console.print(f"{name} written to {printable(path)}", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def check(
+    path: Annotated[Path, typer.Argument(metavar="PLAN.JSON")], factory: FactoryArg, as_json: Json = False
+) -> None:
+    """Run a plan file's step beside its model's plain one.
+
+    Two steps of each, from equal state, compared bit for bit. What differs is an error that names the first op.
+
+    \b
+    Example:
+      checkpoint-planner check plan.json mymodels.gpt:make
+    """
+    from planner.plan import Plan
+
+    from .factory import load_factory, make
+
+    model, sample = make(load_factory(factory))
+    found = Plan.load(path, model, sample, progress=False).check(sample=sample)
+    if as_json:
+        print_json({"steps": found.steps, "compared": found.compared})
+    else:
+        typer.echo(found.line)
 
 
 @app.command()
@@ -148,11 +178,11 @@ def frontier(
     """
     from planner.frontier import frontier_of
 
-    studied = make_study(
+    session = make_session(
         factory, solver=solver, cost=cost, time_limit=time_limit, reserve=reserve, optimizer=optimizer,
         drop_outputs=drop_outputs, save=save, never_recompute=never_recompute,
     )  # fmt: skip
-    found = frontier_of(studied, points)
+    found = frontier_of(session, points)
     if plot is not None:
         save_figure(found.plot(), plot)
     if as_json:
@@ -182,18 +212,18 @@ def min_budget(
     Example:
       checkpoint-planner min-budget mymodels.gpt:make
     """
-    studied = make_study(
+    session = make_session(
         factory, time_limit=time_limit, reserve=reserve, optimizer=optimizer, drop_outputs=drop_outputs, save=save,
         never_recompute=never_recompute,
     )  # fmt: skip
-    found = studied.minimum()
+    found = session.minimum()
     sizes = {"minimum_bytes": found.minimum_bytes, "floor_bytes": found.floor_bytes,
-             "plain_peak_bytes": studied.plain_peak_bytes}  # fmt: skip
+             "plain_peak_bytes": session.plain_peak_bytes}  # fmt: skip
     if as_json:
         print_json(sizes)
         return
     print_table(("", "MiB", "of plain"), [
-        (name.removesuffix("_bytes").replace("_", " "), f"{size / MIB:,.3f}", f"{size / studied.plain_peak_bytes:.1%}")
+        (name.removesuffix("_bytes").replace("_", " "), f"{size / MIB:,.3f}", f"{size / session.plain_peak_bytes:.1%}")
         for name, size in sizes.items()
     ])  # fmt: skip
 

@@ -9,20 +9,21 @@ from typing import Any
 
 import typer
 
+from passes.printable import brief, printable
 from solvers.errors import MIB, PlannerError
 
 
-def make_study(
+def make_session(
     factory: str, *, reserve: str = "", optimizer: str = "", drop_outputs: bool = False, **options: Any
 ) -> Any:
-    from planner.study import study
+    from planner.session import open_session
 
     from .factory import load_factory, make
 
     options |= set_aside(reserve, optimizer, drop_outputs)
     build = load_factory(factory)
     model, sample = make(build)
-    return study(model, sample, **options)
+    return open_session(model, sample, **options)
 
 
 def set_aside(reserve: str, optimizer: str, drop_outputs: bool) -> dict[str, Any]:
@@ -41,33 +42,35 @@ def set_aside(reserve: str, optimizer: str, drop_outputs: bool) -> dict[str, Any
     }
 
 
-def parse_budget(text: str, studied: Any) -> int:
+def parse_budget(text: str, session: Any) -> int:
     from planner.units import parse_size
 
-    return parse_size(text, studied.plain_peak_bytes)
+    return parse_size(text, session.plain_peak_bytes)
 
 
 def save_figure(figure: Any, path: Path) -> None:
+    from planner.files.atomic import as_path
+
     try:
-        figure.savefig(path)
+        figure.savefig(as_path(path))
     except (OSError, ValueError) as error:
-        raise PlannerError(f"cannot write {path}: {error}") from error
+        raise PlannerError(f"cannot write {brief(path)}: {brief(error)}") from error
 
 
 def make_console() -> Any:
-    from rich.console import Console
+    from planner.show.console import Console
 
     return Console()
 
 
 def print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    from rich.table import Table
+    from planner.show.console import Table, Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        table.add_column(Text(printable(column)), justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(printable(cell)) for cell in row))
     make_console().print(table)
 
 

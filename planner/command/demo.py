@@ -9,14 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
 from passes.memory import measure_peak
 from planner.plan import Plan
-from planner.study import study
+from planner.session import open_session
+from planner.show.console import Console, Table
 from planner.units import show_bytes
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -173,8 +172,8 @@ def run_demo(
     """Plan the demo's model at `share` of its plain peak and train it both ways."""
     model, sample = language_model(layers=layers)
     plain = copy.deepcopy(model)
-    studied = study(model, sample, time_limit=time_limit, progress=progress)
-    plan = studied.plan(int(studied.plain_peak_bytes * share))
+    session = open_session(model, sample, time_limit=time_limit, progress=progress)
+    plan = session.plan(int(session.plain_peak_bytes * share))
     return plan, compare(plain, plan, make_batch, steps)
 
 
@@ -208,7 +207,7 @@ def print_demo(console: Console | None = None, *, layers: int = 6, steps: int = 
     start = time.perf_counter()
     plan, seen = run_demo(layers=layers, steps=steps, time_limit=time_limit)
     console.print(demo_table(plan, seen))
-    where = f"on {plan.planned.prepared.device}, torch {torch.__version__}"
+    where = f"on {plan.prepared.device}, torch {torch.__version__}"
     console.print(f"in {time.perf_counter() - start:.0f} s, {where}")
 
 

@@ -10,58 +10,59 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from passes.trace.arguments import StateEntry, bind_call, call_signature, run_model, state_entries, state_tensors
+from passes.trace.arguments import (
+    StateEntry,
+    bind_call,
+    bind_sample,
+    call_signature,
+    run_model,
+    state_entries,
+    state_tensors,
+)
 from passes.trace.capture import Traced, capture
 from passes.trace.refuse import refuse
 from passes.trace.structure import unflatten
-from planner.api import _bind
 from planner.errors import ModelMismatch
 from planner.files.fingerprint import describe_value, fingerprint, node_lines, tensor_lines
 from solvers.errors import PlannerError
 
-from .cache import HandedOver, PlanState
+from .cache import PlanState
 from .module import PlannedModule
-from .plan_key import settings
-
-if TYPE_CHECKING:
-    from planner.plan import Plan
 
 
-def apply(plan: Plan, model: nn.Module | None = None, sample: Any = None) -> nn.Module:
+def apply(planned: PlannedModule, model: nn.Module | None = None, sample: Any = None) -> nn.Module:
     """See `Plan.apply`."""
-    state = plan.module._plan_state
+    state = planned._plan_state
     model = state.model if model is None else model
     if not isinstance(model, nn.Module) or isinstance(model, PlannedModule):
         kind = type(model).__name__
         raise PlannerError(f"a plan is not applied to a {kind}: pass the torch.nn.Module that was planned.")
     current = model.__dict__.get("forward")
     if isinstance(current, PlannedForward):
-        if current.plan is plan:
+        if current.module is planned:
             return model
         raise PlannerError(f"this {type(model).__name__} runs another plan: call that plan's remove(model) first.")
-    handed = None
     if model is not state.model:
-        _check_same_step(plan, model, sample)
-        handed = _for_another(plan, state, model)
+        _check_same_step(state, model, sample)
+        state = state.around(model)
     elif current is not state.traced_forward:
         raise _mismatch("its forward was replaced after planning")
-    forward = PlannedForward(plan, model, current, handed)
+    forward = PlannedForward(planned, model, current, state)
     model.forward = forward
     return model
 
 
-def remove(plan: Plan, model: nn.Module | None = None) -> nn.Module:
+def remove(planned: PlannedModule, model: nn.Module | None = None) -> nn.Module:
     """See `Plan.remove`."""
-    model = plan.module._plan_state.model if model is None else model
+    model = planned._plan_state.model if model is None else model
     current = getattr(model, "__dict__", {}).get("forward")
-    if not isinstance(current, PlannedForward) or current.plan is not plan:
+    if not isinstance(current, PlannedForward) or current.module is not planned:
         raise PlannerError(f"this {type(model).__name__} does not run this plan: {_what_it_runs(current)}.")
     if current.previous is None:
         del model.forward
@@ -84,28 +85,19 @@ class PlannedForward:
     Copying the model copies it with its plans; a pickle of the model holds the model without its plan.
 
     Attributes:
+        module: the plan's own module, by which a plan knows its forward again.
         previous: the instance's own `forward` from before, put back by `remove`; None where the class's was in use.
     """
 
     runs_plan = True
 
     def __init__(
-        self, plan: Plan, model: nn.Module, previous: Callable[..., Any] | None, handed: HandedOver | None
+        self, module: PlannedModule, model: nn.Module, previous: Callable[..., Any] | None, state: PlanState
     ) -> None:
-        state = plan.module._plan_state
-        self.plan, self.model, self.previous, self._handed = plan, model, previous, handed
-        self._state = state if handed is None else None
+        self.module, self.model, self.previous, self.state = module, model, previous, state
         self.__name__ = "forward"
         self.__doc__ = inspect.getdoc(type(model).forward)
         self.__signature__ = state.signature
-
-    @property
-    def state(self) -> PlanState:
-        """The plans of this model; a copied model is complete, and gets its own, at its first call only."""
-        if self._state is None:
-            assert self._handed is not None
-            self._state = self.plan.module._plan_state.around(self.model, self._handed)
-        return self._state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = self.state
@@ -113,6 +105,7 @@ class PlannedForward:
             return self.original(*args, **kwargs)
         if self.model.training and torch.is_grad_enabled():
             return state.run(bind_call(state.signature, args, kwargs), self._plain)
+        state.notice_eval()
         if state.loss_fn is None:
             return self.original(*args, **kwargs)
         return self._plain(bind_call(state.signature, args, kwargs))
@@ -130,8 +123,7 @@ class PlannedForward:
         model = memo.get(id(self.model))
         if model is None:
             return self
-        handed = self.state.hand_over(tuple(copy.deepcopy(c, memo) for c in self.state.constant_values()))
-        return PlannedForward(self.plan, model, copy.deepcopy(self.previous, memo), handed)
+        return PlannedForward(self.module, model, copy.deepcopy(self.previous, memo), self.state.around(model))
 
     def __reduce__(self) -> Any:
         return getattr, (self.model, "forward")
@@ -148,9 +140,10 @@ class _Bare(nn.Module):
 # Another instance of the planned model --------------------------------------------------------------------------------
 
 
-def _check_same_step(plan: Plan, model: nn.Module, sample: Any) -> None:
+def _check_same_step(state: PlanState, model: nn.Module, sample: Any) -> None:
     """Capture the model's step and compare it with the plan's, op by op."""
-    own, state = plan.planned.prepared.traced, plan.module._plan_state
+    prepared = state.first.planned.prepared
+    own = prepared.traced
     refuse(model)
     if differs := _differs_at_sight(own, state, model):
         raise _mismatch(differs)
@@ -159,14 +152,15 @@ def _check_same_step(plan: Plan, model: nn.Module, sample: Any) -> None:
             "the planned model's Python asks about its inputs' values, so whether the plan fits another instance can "
             "only be told with inputs: call plan.apply(model, sample)."
         )
-    bound = _zeros(plan) if sample is None else _bind(model, sample, state.loss_fn)
+    bound = _zeros(state) if sample is None else bind_sample(model, sample, state.loss_fn)
     expected = tuple(leaf.path for leaf in own.outputs if leaf.differentiated)
     with contextlib.ExitStack() as stack:
-        for kind, dtype in state.first.autocast:
+        for kind, dtype in state.first.key.autocast:
             stack.enter_context(torch.autocast(kind, dtype))
         other = capture(
-            model, bound, state.loss_fn, differentiated=expected, keep_outputs=plan.planned.prepared.keep_outputs
-        )
+            model, bound, state.loss_fn, differentiated=expected, keep_outputs=prepared.options.keep_outputs,
+            layouts=own.layouts,
+        )  # fmt: skip
     if fingerprint(other) != fingerprint(own):
         raise _mismatch(_difference(own, other))
 
@@ -199,13 +193,13 @@ def _entry(pair: tuple[StateEntry, str] | None) -> str:
     return f"{kind} {entry.name}{tied}: {value}{' grad' if entry.requires_grad else ''}"
 
 
-def _zeros(plan: Plan) -> dict[str, Any]:
+def _zeros(state: PlanState) -> dict[str, Any]:
     """Inputs as the plan's sample had them, but for their values."""
     tensors = []
-    for shape, dtype, device, requires_grad, stride in plan.module._plan_state.first.inputs[1:]:
+    for shape, dtype, device, requires_grad, stride in state.first.key.inputs[1:]:
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
         tensors.append(tensor.requires_grad_(requires_grad))
-    return dict(unflatten(plan.planned.prepared.traced.input_template, tensors))
+    return dict(unflatten(state.first.planned.prepared.traced.input_template, tensors))
 
 
 def _difference(own: Traced, other: Traced) -> str:
@@ -214,13 +208,3 @@ def _difference(own: Traced, other: Traced) -> str:
             if expected != found:
                 return f"{found}, the plan has {expected}"
     return "its constants (numbers in the code, tensor attributes) or its outputs differ"
-
-
-def _for_another(plan: Plan, state: PlanState, model: nn.Module) -> HandedOver:
-    """The plan alone, under the settings that this instance has."""
-    constants = state.constants_of(model)
-    modules = (*settings(model), *map(id, constants))
-    first = replace(state.first, modules=modules)
-    handed = state.hand_over(constants)
-    cache = type(handed.cache)({first: plan.planned})
-    return replace(handed, first=first, cache=cache, latest=plan.planned, outdated=frozenset())

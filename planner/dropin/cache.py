@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,111 +18,153 @@ from torch import nn
 from passes._torch import active_saving_hooks, swapped_state
 from passes.errors import InputMismatch
 from passes.run.random import set_rng_state
-from passes.trace.arguments import argument_names, call_signature, run_model, state_entries, state_tensors
+from passes.trace.arguments import argument_names, run_model, state_tensors
 from passes.trace.capture import Traced
-from passes.trace.structure import Template, flatten, unflatten
-from planner.pipeline import Planned
+from passes.trace.layouts import Layouts, gradient_key
+from passes.trace.matching import Differs, match
+from passes.trace.reads import Matched, Reads
+from passes.trace.structure import flatten, unflatten
+from planner.decided import Decided
+from planner.pipeline import Replan
 from solvers.errors import PlannerError
 
-from .plan_key import (
-    Key,
-    autocast_key,
-    describe_autocast,
-    describe_tensor,
-    settings,
-    state_key,
-    structure_difference,
-    template_key,
-    tensor_key,
-)
+from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
 
 CACHE_SIZE = 8
-Replan = Callable[[nn.Module, Any, "tuple[str, ...] | None"], Planned]
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter})
+_DECIDES = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
-@dataclass(frozen=True)
-class HandedOver:
-    """Plans of one model for a copy of it: as `PlanState` has them, with the copy's `constants` found at `places`."""
+@dataclass
+class Entry:
+    """A plan and what it holds for; `matched` are its reads as found on the model of the `PlanState` that has it."""
 
-    cache: OrderedDict[Key, Planned]
-    first: Key
-    latest: Planned
-    outdated: frozenset[Key]
-    differentiated: tuple[str, ...] | None
-    places: tuple[tuple[str, str], ...]
-    constants: tuple[Any, ...]
+    key: Key
+    state: list[Any]
+    planned: Decided
+    outdated: bool = False
+    matched: Matched | None = None
+
+    @property
+    def reads(self) -> Reads:
+        return self.planned.prepared.traced.reads
+
+    def holds(self, model: nn.Module, loss_fn: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The model's parameters and buffers where the plan holds for a call now; its key is compared before."""
+        tensors = self._state(model, loss_fn)
+        if tensors is None or not _PLAIN.issuperset(map(type, tensors)):
+            return None
+        if list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state:
+            return None
+        guard = self.planned.prepared.traced.guard
+        return tensors if guard is None or guard.holds(inputs) else None
+
+    def _state(self, model: nn.Module, loss_fn: Any) -> list[torch.Tensor] | None:
+        """What was read is as it was: the same objects (the usual case, checked quickly), or equal ones."""
+        tensors = self.matched.state() if self.matched else None
+        if tensors is None:
+            try:
+                self.matched = match(self.reads, model, loss_fn)
+            except Differs:
+                self.matched = None
+            else:
+                tensors = self.matched.tensors()
+        return tensors
 
 
 class PlanState:
-    """Everything behind a `PlannedModule`: the cache of planned steps and the checks before each call."""
+    """Everything behind a `PlannedModule`: the plans made, latest use first, and the checks before each call."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any] | None, replan: Replan, on_new_shape: str
-    ) -> None:
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, replan: Replan, on_new_shape: str,
+        signature: inspect.Signature,
+    ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.replan, self.on_new_shape = model, loss_fn, replan, on_new_shape
-        self.signature = call_signature(model, loss_fn)
-        self.traced_forward = model.__dict__.get("forward")
-        self.entries = tuple(state_entries(model))
-        self.cache: OrderedDict[Key, Planned] = OrderedDict()
+        self.signature = signature
+        self.cache: list[Entry] = []
         self.differentiated: tuple[str, ...] | None = None
-        self.outdated: set[Key] = set()
-        self.handed: HandedOver | None = None  # keeps the constants alive whose ids the keys hold
         self.unplanned = False
-        self.noticed_hooks = False
+        self.noticed_hooks = self.still_eval = False
 
-    def start(self, bound: Mapping[str, Any], planned: Planned) -> None:
+    def start(self, bound: Mapping[str, Any], planned: Decided) -> None:
         """Remember the first plan, made for calls that look like `bound`."""
-        self.constants = _constant_attributes(self.model, planned)
-        self.first = self.key(state_tensors(self.model, self.entries), *flatten(dict(bound)))
-        self.add(self.first, planned)
+        self.still_eval = not self.model.training
+        self.traced_forward = self.model.__dict__.get("forward")
+        self.first = replace(self._add(call_key(*flatten(dict(bound))), planned))  # a copy, never bound to the model
 
-    def add(self, key: Key, planned: Planned) -> None:
+    def around(self, model: nn.Module) -> PlanState:
+        """The same plans for another instance of the model; whether they hold for it is seen when it is called."""
+        new = PlanState(model, self.loss_fn, self.replan, self.on_new_shape, self.signature)
+        new.cache = [replace(entry, matched=None) for entry in self.cache]
+        new.first, new.latest, new.traced_forward = self.first, self.latest, None
+        new.differentiated = self.differentiated
+        return new
+
+    def _add(self, key: Key, planned: Decided) -> Entry:
         """Remember a plan; the one used longest ago is dropped when there are too many."""
-        self.latest = self.cache[key] = planned
-        self.outdated.discard(key)
-        while len(self.cache) > CACHE_SIZE:
-            self.outdated.discard(self.cache.popitem(last=False)[0])
-
-    def key(self, state: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], template: Template) -> Key:
-        """What a call with these parameters, buffers and inputs needs a plan for."""
-        return Key(
-            inputs=(template_key(template), *(tensor_key(t) for t in tensors)),
-            state=tuple(map(state_key, state)),
-            modules=(*settings(self.model), *self._constant_ids()),
-            autocast=autocast_key(),
-            template=template,
-        )
+        state = state_tensors(self.model, planned.prepared.traced.state)
+        entry = Entry(key, list(map(state_key, state)), planned)
+        self.latest = planned
+        self.cache = [entry, *self.cache][:CACHE_SIZE]
+        return entry
 
     def run(self, bound: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> Any:
         """Run the step planned for such a call, planning it first where that is asked for; else `plain`."""
+        self.still_eval = False
         tensors, template = flatten(dict(bound))
-        state = state_tensors(self.model, self.entries)
-        key = self._variant(self.key(state, tensors, template), tensors)
-        planned = self.cache.get(key)
-        if planned is not None:
-            self.cache.move_to_end(key)
-        if planned is None or key in self.outdated:
-            planned = self._missing(key, bound)
-            if planned is None:
+        key = call_key(tensors, template)
+        entry, state = self.find(key, tensors)
+        if entry is None or entry.outdated:
+            trained = any(t.requires_grad for t in (*self.model.parameters(), *tensors))
+            if not trained or (entry is None and not self._may_plan(key, tensors)):
                 return plain(bound)
-        return self._execute(planned, [*state, *tensors])
+            entry, state = self._plan(key, bound, entry)
+        return self._execute(entry.planned, [*state, *tensors])
 
-    def _variant(self, key: Key, tensors: Sequence[torch.Tensor]) -> Key:
-        """The key of the plan whose guard holds for these inputs, or of the one that is still to be made."""
-        while (planned := self.cache.get(key)) is not None:
-            guard = planned.prepared.traced.guard
-            if guard is None or guard.holds(tensors):
-                return key
-            key = replace(key, variant=key.variant + 1)
-        return key
+    def find(self, key: Key, inputs: Sequence[torch.Tensor]) -> tuple[Entry | None, list[torch.Tensor]]:
+        """The plan that holds for such a call of the model as it is now, with the model's parameters and buffers."""
+        for i, entry in enumerate(self.cache):
+            if entry.key == key:
+                state = entry.holds(self.model, self.loss_fn, inputs)
+                if state is not None:
+                    self.cache.insert(0, self.cache.pop(i))
+                    return entry, state
+        return None, []
 
-    def _execute(self, planned: Planned, primals: list[torch.Tensor]) -> Any:
+    def _may_plan(self, key: Key, inputs: Sequence[torch.Tensor]) -> bool:
+        mismatch = self.difference(key)
+        if self.on_new_shape == "error":
+            raise mismatch
+        planned = self.on_new_shape == "replan"
+        said = "planning anew" if planned else "planned step not used"
+        warnings.warn(f"{said}: {mismatch}", stacklevel=_user_frame())
+        return planned
+
+    def _plan(self, key: Key, bound: Mapping[str, Any], outdated: Entry | None) -> tuple[Entry, list[torch.Tensor]]:
+        # A surrounding torch.utils.checkpoint counts the tensors that autograd saves: tracing must not add to them.
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), self.set_aside():
+            planned = self.replan(self.model, dict(bound), self.differentiated)
+        # An entry whose model was changed since finds its objects again when it is next looked at.
+        self.cache = [replace(e, matched=None) for e in self.cache if e is not outdated]
+        return self._add(key, planned), state_tensors(self.model, planned.prepared.traced.state)
+
+    def _execute(self, planned: Decided, primals: list[torch.Tensor]) -> Any:
         traced = planned.prepared.traced
         _check_materialized(traced, primals)
         self._notice_hooks()
-        results = planned.step(primals, _Fallback(self, traced))
-        leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in traced.outputs]
-        return unflatten(traced.output_template, leaves)
+        return planned.run(primals, _Fallback(self, traced, planned.prepared.layouts))
+
+    def notice_eval(self) -> None:
+        """Say once that a model planned in eval mode runs plain as long as it is in it, gradients or not."""
+        if not self.still_eval or self.unplanned or not torch.is_grad_enabled():
+            return
+        self.still_eval = False
+        warnings.warn(
+            f"this {type(self.model).__name__} was planned in eval mode (from_pretrained returns models in it) and "
+            "still is: its own forward runs, and not under the budget. Call model.train() for training steps, or "
+            "evaluate under torch.no_grad().",
+            stacklevel=_user_frame(),
+        )
 
     def _notice_hooks(self) -> None:
         """Say once that hooks on saved tensors have no effect on a planned step."""
@@ -135,50 +178,31 @@ class PlanState:
             stacklevel=_user_frame(),
         )
 
-    def _missing(self, key: Key, bound: Mapping[str, Any]) -> Planned | None:
-        if key not in self.outdated:
-            mismatch = self._difference(key)
-            if self.on_new_shape == "error":
-                raise mismatch
-            if self.on_new_shape == "eager":
-                warnings.warn(f"planned step not used: {mismatch}", stacklevel=_user_frame())
-                return None
-            warnings.warn(f"planning anew: {mismatch}", stacklevel=_user_frame())
-        # A surrounding torch.utils.checkpoint counts the tensors that autograd saves: tracing must not add to them.
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), self.set_aside():
-            planned = self.replan(self.model, dict(bound), self.differentiated)
-        self.add(key, planned)
-        return planned
-
-    def _difference(self, key: Key) -> InputMismatch:
-        known = self.first
-        hint = 'on_new_shape="replan" plans such calls, "eager" runs them unplanned.'
-        names = argument_names(self.latest.prepared.traced.input_template)
+    def difference(self, key: Key) -> InputMismatch:
+        """How a call differs from those of the first plan."""
+        known, hint = self.first.key, 'on_new_shape="replan" plans such calls, "eager" runs them unplanned.'
+        names = argument_names(known.template)
         if key.inputs[0] != known.inputs[0]:
             return InputMismatch(*structure_difference(key.template, known.template), hint)
         for name, got, expected in zip(names, key.inputs[1:], known.inputs[1:], strict=False):
             if got != expected:
                 return InputMismatch(name, describe_tensor(got), describe_tensor(expected), hint)
-        for entry, got, expected in zip(self.entries, key.state, known.state, strict=False):
+        try:
+            state = match(self.first.reads, self.model, self.loss_fn).tensors() or []
+        except Differs as differs:
+            return InputMismatch(differs.where, differs.now, differs.then, hint)
+        entries = self.first.reads.entries
+        for entry, got, expected in zip(entries, map(state_key, state), self.first.state, strict=False):
             if got != expected:
                 return InputMismatch(entry.name, describe_tensor(got), describe_tensor(expected), hint)
-        if key.variant:
-            asked = self.latest.prepared.traced.guard
-            answers = "" if asked is None else f" {list(asked.answers)}"
-            return InputMismatch("(values)", "other answers to the model's `if`s", f"the sample's{answers}", hint)
         if key.autocast != known.autocast:
             return InputMismatch("(autocast)", describe_autocast(key), describe_autocast(known), hint)
-        return InputMismatch("(modules)", *self._changed_setting(key.modules, known.modules), hint)
-
-    def _changed_setting(self, got: tuple[Any, ...], expected: tuple[Any, ...]) -> tuple[str, str]:
-        for (name, module), now, then in zip(self.model.named_modules(), got, expected, strict=False):
+        for (name, now), (_, then) in zip(key.defaults, known.defaults, strict=True):
             if now != then:
-                place, kind = name or "the model", type(module).__name__
-                changed = [k for k, v in now[1:] if (k, v) not in then[1:]] if now[0] == then[0] else []
-                what = ", ".join(f"{k}={dict(now[1:])[k]!r}" for k in changed) or "other layers, hooks or attributes"
-                was = ", ".join(f"{k}={dict(then[1:]).get(k)!r}" for k in changed) or "those at planning"
-                return f"{place} ({kind}) with {what}", was
-        return "other layers or tensor attributes", "those at planning"
+                return InputMismatch(f"(torch's {name})", str(now), str(then), hint)
+        asked = self.first.planned.prepared.traced.guard
+        answers = "" if asked is None else f" {list(asked.answers)}"
+        return InputMismatch("(values)", "other answers to the model's `if`s", f"the sample's{answers}", hint)
 
     def plain(self, bound: Mapping[str, Any]) -> Any:
         """The plain step's forward."""
@@ -200,60 +224,21 @@ class PlanState:
             if applied is not None:
                 own["forward"] = applied
 
-    def hand_over(self, constants: tuple[Any, ...]) -> HandedOver:
-        """The plans for a copy of the model, whose constants are `constants`."""
-        # Plans made under constants that the model no longer has stay behind: their keys could not be told apart.
-        own, count = self._constant_ids(), len(self.constants)
-        ids = tuple(map(id, constants))
-        keys = {k: _with_constants(k, ids) for k in self.cache if k.modules[len(k.modules) - count :] == own}
-        return HandedOver(
-            cache=OrderedDict((mine, self.cache[theirs]) for theirs, mine in keys.items()),
-            first=_with_constants(self.first, ids),
-            latest=self.latest,
-            outdated=frozenset(mine for theirs, mine in keys.items() if theirs in self.outdated),
-            differentiated=self.differentiated,
-            places=self.places(),
-            constants=constants,
-        )
-
-    def around(self, model: nn.Module, handed: HandedOver) -> PlanState:
-        """The state of `model`, to which plans were handed over."""
-        new = PlanState(model, self.loss_fn, self.replan, self.on_new_shape)
-        modules = dict(model.named_modules())
-        new.constants = [(modules[path], name) for path, name in handed.places]
-        new.signature, new.first, new.latest, new.handed = self.signature, handed.first, handed.latest, handed
-        new.cache, new.outdated = OrderedDict(handed.cache), set(handed.outdated)
-        new.differentiated = handed.differentiated
-        return new
-
-    def places(self) -> tuple[tuple[str, str], ...]:
-        """Module path and attribute of each constant."""
-        paths = {id(module): path for path, module in self.model.named_modules()}
-        return tuple((paths[id(module)], name) for module, name in self.constants)
-
-    def constants_of(self, model: nn.Module) -> tuple[Any, ...]:
-        """What another instance has in the places of the constants."""
-        modules = dict(model.named_modules())
-        return tuple(modules[path].__dict__.get(name) for path, name in self.places())
-
-    def constant_values(self) -> tuple[Any, ...]:
-        """The plain tensors of the model's modules that the plans hold as constants."""
-        return tuple(module.__dict__.get(name) for module, name in self.constants)
-
-    def _constant_ids(self) -> tuple[int, ...]:
-        return tuple(map(id, self.constant_values()))
-
     def expect(self, paths: tuple[str, ...]) -> None:
         """From now on plan for gradients of these outputs."""
         self.differentiated = paths
-        self.outdated.update(self.cache)
+        for entry in self.cache:
+            entry.outdated = True
 
 
 class _Fallback:
-    """Backward from other outputs than planned for: the plain model replays the forward; later calls are replanned."""
+    """Backward from other outputs than planned for, or with gradients laid out in another way.
 
-    def __init__(self, state: PlanState, traced: Traced) -> None:
-        self.state, self.traced = state, traced
+    The plain model replays the forward; later calls are replanned.
+    """
+
+    def __init__(self, state: PlanState, traced: Traced, layouts: Layouts) -> None:
+        self.state, self.traced, self.layouts = state, traced, layouts
 
     def __call__(
         self,
@@ -265,14 +250,27 @@ class _Fallback:
         paths = tuple(leaf.path for leaf in wanted.values())
         if not paths:
             return [None] * len(primals)
+        expected = paths == tuple(leaf.path for leaf in self.traced.outputs if leaf.differentiated)
+        new = not expected or self._learn({wanted[i].path: g for i, g in gradients.items()})
         warnings.warn(
-            f"backward started from {', '.join(p or 'the output' for p in paths)}, which the plan did not expect: this "
-            "step replays the plain forward (correct, but not under the budget); later calls are planned for it.",
+            f"backward started from {', '.join(p or 'the output' for p in paths)}"
+            f"{' with a gradient in other strides' if expected else ''}, which the plan did not expect: this step "
+            "replays the plain forward (correct, but not under the budget); "
+            f"{'later calls are planned for it' if new else 'so will others, as a plan is for one set of strides'}.",
             stacklevel=2,
         )
         result = self._replay(primals, generators, gradients)
-        self.state.expect(paths)
+        if new:
+            self.state.expect(paths)
         return result
+
+    def _learn(self, gradients: Mapping[str, torch.Tensor]) -> bool:
+        """Plan for gradients in these strides from now on; not where others were learned before."""
+        keys = {gradient_key(path, g): tuple(g.stride()) for path, g in gradients.items()}
+        if any(key in self.layouts for key in keys):
+            return False
+        self.layouts.update(keys)
+        return True
 
     def _replay(
         self,
@@ -296,17 +294,6 @@ class _Fallback:
         inputs = [t for t in leaves if t.requires_grad]
         found = iter(torch.autograd.grad([o for o, _ in started], inputs, [g for _, g in started], allow_unused=True))
         return [next(found) if t.requires_grad else None for t in leaves]
-
-
-def _with_constants(key: Key, ids: tuple[int, ...]) -> Key:
-    return replace(key, modules=(*key.modules[: len(key.modules) - len(ids)], *ids))
-
-
-def _constant_attributes(model: nn.Module, planned: Planned) -> list[tuple[nn.Module, str]]:
-    """Where the modules keep the plain tensors that the traced graph holds as constants."""
-    root = planned.prepared.traced.graph_module
-    held = {id(getattr(root, str(n.target), None)) for n in root.graph.find_nodes(op="get_attr")}
-    return [(m, k) for m in model.modules() for k, v in m.__dict__.items() if id(v) in held]
 
 
 def _check_materialized(traced: Traced, primals: Sequence[torch.Tensor]) -> None:

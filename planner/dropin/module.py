@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from passes.trace.arguments import bind_call
+from passes._torch import forget_source, refer_weakly
+from passes.trace.arguments import bind_call, call_signature, runs_hooks
 from passes.trace.capture import Traced
-from planner.pipeline import Planned
+from planner.decided import Decided
+from planner.pipeline import Replan
 from solvers.errors import PlannerError
 
-from .cache import PlanState, Replan
+from .cache import PlanState
 
 
 class PlannedModule(fx.GraphModule):
     """Runs the planned step in training; the model's own forward under `eval()` or `no_grad`.
 
     Parameters, buffers and submodules *are* the model's: the same objects under the same names, so optimizers,
-    `state_dict`, `.to()` and freezing act on both. `graph` shows the call of the planned step; `forward_graph` and
-    `backward_graph` are its two halves.
+    `state_dict`, `.to()`, freezing and forward hooks act on both. `graph` shows the call of the planned step;
+    `forward_graph` and `backward_graph` are its two halves.
     """
+
+    runs_plan = True
 
     def __init__(
         self,
         model: nn.Module,
-        planned: Planned,
+        planned: Decided,
         sample: Mapping[str, Any],
         replan: Replan,
         loss_fn: Callable[..., Any] | None,
@@ -40,19 +46,25 @@ class PlannedModule(fx.GraphModule):
         own["_plan_model"] = model
         own["_parameters"], own["_buffers"], own["_modules"] = model._parameters, model._buffers, model._modules
         own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
-        own["_plan_state"] = PlanState(model, loss_fn, replan, on_new_shape)
+        if not runs_hooks(model, loss_fn):
+            own.update((name, getattr(model, name)) for name in _HOOKS)
+        own["_plan_state"] = PlanState(model, loss_fn, replan, on_new_shape, call_signature(model, loss_fn))
         own["planned_step"] = _StepCall(self)
         self._plan_state.start(sample, planned)
+        refer_weakly(self)  # the empty graph
         self.graph = _call_graph(self._plan_state.signature, planned.prepared.traced)
+        refer_weakly(self)
 
     # What a call does -------------------------------------------------------------------------------------------
 
     def recompile(self) -> Any:
-        """Regenerate the graph's code; `forward` stays the planned dispatch."""
+        """Regenerate the graph's code; `forward` stays the planned dispatch, under the model's own signature."""
         code = super().recompile()
-        cls = type(self)
-        if "forward" in cls.__dict__:
-            del cls.forward
+        cls: Any = type(self)  # every GraphModule has a class of its own
+        forget_source(self)
+        del cls.forward
+        if state := self.__dict__.get("_plan_state"):
+            cls.forward = _with_signature(state.signature)
         return code
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,8 +72,7 @@ class PlannedModule(fx.GraphModule):
         state = self._plan_state
         if self.training and torch.is_grad_enabled():
             return state.run(bind_call(state.signature, args, kwargs), state.plain)
-        if state.loss_fn is None:
-            return state.model(*args, **kwargs)
+        state.notice_eval()
         return state.plain(bind_call(state.signature, args, kwargs))
 
     # What belongs to the model ----------------------------------------------------------------------------------
@@ -85,6 +96,25 @@ class PlannedModule(fx.GraphModule):
             if model is None or name.startswith("__"):
                 raise
             return getattr(model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Settings are the model's, which reads them; what makes a graph module one is this object's."""
+        if self._is_the_models(name):
+            setattr(self._plan_model, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_the_models(name):
+            delattr(self._plan_model, name)
+        else:
+            super().__delattr__(name)
+
+    def _is_the_models(self, name: str) -> bool:
+        model = self.__dict__.get("_plan_model")
+        if model is None or name in self.__dict__ or hasattr(type(self), name):
+            return False
+        return hasattr(model, name) or not name.startswith("_")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self._plan_model.state_dict(*args, **kwargs)
@@ -112,7 +142,7 @@ class PlannedModule(fx.GraphModule):
         """The same plans around another instance of the model."""
         state = self._plan_state
         module = PlannedModule(model, state.latest, {}, state.replan, state.loss_fn, state.on_new_shape)
-        module.__dict__["_plan_state"] = state.around(model, state.hand_over(state.constants_of(model)))
+        module.__dict__["_plan_state"] = state.around(model)
         return module
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -144,15 +174,33 @@ class PlannedModule(fx.GraphModule):
         return text
 
 
+def _with_signature(signature: inspect.Signature) -> Callable[..., Any]:
+    """`PlannedModule.forward` as trainers look at it, who ask a model's signature which columns of a batch it takes."""
+
+    def forward(self: PlannedModule, *args: Any, **kwargs: Any) -> Any:
+        return PlannedModule.forward(self, *args, **kwargs)
+
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # type: ignore[attr-defined]
+    forward.__doc__ = PlannedModule.forward.__doc__
+    return forward
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+
+
 class _StepCall(nn.Module):
     """The target of the call graph's one node: flat inputs in, the model's output out."""
 
     def __init__(self, owner: PlannedModule) -> None:
         super().__init__()
-        self.__dict__["owner"] = owner
+        self.__dict__["owner"] = weakref.ref(owner)  # which holds this
 
     def forward(self, **bound: Any) -> Any:
-        state = self.__dict__["owner"]._plan_state
+        state = self.__dict__["owner"]()._plan_state
         return state.run(bound, state.plain)
 
 

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from passes.trace.structure import Constant, Template, Tree, outline, slots
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a plan is valid for: everything the trace took as given."""
+    """What a call looks like: its arguments, and torch's settings that decide what ops it runs."""
 
     inputs: tuple[Any, ...]
-    state: tuple[Any, ...]
-    modules: tuple[Any, ...]
     autocast: tuple[Any, ...]
+    defaults: tuple[tuple[str, Any], ...]
     template: Template = field(default=Constant(None), compare=False, repr=False)
-    variant: int = 0  # counts plans that differ in the answers to what the model asks about its inputs' values
 
 
-def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
-    return t.shape, t.dtype, home(t), t.requires_grad, t.stride()
+def call_key(tensors: Sequence[torch.Tensor], template: Template) -> Key:
+    """The key of a call with these arguments, made now."""
+    inputs = (template_key(template), *((*state_key(t), t.stride()) for t in tensors))
+    return Key(inputs, autocast_key(), torch_defaults(), template)
 
 
 def state_key(t: torch.Tensor) -> tuple[Any, ...]:
@@ -36,19 +35,6 @@ def state_key(t: torch.Tensor) -> tuple[Any, ...]:
 def home(t: torch.Tensor) -> torch.device:
     """Where the tensor is, or will be: a plan for a model on the meta device is one for the CPU."""
     return torch.device("cpu") if t.device.type == "meta" else t.device
-
-
-def settings(model: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """What decides the Python path through each module: its type, plain attributes (dropout's `p`, ...) and hooks."""
-    whole = model.training  # a model handed over in eval mode is planned in training mode, with all its modules
-    for module in model.modules():
-        plain = [(k, v) for k, v in module.__dict__.items() if type(v) in _PLAIN and k != "training"]
-        hooks = sum(len(module.__dict__[k]) for k in _HOOKS)
-        yield type(module), ("training", not whole or module.training), ("hooks", hooks), *plain
-
-
-_PLAIN = frozenset({bool, int, float, str, type(None)})
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def describe_tensor(key: Any) -> str:
@@ -95,7 +81,17 @@ def describe_autocast(key: Key) -> str:
     return " and ".join(on) or "no autocast"
 
 
-def autocast_key() -> tuple[Any, ...]:
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+def torch_defaults() -> tuple[tuple[str, Any], ...]:
+    """Process-wide settings that a trace takes as given."""
+    attention = torch.backends.cuda
+    return (
+        ("default dtype", torch.get_default_dtype()),
+        ("default device", torch.get_default_device()),
+        ("flash attention", attention.flash_sdp_enabled()),
+        ("memory-efficient attention", attention.mem_efficient_sdp_enabled()),
+        ("math attention", attention.math_sdp_enabled()),
     )
+
+
+def autocast_key() -> tuple[Any, ...]:
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))

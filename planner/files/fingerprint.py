@@ -15,9 +15,10 @@ import torch
 from torch import fx
 
 from passes.alias import is_compute
+from passes.printable import printable
 from passes.trace.capture import Traced
 from passes.trace.modules import module_path
-from planner.pipeline import Prepared
+from planner.prepared import Prepared
 
 DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
@@ -43,7 +44,7 @@ class OpLine:
 
 
 def op_lines(prepared: Prepared) -> tuple[OpLine, ...]:
-    """A line for each op of the problem, in its order."""
+    """A line for each op of the problem, in its order, as it prints."""
     lowered = prepared.lowered
     digests = _Digests(prepared.traced)
     lines = []
@@ -75,7 +76,7 @@ def tensor_lines(traced: Traced) -> tuple[str, ...]:
             lines.append(f"{kind} {entry.name}{tied}: {value}{' grad' if entry.requires_grad else ''}")
         else:
             lines.append(f"input {traced.input_names[i - len(traced.state)]}: {value}")
-    return tuple(lines)
+    return tuple(map(printable, lines))
 
 
 def node_lines(traced: Traced) -> tuple[str, ...]:

@@ -12,34 +12,35 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from passes.memory import granule, round_up
+from passes.printable import brief, printable
 from passes.rates import is_cost
-from passes.trace.refuse import refuse
-from planner import api
+from passes.trace.arguments import bind_sample
+from planner.decided import Decided
 from planner.errors import PlanFileError
 from planner.hints import make_hints
-from planner.options import Options
-from planner.pipeline import Prepared, emit, prepare
-from planner.plan import Plan
+from planner.options import ON_NEW_SHAPE, Options
+from planner.pipeline import emit
+from planner.prepared import Prepared, check_model, prepare
 from planner.progress import Progress
-from solvers.errors import MIB, ScheduleError
+from solvers.errors import MIB, PlannerError, ScheduleError
 from solvers.problem import Problem
 from solvers.schedule import Schedule, Step, computes, with_frees
 from solvers.solution import Solution, solution
 
 from .atomic import write_text
 from .fingerprint import OpLine, fingerprint, op_lines, tensor_lines
-from .strictjson import canonical, read_json
+from .strictjson import MAX_BYTES, canonical, read_json
 
 FORMAT = "checkpoint-planner plan"
 VERSION = 1
+MAX_RUNS = 20_000  # of recomputes, or eight for each op where that is more
 OP_KEYS = ("op", "aten", "result", "bytes", "decision", "id")
 FIELDS: dict[str, dict[str, Any]] = {
     "model": {"class": str, "device": str, "torch": str, "fingerprint": str, "problem": str},
@@ -64,34 +65,36 @@ class PlanFile:
         return self.data[key]
 
     def error(self, field: str, message: str) -> PlanFileError:
-        return PlanFileError(f"{self.path}: {message}", path=self.path, field=field)
+        return PlanFileError(f"{brief(self.path)}: {brief(message, 1000)}", path=self.path, field=field)
 
 
 # Saving -------------------------------------------------------------------------------------------------------------
 
 
-def save(plan: Plan, path: str | os.PathLike[str]) -> Path:
+def save(plan: Decided, path: str | os.PathLike[str]) -> Path:
     """Write `plan` to `path`; equal plans give equal bytes.
 
     Raises:
-        PlannerError: the file cannot be written.
+        PlannerError: the file cannot be written, or would be larger than what is read again.
     """
     data = to_data(plan)
     data["checksum"] = _checksum(data)
-    return write_text(path, render(data))
+    text = render(data)
+    if len(text) > MAX_BYTES:  # ASCII
+        raise PlannerError(f"the plan takes {len(text):,} bytes; plan files are read up to {MAX_BYTES:,} bytes.")
+    return write_text(path, text)
 
 
-def to_data(plan: Plan) -> dict[str, Any]:
+def to_data(plan: Decided) -> dict[str, Any]:
     """The content of the plan file, but for its checksum."""
-    prepared, found = plan.planned.prepared, plan.planned.solution
-    state = plan.module._plan_state
+    prepared, options = plan.prepared, plan.prepared.options
     lines = op_lines(prepared)
     return {
         "format": FORMAT,
         "version": VERSION,
         "checksum": "",
         "model": {
-            "class": type(state.model).__name__,
+            "class": prepared.model_name,
             "device": prepared.device.type,
             "torch": torch.__version__.split("+")[0],
             "fingerprint": fingerprint(prepared.traced),
@@ -99,15 +102,15 @@ def to_data(plan: Plan) -> dict[str, Any]:
         },
         "options": {
             "budget_bytes": plan.budget_bytes,
-            "reserve_bytes": reserve_bytes(prepared),
+            "reserve_bytes": options.reserve_bytes,
             "cost": plan.cost_name,
-            "loss_fn": _function_name(state.loss_fn),
-            "on_new_shape": state.on_new_shape,
-            "keep_outputs": prepared.keep_outputs,
-            "hints": prepared.hints.to_dict(),
+            "loss_fn": _function_name(options.loss_fn),
+            "on_new_shape": options.on_new_shape,
+            "keep_outputs": options.keep_outputs,
+            "hints": options.hints.to_dict(),
             "differentiated": [leaf.path for leaf in prepared.traced.outputs if leaf.differentiated],
         },
-        "result": _result(plan, found),
+        "result": _result(plan, plan.solution),
         "schedule": encode_schedule(plan.problem, plan.schedule, lines),
         "tensors": list(tensor_lines(prepared.traced)),
         "ops": _op_rows(plan, lines),
@@ -117,13 +120,6 @@ def to_data(plan: Plan) -> dict[str, Any]:
 def problem_digest(problem: Problem) -> str:
     """sha256 over bytes, costs and workspaces: equal digests mean that every figure of the plan holds here too."""
     return hashlib.sha256(canonical(problem.to_dict())).hexdigest()
-
-
-def reserve_bytes(prepared: Prepared) -> int:
-    """What was set aside: static bytes beyond parameters, buffers and inputs."""
-    primals = prepared.traced.placeholders[: prepared.traced.num_primals]
-    own = sum(round_up(s.bytes, granule(prepared.device)) for p in primals for s in prepared.aliases.storages(p))
-    return prepared.lowered.problem.static_bytes - own
 
 
 def render(data: dict[str, Any]) -> str:
@@ -140,7 +136,7 @@ def _block(value: Any, indent: str = "    ") -> str:
     return json.dumps(value)
 
 
-def _result(plan: Plan, found: Solution) -> dict[str, Any]:
+def _result(plan: Decided, found: Solution) -> dict[str, Any]:
     return {
         "peak_bytes": plan.peak_bytes,
         "plain_peak_bytes": plan.baseline_peak_bytes,
@@ -155,27 +151,13 @@ def _result(plan: Plan, found: Solution) -> dict[str, Any]:
     }
 
 
-def _op_rows(plan: Plan, lines: tuple[OpLine, ...]) -> list[dict[str, Any]]:
-    problem, decisions = plan.problem, decide(plan.problem, plan.schedule, frozenset(plan.saved))
+def _op_rows(plan: Decided, lines: tuple[OpLine, ...]) -> list[dict[str, Any]]:
+    problem = plan.problem
     return [
         {"op": line.name, "aten": line.aten, "result": line.result,
          "bytes": sum(problem.tensors[t].bytes for t in op.outputs), "decision": decision, "id": line.id}
-        for op, line, decision in zip(problem.ops, lines, decisions, strict=True)
+        for op, line, decision in zip(problem.ops, lines, plan.decisions, strict=True)
     ]  # fmt: skip
-
-
-def decide(problem: Problem, schedule: Schedule, saved: frozenset[str]) -> list[str]:
-    """Per op what happens to it: saved, recomputed (how often), both, run once, or run in the backward."""
-    runs = [0] * len(problem.ops)
-    for i in computes(schedule):
-        runs[i] += 1
-    result = []
-    for i, op in enumerate(problem.ops):
-        words = ["saved"] if any(problem.tensors[t].name in saved for t in op.outputs) else []
-        words += [f"recomputed {runs[i] - 1}x"] if runs[i] > 1 else []
-        words += ["left out"] if runs[i] == 0 else []
-        result.append("backward" if i >= problem.num_forward else ", ".join(words) or "once")
-    return result
 
 
 def encode_schedule(problem: Problem, schedule: Schedule, lines: tuple[OpLine, ...]) -> dict[str, Any]:
@@ -202,16 +184,20 @@ def decode_schedule(problem: Problem, names: list[str], data: dict[str, Any]) ->
     """Inverse of `encode_schedule`.
 
     Raises:
-        KeyError: a name is unknown; ScheduleError: an op reads what no earlier op wrote.
+        KeyError: a name is unknown; ScheduleError: an op reads what no earlier op wrote, or a group is listed twice.
     """
     index = {name: i for i, name in enumerate(names)}
     if data["frees"] == "listed":
         tensors = {t.name: i for i, t in enumerate(problem.tensors)}
         parts = [step.split(" ", 1) for step in data["steps"]]
-        return tuple(
-            Step("compute", index[name]) if kind == "compute" else Step("free", tensors[name]) for kind, name in parts
-        )
-    runs = {index[group["before"]]: [index[name] for name in group["run"]] for group in data["recompute"]}
+        places = {"compute": index, "free": tensors}
+        return tuple(Step(kind, places[kind][name]) for kind, name in parts)
+    runs: dict[int, list[int]] = {}
+    for group in data["recompute"]:
+        before = index[group["before"]]
+        if before in runs or problem.ops[before].optional:
+            raise ScheduleError(f"it lists twice what runs before {group['before']!r}, or runs nothing before that")
+        runs[before] = [index[name] for name in group["run"]]
     return with_frees(problem, [j for i in problem.required() for j in (*runs.get(i, ()), i)])
 
 
@@ -222,7 +208,7 @@ def _checksum(data: dict[str, Any]) -> str:
 def _function_name(function: Any) -> str | None:
     if function is None:
         return None
-    return getattr(function, "__qualname__", type(function).__qualname__)
+    return printable(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 # Loading ------------------------------------------------------------------------------------------------------------
@@ -234,12 +220,13 @@ def read(path: str | os.PathLike[str]) -> PlanFile:
     Raises:
         PlanFileError: the file is damaged, of another version, or no plan file; says what is wrong first.
     """
-    file = PlanFile(os.fspath(path), read_json(Path(path)))
+    data = read_json(path)
+    file = PlanFile(os.fsdecode(path), data)
     if not isinstance(file.data, dict) or file.data.get("format") != FORMAT:
-        raise file.error("format", f"no plan file: its first key must be \"format\": {FORMAT!r}")
+        raise file.error("format", f"not a plan file: its first key must be \"format\": {FORMAT!r}")
     version = file.data.get("version")
     if type(version) is not int or version != VERSION:
-        raise file.error("version", f"its version is {version!r}, this library reads version {VERSION}")
+        raise file.error("version", f"its version is {_brief(version)}, this library reads version {VERSION}")
     if file.data.get("checksum") != _checksum(file.data):
         raise file.error("checksum", "damaged or edited: its content does not have the checksum that it states")
     _check_types(file)
@@ -254,8 +241,10 @@ def load(
     loss_fn: Callable[..., Any] | None = None,
     cost: str | Callable[..., float] | None = None,
     progress: bool | None = None,
-) -> Plan:
+) -> tuple[Decided, dict[str, Any]]:
     """Apply a saved plan to `model`: capture it, compare, re-prove and rewrite; nothing is solved.
+
+    Returns the decided step, and the arguments by name that it was captured with.
 
     Args:
         sample, loss_fn: as they were when the plan was made.
@@ -268,13 +257,13 @@ def load(
     file = read(path)
     _check_loss(file, loss_fn)
     options = _options(file, loss_fn, cost, progress)
-    bound = api._bind(model, sample, loss_fn)
-    refuse(model)
+    check_model(model)
+    arguments = bind_sample(model, sample, loss_fn)
     shown = Progress(progress)
-    prepared = prepare(model, bound, options, shown)
+    expected = tuple(file["options"]["differentiated"])
+    prepared = prepare(model, arguments, options, shown, differentiated=expected)
     _check_model(file, prepared)
-    planned = emit(prepared, _solution(file, prepared), shown)
-    return api.make_plan(model, bound, planned, options)
+    return emit(prepared, _solution(file, prepared), file["options"]["budget_bytes"], shown), arguments
 
 
 def _check_types(file: PlanFile) -> None:
@@ -302,6 +291,19 @@ def _check_types(file: PlanFile) -> None:
         _check_strings(file, f"schedule.recompute[{i}].run", group["run"])
     if file["schedule"]["frees"] not in ("earliest", "listed"):
         raise file.error("schedule.frees", "'schedule.frees' must be 'earliest' or 'listed'")
+    if file["options"]["on_new_shape"] not in ON_NEW_SHAPE:
+        raise file.error("options.on_new_shape", f"'options.on_new_shape' must be one of {', '.join(ON_NEW_SHAPE)}")
+    _check_runs(file)
+
+
+def _check_runs(file: PlanFile) -> None:
+    """Bound what loading does: a schedule is rewritten and proved run by run."""
+    schedule, count = file["schedule"], len(file["ops"])
+    again = sum(len(group["run"]) for group in schedule["recompute"])
+    again += max(0, sum(step.startswith("compute ") for step in schedule["steps"]) - count)
+    limit = min(max(MAX_RUNS, 8 * count), count * count)
+    if again > limit:
+        raise file.error("schedule", f"its schedule runs {again:,} ops again; the limit for {count:,} ops is {limit:,}")
 
 
 def _check_strings(file: PlanFile, name: str, values: list[Any]) -> None:
@@ -331,15 +333,17 @@ def _options(file: PlanFile, loss_fn: Any, cost: Any, progress: bool | None) -> 
     saved = file["options"]
     recorded = saved["cost"] if is_cost(saved["cost"]) else "roofline"
     return Options(
-        saved["budget_bytes"], saved["reserve_bytes"], "auto", cost if cost is not None else recorded, loss_fn,
-        30.0, 0.01, progress, saved["on_new_shape"], tuple(saved["differentiated"]), saved["keep_outputs"],
-        make_hints(**saved["hints"]),
+        cost=cost if cost is not None else recorded, loss_fn=loss_fn, reserve_bytes=saved["reserve_bytes"],
+        progress=progress, on_new_shape=saved["on_new_shape"], keep_outputs=saved["keep_outputs"],
+        hints=make_hints(**saved["hints"]),
     )  # fmt: skip
 
 
 def _check_model(file: PlanFile, prepared: Prepared) -> None:
     """Say what differs first between the file's step and the captured one."""
-    if fingerprint(prepared.traced) == file["model"]["fingerprint"]:
+    rows = [tuple(op[k] for k in ("op", "aten", "result", "id")) for op in file["ops"]]
+    lines = [(line.name, line.aten, line.result, line.id) for line in op_lines(prepared)]
+    if fingerprint(prepared.traced) == file["model"]["fingerprint"] and rows == lines:
         return
     model = file["model"]
     made = f"(the plan was made for {model['class']} with torch {model['torch']}; this is {torch.__version__})"
@@ -348,8 +352,6 @@ def _check_model(file: PlanFile, prepared: Prepared) -> None:
     for i, (old, new) in enumerate(_pairs(file["tensors"], tensor_lines(prepared.traced))):
         if old != new:
             raise file.error("tensors", f"another model or sample: tensor {i} is {new}, the plan has {old} {made}")
-    rows = [tuple(op[k] for k in ("op", "aten", "result", "id")) for op in file["ops"]]
-    lines = [(line.name, line.aten, line.result, line.id) for line in op_lines(prepared)]
     for i, (before, after) in enumerate(_pairs(rows, lines)):
         if before != after:
             raise file.error("ops", f"another model: op {i} is {_op(after)}, the plan has {_op(before)} {made}")
@@ -369,16 +371,16 @@ def _solution(file: PlanFile, prepared: Prepared) -> Solution:
     problem, saved = prepared.lowered.problem, file["result"]
     schedule = _schedule(file, prepared)
     same = problem_digest(problem) == file["model"]["problem"]
-    notes = tuple(saved["notes"])
-    if not same:
-        notes += ("bytes or costs of ops differ from the machine the plan was made on; its bound was dropped",)
+    if same:
+        note = _stated_bound(saved)
+    else:
+        note = "bytes or costs of ops differ from the machine the plan was made on; its bound was dropped"
     try:
-        found = solution(
-            problem, schedule, saved["solver"], bound=saved["bound"] if same else None,
-            family=saved["bound_family"] if same else "", notes=notes,
-        )  # fmt: skip
+        found = solution(problem, schedule, saved["solver"])
     except ScheduleError as error:
-        raise file.error("schedule", f"its schedule is not valid: {error}") from error
+        raise file.error("schedule", f"its schedule is not valid: {brief(error)}") from error
+    notes = [*saved["notes"], *([note] if note and found.added_cost else [])]
+    found = replace(found, notes=tuple(dict.fromkeys(notes)))
     budget = file["options"]["budget_bytes"]
     if budget is not None and found.peak_bytes > budget:
         sizes = f"{found.peak_bytes / MIB:,.1f} MiB here, over its budget of {budget / MIB:,.1f} MiB"
@@ -389,14 +391,23 @@ def _solution(file: PlanFile, prepared: Prepared) -> Solution:
     return found
 
 
+def _stated_bound(result: dict[str, Any]) -> str:
+    """What the file says of its bound, which is not proved again here."""
+    if result["bound"] is None:
+        return ""
+    share = min(result["bound"], result["added_cost"]) / (result["step_cost"] or 1)
+    family = f" ({result['bound_family']})" if result["bound_family"] else ""
+    return f"by the plan file, {result['status']}: a bound of {share:.2%}{family}; loading proves none"
+
+
 def _schedule(file: PlanFile, prepared: Prepared) -> Schedule:
     names = [op["op"] for op in file["ops"]]
     try:
         return decode_schedule(prepared.lowered.problem, names, file["schedule"])
     except (KeyError, TypeError, ValueError) as error:
-        raise file.error("schedule", f"its schedule names what is not in the step: {error}") from error
+        raise file.error("schedule", f"its schedule names what is not in the step: {brief(error)}") from error
     except ScheduleError as error:
-        raise file.error("schedule", f"its schedule is not valid: {error}") from error
+        raise file.error("schedule", f"its schedule is not valid: {brief(error)}") from error
 
 
 def _brief(value: Any) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from passes.printable import printable
+from planner.show.words import Verdict
 from planner.units import show_bytes
 
 from .planfile import PlanFile
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from planner.show.console import Group
 
 Row = tuple[str, str, str]
 SHOWN = 60
@@ -30,20 +32,17 @@ def summary(file: PlanFile) -> dict[str, Any]:
 
 def show_file(file: PlanFile) -> Group:
     """The file for a terminal: the verdict, then modules with what they save and recompute."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
+    from planner.show.console import Group, Table, Text
 
     saved, result = summary(file), file["result"]
     model, options = file["model"], file["options"]
-    bound = "no bound proved" if result["bound"] is None else f"proved bound {_bound(file):.2%}"
+    found = Verdict(
+        options["budget_bytes"], result["peak_bytes"], result["plain_peak_bytes"], _overhead(file), _bound(file),
+        result["status"], result["solver"], options["cost"], len(saved["saved"]), len(saved["recomputed"]),
+    )  # fmt: skip
     lines = [
-        f"{model['class']} on {model['device']}, planned with torch {model['torch']}",
-        f"budget {_mib(options['budget_bytes'])}, peak {_mib(result['peak_bytes'])}, "
-        f"plain {_mib(result['plain_peak_bytes'])}",
-        f"recompute {_overhead(file):.2%} of the step's cost ({options['cost']}), {bound}; {result['status']}, "
-        f"solver {result['solver']}",
-        f"{len(saved['saved'])} tensors saved, {len(saved['recomputed'])} ops recomputed; nothing was run or solved",
+        f"{model['class']} on {model['device']}, planned with torch {model['torch']}; nothing was run or solved",
+        found.sentence, found.details,
         *(f"note: {note}" for note in result["notes"]),
     ]
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -51,8 +50,8 @@ def show_file(file: PlanFile) -> Group:
     for name in ("ops saved", "ops recomputed"):
         table.add_column(name, justify="right")
     for module, (kept, again) in _by_module(file).items():
-        table.add_row(module, str(kept or ""), str(again or ""))
-    return Group(*(Text(line) for line in lines), Text(""), table)
+        table.add_row(Text(printable(module)), str(kept or ""), str(again or ""))
+    return Group(*(Text(printable(line)) for line in lines), Text(""), table)
 
 
 def differences(first: PlanFile, second: PlanFile) -> list[Row]:

@@ -1,31 +1,41 @@
-"""JSON read strictly: bounded in size and depth, no duplicate keys, no floats, nothing but what JSON allows."""
+"""JSON read strictly: bounded in size, depth, text and numbers, no duplicate keys, nothing but what JSON allows."""
 
 from __future__ import annotations
 
 import json
-import re
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
+from passes.printable import brief
 from planner.errors import PlanFileError
 
-MAX_BYTES = 64 << 20
+from .atomic import as_path
+
+MAX_BYTES = 16 << 20
 MAX_DEPTH = 16
-_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
+MAX_CHARACTERS = 100_000
+MAX_INTEGER = 2**63 - 1
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: str | os.PathLike[str]) -> Any:
     """Parse the file at `path`.
 
     Raises:
-        PlanFileError: it cannot be read, is no UTF-8, too large, too deep, cut off, or no strict JSON.
+        PlanFileError: it cannot be read, is not UTF-8, is too large or too deep, is cut off, or is not strict JSON.
     """
-    text = _text(path)
-    _check_depth(text, path)
+    place = as_path(path, PlanFileError)
+    text = _text(place)
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise PlanFileError(f"{path}: no valid plan file: {error}", path=str(path), field="json") from error
+        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_refuse)
+    except RecursionError as error:
+        raise _error(place, "depth", f"nested deeper than {MAX_DEPTH} levels") from error
+    except ValueError as error:
+        raise _error(place, "json", f"not a valid plan file: {brief(error)}") from error
+    if fault := _fault(data, 1):
+        raise _error(place, *fault)
+    return data
 
 
 def canonical(data: Any) -> bytes:
@@ -35,36 +45,58 @@ def canonical(data: Any) -> bytes:
 
 def _text(path: Path) -> str:
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise _error(path, "path", "not a file")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise PlanFileError(f"{path}: {error.strerror or error}", path=str(path), field="path") from error
+        raise _error(path, "path", error.strerror or str(error)) from error
     if len(raw) > MAX_BYTES:
-        raise PlanFileError(f"{path}: larger than {MAX_BYTES >> 20} MiB, no plan is", path=str(path), field="size")
+        raise _error(path, "size", f"larger than {MAX_BYTES >> 20} MiB, which no plan is")
     if not raw.endswith(b"\n"):
-        raise PlanFileError(f"{path}: cut off after {len(raw)} bytes", path=str(path), field="size")
+        raise _error(path, "size", f"cut off after {len(raw)} bytes")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise PlanFileError(f"{path}: byte {error.start} is no UTF-8 text", path=str(path), field="json") from error
+        raise _error(path, "json", f"byte {error.start} is not UTF-8 text") from error
 
 
-def _check_depth(text: str, path: Path) -> None:
-    depth = 0
-    for match in _TOKENS.finditer(text):
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match[0], 0)
+def _fault(value: Any, depth: int) -> tuple[str, str] | None:
+    """What is beyond a limit in a parsed value: the field of the error, and the message."""
+    if isinstance(value, str):
+        if len(value) > MAX_CHARACTERS:
+            return "text", f"holds a text of {len(value):,} characters; the limit is {MAX_CHARACTERS:,}"
+        return None if value.isascii() or _is_unicode(value) else ("text", f"{brief(value)!r} is not Unicode text")
+    if isinstance(value, int):
+        return None if abs(value) <= MAX_INTEGER else ("number", f"holds a number beyond {MAX_INTEGER:,}")
+    if isinstance(value, (dict, list)):
         if depth > MAX_DEPTH:
-            raise PlanFileError(f"{path}: nested deeper than {MAX_DEPTH} levels", path=str(path), field="depth")
+            return "depth", f"nested deeper than {MAX_DEPTH} levels"
+        inside = (*value, *value.values()) if isinstance(value, dict) else value
+        return next((fault for item in inside if (fault := _fault(item, depth + 1))), None)
+    return None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _error(path: Path, field: str, message: str) -> PlanFileError:
+    return PlanFileError(f"{brief(path)}: {message}", path=str(path), field=field)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise ValueError(f"the key {key!r} appears twice in one object")
+            raise ValueError(f"the key {brief(key)!r} appears twice in one object")
         result[key] = value
     return result
 
 
 def _refuse(literal: str) -> Any:
-    raise ValueError(f"the number {literal} has no place in a plan file: all of its numbers are integers")
+    raise ValueError(f"the number {brief(literal)} has no place in a plan file: all of its numbers are integers")

@@ -17,21 +17,25 @@ from safetensors.torch import save_file
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from passes.printable import brief
 from passes.run import exported as export_runtime
-from passes.run import kernels, random, tensors
+from passes.run import gradients, kernels, random, tensors
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import OutputLeaf, Traced
 from passes.trace.structure import Constant, Opaque, Slot, Template, Tree
-from planner.files.atomic import new_folder
+from planner.decided import Decided
+from planner.dropin.module import PlannedModule
+from planner.files.atomic import as_path, new_folder
 from planner.files.fingerprint import describe_value
-from planner.plan import Plan
+from planner.show.words import verdict
 from solvers.errors import MIB, PlannerError
 
-from .source import Half, identifier, write_guard, write_half
+from .source import Half, docstring, identifier, write_guard, write_half
 
 # Files of a folder that are ours, word for word.
-COPIED = {"runtime.py": export_runtime, "random.py": random, "kernels.py": kernels, "tensors.py": tensors}
-INIT = '''"""{doc}"""
+COPIED = {"runtime.py": export_runtime, "random.py": random, "kernels.py": kernels, "tensors.py": tensors,
+          "gradients.py": gradients}
+INIT = '''{doc}
 
 from pathlib import Path
 
@@ -50,29 +54,29 @@ def load(device: str | None = None) -> ExportedModule:
 '''
 
 
-def export(plan: Plan, path: str | os.PathLike[str]) -> Path:
+def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -> Path:
     """Write `plan` as an importable folder; it appears complete or not at all.
 
     Raises:
         PlannerError: the folder exists and is not empty, an op is not torch's own, the weights have no data, or an
             input cannot be described without the model's library.
     """
-    spec, tensors, constants = _spec(plan)
+    spec, tensors, constants = _spec(plan, module)
     forward, backward = _halves(plan)
     with new_folder(path) as folder:
-        _write(folder / "__init__.py", INIT.format(doc=_summary(plan)))
+        _write(folder / "__init__.py", INIT.format(doc=docstring(_summary(plan))))
         _write(folder / "forward.py", write_half(forward))
         _write(folder / "backward.py", write_half(backward))
-        _write(folder / "guard.py", write_guard(plan.planned.prepared.traced.guard))
-        for name, module in COPIED.items():
-            _write(folder / name, Path(str(module.__file__)).read_text(encoding="utf-8"))
+        _write(folder / "guard.py", write_guard(plan.prepared.traced.guard))
+        for name, copied in COPIED.items():
+            _write(folder / name, Path(str(copied.__file__)).read_text(encoding="utf-8"))
         _write(folder / "spec.json", json.dumps(spec, indent=1) + "\n")
         _save(tensors, folder / "weights.safetensors")
         if constants:
             _save(constants, folder / "constants.safetensors")
         for file in folder.glob("*.safetensors"):
             file.chmod((folder / "spec.json").stat().st_mode)
-    return Path(path)
+    return as_path(path)
 
 
 def _write(path: Path, text: str) -> None:
@@ -86,11 +90,9 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
         raise OSError(f"{path.name}: {error}") from error
 
 
-def _summary(plan: Plan) -> str:
-    name = type(plan.module._plan_model).__name__
+def _summary(plan: Decided) -> str:
     return (
-        f"The planned training step of {name}: peak {plan.peak_bytes / MIB:,.1f} MiB (plain "
-        f"{plan.baseline_peak_bytes / MIB:,.1f} MiB), recompute {plan.overhead:.1%} of the step's cost.\n\n"
+        f"The planned training step of {plan.prepared.model_name}.\n\n{verdict(plan).sentence}.\n\n"
         "`load()` returns a drop-in module: same call, same parameter names and state_dict keys. It trains; it does\n"
         "not evaluate. Needs torch and safetensors."
     )
@@ -99,8 +101,8 @@ def _summary(plan: Plan) -> str:
 # Source ---------------------------------------------------------------------------------------------------------------
 
 
-def _halves(plan: Plan) -> tuple[Half, Half]:
-    traced, rewritten = plan.planned.prepared.traced, plan.planned.rewritten
+def _halves(plan: Decided) -> tuple[Half, Half]:
+    traced, rewritten = plan.prepared.traced, plan.rewritten
     taken = {n.name for half in (rewritten.forward, rewritten.backward) for n in half.graph.nodes}
     labels = {p.name: (identifier(name, taken), text) for p, name, text in _primals(traced)}
     size = {t.name: t.bytes for t in plan.problem.tensors}
@@ -146,8 +148,11 @@ def _saved_remark(node: fx.Node) -> str:
 # What the runtime has to know -----------------------------------------------------------------------------------------
 
 
-def _spec(plan: Plan) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    traced, step, state = plan.planned.prepared.traced, plan.planned.step, plan.module._plan_state
+Tensors = dict[str, torch.Tensor]
+
+
+def _spec(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tensors, Tensors]:
+    traced, step, state = plan.prepared.traced, plan.step, module._plan_state
     model = state.model
     tensors = _data(dict(zip((e.name for e in traced.state), state_tensors(model, traced.state), strict=True)))
     used = [n for half in (step.forward, step.backward) for n in half.graph.nodes if n.op == "get_attr"]
@@ -155,7 +160,7 @@ def _spec(plan: Plan) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str
     spec = {
         "class": type(model).__name__,
         "torch": torch.__version__,
-        "device": plan.planned.prepared.device.type,
+        "device": plan.prepared.device.type,
         "signature": [[p.name, p.kind.name, p.default is not p.empty] for p in state.signature.parameters.values()],
         "inputs": _template(traced.input_template, "the sample"),
         "input_tensors": [_tensor(name, n, "input") for _, name, n in _input_nodes(traced)],
@@ -172,7 +177,7 @@ def _spec(plan: Plan) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str
         "hold_outputs": step.hold_outputs,
         "answers": [] if traced.guard is None else list(traced.guard.answers),
         "tangent_strides": [list(s) for s in step.tangent_strides],
-        "autocast": [[kind, str(dtype)] for kind, dtype in next(iter(state.cache)).autocast],
+        "autocast": [[kind, str(dtype)] for kind, dtype in state.first.key.autocast],
     }
     return spec, {n: t.contiguous() for n, t in tensors.items()}, {n: t.contiguous() for n, t in constants.items()}
 
@@ -183,8 +188,10 @@ def _leaf(leaf: OutputLeaf) -> dict[str, Any]:
 
 def _data(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, tensor in tensors.items():
+        if name == "__metadata__" or any("\ud800" <= c <= "\udfff" for c in name):
+            raise PlannerError(f"a safetensors file cannot hold a tensor called {brief(name)!r}: give it another name.")
         if tensor.device.type == "meta" or type(tensor) not in (torch.Tensor, nn.Parameter):
-            raise PlannerError(f"{name} has no data to export: materialize the model first (load its weights).")
+            raise PlannerError(f"{brief(name)} has no data to export: materialize the model first (load its weights).")
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 

@@ -16,7 +16,9 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from passes.fuse.records import FUSED
-from passes.run import random
+from passes.printable import printable
+from passes.run import gradients, random
+from passes.trace import routes
 from passes.trace.modules import module_path
 from passes.trace.value_guards import Guard, Ref
 from planner.files.fingerprint import describe_value
@@ -41,7 +43,12 @@ HELPERS: dict[Any, Callable[..., Any]] = {
     random.get_rng_state: random.get_rng_state,
     random.run_with_rng_state: random.run_with_rng_state,
     **{op: fused.kernel for fused in FUSED for op in fused.overloads},
+    routes.GRADIENT_OF: gradients.gradient_of,
 }
+# Names that the source itself uses.
+RESERVED = frozenset(
+    {"torch", "aten", "values", "constants", "float", "slice", *(f.__name__ for f in HELPERS.values())}
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ def write_half(half: Half) -> str:
     lines = sorted(f"from .{f.__module__.rpartition('.')[2]} import {f.__name__}\n" for f in called)
     imports = f"\n{''.join(lines)}" if lines else ""
     return (
-        f'"""{half.doc}"""\n\nimport torch\n{imports}\naten = torch.ops.aten\n\n\n'
+        f'{docstring(half.doc)}\n\nimport torch\n{imports}\naten = torch.ops.aten\n\n\n'
         f"def {half.name}(values, constants):\n{body}\n"
     )
 
@@ -111,10 +118,19 @@ def _inputs_read(guard: Guard | None) -> set[int]:
     return {leaf.index for leaf in leaves if isinstance(leaf, Ref)} - made
 
 
+def docstring(text: str) -> str:
+    """`text` as a docstring that reads like it and holds nothing else, whatever names are in it."""
+    lines = [printable(line).replace("\\", "\\\\").replace('"', '\\"') for line in text.split("\n")]
+    return '"""{}"""'.format("\n".join(lines))
+
+
 def identifier(text: str, taken: set[str]) -> str:
-    """A Python name that reads like `text` and is not in `taken`; it is added."""
-    base = re.sub(r"\W+", "_", text).strip("_") or "value"
-    if base[0].isdigit() or keyword.iskeyword(base) or base in ("torch", "aten", "values", "constants"):
+    """A Python name that reads like `text` and is not in `taken`; it is added.
+
+    ASCII alone: Python takes some names of other letters for the same.
+    """
+    base = re.sub(r"[^0-9A-Za-z_]+", "_", text).strip("_")[:80] or "value"
+    if base[0].isdigit() or keyword.iskeyword(base) or base in RESERVED:
         base = f"_{base}"
     name, count = base, 1
     while name in taken:
@@ -131,7 +147,8 @@ def _body(half: Half) -> Iterator[str]:
     if placeholders:
         yield "    ("
         for node in placeholders:
-            yield f"        {names[node]},  # {half.remarks.get(node, describe_value(node.meta.get('val')))}"
+            remark = half.remarks.get(node, describe_value(node.meta.get("val")))
+            yield f"        {names[node]},  # {printable(remark)}"
         yield "    ) = values"
     yield "    values.clear()"
     place: tuple[str, bool] | None = None
@@ -158,7 +175,7 @@ def _statement(node: fx.Node, names: Mapping[fx.Node, str], dead: tuple[fx.Node,
 
 def _expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     if node.op == "get_attr":
-        return f"constants[{str(node.target)!r}]"
+        return f"constants[{str(node.target)!a}]"
     if node.target is operator.getitem:
         return f"{literal(node.args[0], names)}[{literal(node.args[1], names)}]"
     arguments = [literal(a, names) for a in node.args]
@@ -179,8 +196,7 @@ def _variable(name: str) -> str:
     """A node's name, out of the way of the helpers'."""
     if name.startswith("get_rng_state"):
         return name.removeprefix("get_")
-    helpers = (f.__name__ for f in HELPERS.values())
-    return f"{name}_" if name in (*helpers, "torch", "aten", "values", "constants") else name
+    return f"{name}_" if name in RESERVED else name
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
@@ -217,10 +233,13 @@ def literal(value: Any, names: Mapping[fx.Node, str]) -> str:
         return names[value]
     if isinstance(value, OpOverload):
         return function_name(value)
-    if value is None or isinstance(value, (bool, int, str)):
+    if value is None or isinstance(value, bool):
         return repr(value)
+    if isinstance(value, (int, str)):  # whose subclasses may be shown otherwise (enums)
+        return int.__repr__(value) if isinstance(value, int) else ascii(str.__str__(value))
     if isinstance(value, float):
-        return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
+        text = float.__repr__(value)
+        return text if math.isfinite(value) else f"float({text!r})"
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return str(value)
     if isinstance(value, Ref):

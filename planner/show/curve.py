@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
+from planner.decided import Decided
+from planner.timeline import CATEGORIES, Timeline
 from solvers.schedule import Schedule, computes, plain_order, with_frees
-
-from .timeline import CATEGORIES, Timeline
-
-if TYPE_CHECKING:
-    from planner.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -36,17 +32,17 @@ class Curve:
         return self.starts[self.timeline.backward_from]
 
 
-def planned_curve(plan: Plan) -> Curve:
+def planned_curve(plan: Decided) -> Curve:
     """The curve of the planned step."""
     return Curve(_starts(plan, plan.schedule), plan.timeline)
 
 
-def plain_curve(plan: Plan) -> Curve:
+def plain_curve(plan: Decided) -> Curve:
     """The curve of the step without recompute, on the same axis."""
     return Curve(_starts(plan, with_frees(plan.problem, plain_order(plan.problem))), plan.baseline_timeline)
 
 
-def _starts(plan: Plan, schedule: Schedule) -> tuple[float, ...]:
+def _starts(plan: Decided, schedule: Schedule) -> tuple[float, ...]:
     costs = [plan.problem.ops[i].cost for i in computes(schedule)]
     whole = plan.problem.step_cost or max(1, sum(costs))
     return tuple(c / whole for c in accumulate(costs, initial=0))

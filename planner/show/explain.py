@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from passes.ops import must_run_once
+from planner.decided import Decided
 from planner.units import show_bytes
-from solvers.errors import PlannerError
 from solvers.schedule import computes, with_frees
 from solvers.simulate import simulate
 
-from .plots import place, within
-from .tables import OpRow, live_at_peak, module_rows, op_rows
-
-if TYPE_CHECKING:
-    from planner.plan import Plan
+from .tables import OpRow, live_at_peak, op_rows, place, unknown_module, within
 
 SHOWN = 40
 
 
-def explain(plan: Plan, name: str = "") -> str:
+def explain(plan: Decided, name: str = "") -> str:
     """The decisions for a module path (`transformer.h.3.mlp`), an op's name (`addmm_3`), or the whole model ("").
 
     Raises:
@@ -37,14 +31,7 @@ def explain(plan: Plan, name: str = "") -> str:
     return "\n".join([*lines, "", *at_peak(plan)])
 
 
-def unknown_module(plan: Plan, name: str) -> PlannerError:
-    """Nothing is called `name`: say what is."""
-    known = [r.module for r in module_rows(op_rows(plan)) if r.module and (r.saved_bytes or r.dropped_bytes)]
-    near = [k for k in known if name.split(".")[-1] in k] or known
-    return PlannerError(f"no op of the step belongs to {name!r}; modules that save or recompute: {', '.join(near[:6])}")
-
-
-def at_peak(plan: Plan, count: int = 6) -> list[str]:
+def at_peak(plan: Decided, count: int = 6) -> list[str]:
     """What binds at the peak, one line each."""
     step, label, size = plan.timeline.peak
     phase = "backward" if step >= plan.timeline.backward_from else "forward"
@@ -62,7 +49,7 @@ def at_peak(plan: Plan, count: int = 6) -> list[str]:
     return lines
 
 
-def _summary(plan: Plan, name: str, rows: list[OpRow]) -> str:
+def _summary(plan: Decided, name: str, rows: list[OpRow]) -> str:
     saved, dropped = sum(r.saved_bytes for r in rows), sum(r.dropped_bytes for r in rows)
     again = sum(r.again_cost for r in rows) / (plan.problem.step_cost or 1)
     return (
@@ -71,7 +58,7 @@ def _summary(plan: Plan, name: str, rows: list[OpRow]) -> str:
     )
 
 
-def _sentence(plan: Plan, i: int, row: OpRow) -> str:
+def _sentence(plan: Decided, i: int, row: OpRow) -> str:
     if row.runs > 1:
         return f"{_named(row)}: {_why_recomputed(plan, i, row)}"
     if row.saved_bytes:
@@ -84,7 +71,7 @@ def _named(row: OpRow) -> str:
     return f"{prefix}{row.name} ({row.aten}, {row.result})"
 
 
-def _why_recomputed(plan: Plan, i: int, row: OpRow) -> str:
+def _why_recomputed(plan: Decided, i: int, row: OpRow) -> str:
     before = _next_first_run(plan, i)
     share = row.again_cost / (plan.problem.step_cost or 1)
     text = f"recomputed before {before}, which costs {share:.2%} of the step. "
@@ -97,7 +84,7 @@ def _why_recomputed(plan: Plan, i: int, row: OpRow) -> str:
     return text + f"Kept instead, the step would peak at {show_bytes(kept)}, {room}."
 
 
-def peak_if_kept(plan: Plan, i: int) -> int:
+def peak_if_kept(plan: Decided, i: int) -> int:
     """Peak in bytes of the same schedule with every run of op `i` but the first left out."""
     order, seen = [], False
     for j in computes(plan.schedule):
@@ -107,14 +94,14 @@ def peak_if_kept(plan: Plan, i: int) -> int:
     return simulate(plan.problem, with_frees(plan.problem, order)).peak_bytes
 
 
-def _hint(plan: Plan, i: int) -> str:
+def _hint(plan: Decided, i: int) -> str:
     """The hint that names op `i`, as the user wrote it; "" for none."""
-    prepared = plan.planned.prepared
+    prepared = plan.prepared
     node = prepared.lowered.nodes[i]
     return str(prepared.hinted[node]) if node is not None and node in prepared.hinted else ""
 
 
-def _next_first_run(plan: Plan, i: int) -> str:
+def _next_first_run(plan: Decided, i: int) -> str:
     """The op of the step that follows the first recompute of op `i`."""
     seen: set[int] = set()
     waiting = False
@@ -126,12 +113,12 @@ def _next_first_run(plan: Plan, i: int) -> str:
     return "the end"
 
 
-def _why_saved(plan: Plan, i: int, row: OpRow) -> str:
-    problem, lowered = plan.problem, plan.planned.prepared.lowered
+def _why_saved(plan: Decided, i: int, row: OpRow) -> str:
+    problem, lowered = plan.problem, plan.prepared.lowered
     readers = [j for t in problem.ops[i].outputs for j in problem.readers[t] if j >= problem.num_forward]
     reader = f", read by {place(plan, problem.ops[readers[0]].name)}" if readers else ", read by recomputes"
     node = lowered.nodes[i]
-    reason = None if node is None else must_run_once(node, plan.planned.prepared.device.type)
+    reason = None if node is None else must_run_once(node, plan.prepared.device.type)
     if not problem.ops[i].recomputable:
         hint = _hint(plan, i)
         because = reason or (f"the hint {hint}" if hint else "it reads what the forward changes")

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
+from planner.decided import Decided
+from planner.timeline import CATEGORIES
 from planner.units import show_bytes
 from solvers.errors import MIB
 
 from .curve import plain_curve, planned_curve, thin
 from .explain import at_peak
-from .plots import BUDGET, COLORS, PLAIN, place
-from .tables import ModuleRow, OpRow, module_rows, op_rows
-from .timeline import CATEGORIES
-
-if TYPE_CHECKING:
-    from planner.plan import Plan
+from .plots import BUDGET, COLORS, PLAIN
+from .tables import ModuleRow, OpRow, module_rows, op_rows, place
+from .words import verdict
 
 WIDTH, HEIGHT = 760, 300
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 18, 34
@@ -39,28 +37,20 @@ text-align:right}.cp .cp-h{color:var(--soft)}.cp .cp-r::after,.cp summary::after
 """.replace("PLAIN_COLOR", PLAIN).replace("BUDGET_COLOR", BUDGET)
 
 
-def repr_html(plan: Plan) -> str:
+def repr_html(plan: Decided) -> str:
     """What a notebook shows: self-contained, a few dozen KiB."""
     return f'<div class="cp"><style>{STYLE}</style>{body(plan)}</div>'
 
 
-def body(plan: Plan, chart: str | None = None) -> str:
+def body(plan: Decided, chart: str | None = None) -> str:
     """Verdict, chart, what binds at the peak, table; `chart` replaces the static curve."""
-    parts = [f'<p class="cp-v">{escape(verdict(plan))}</p>', *(f"<p>{escape(note)}</p>" for note in plan.notes)]
+    notes = (f"<p>{escape(note)}</p>" for note in plan.notes)
+    checked = f"<p>{escape(plan.checked.line)}</p>"
+    parts = [f'<p class="cp-v">{escape(verdict(plan).sentence)}</p>', *notes, checked]
     return "".join([*parts, chart or svg(plan), legend(plan), _peak(plan), table(plan)])
 
 
-def verdict(plan: Plan) -> str:
-    """Budget, peak, overhead and proved bound in one line."""
-    budget = "no budget" if plan.budget_bytes is None else f"budget {show_bytes(plan.budget_bytes)}"
-    bound = "no bound proved" if plan.bound is None else f"proved lower bound {plan.bound:.2%}"
-    if not plan.recomputed:
-        return f"{budget}: the plain step fits, its peak is {show_bytes(plan.peak_bytes)}; nothing is recomputed"
-    peaks = f"peak {show_bytes(plan.peak_bytes)} instead of {show_bytes(plan.baseline_peak_bytes)}"
-    return f"{budget}: {peaks}, recompute costs {plan.overhead:.2%} of the step ({bound}, {plan.status})"
-
-
-def legend(plan: Plan) -> str:
+def legend(plan: Decided) -> str:
     """The colours of the curve."""
     items = [(COLORS[c], c) for c in CATEGORIES] + [("var(--plain)", "plain step (outline)")]
     if plan.budget_bytes is not None:
@@ -69,7 +59,7 @@ def legend(plan: Plan) -> str:
     return f'<p class="cp-l">{spans}</p>'
 
 
-def _peak(plan: Plan) -> str:
+def _peak(plan: Decided) -> str:
     first, *rest = at_peak(plan)
     items = "".join(f"<li>{escape(line.removeprefix('- '))}</li>" for line in rest)
     return f"<details><summary>{escape(first)}</summary><ul>{items}</ul></details>"
@@ -79,7 +69,7 @@ def _peak(plan: Plan) -> str:
 # The curve ------------------------------------------------------------------------------------------------------------
 
 
-def svg(plan: Plan) -> str:
+def svg(plan: Decided) -> str:
     """The memory curve as inline SVG."""
     planned, plain = planned_curve(plan), plain_curve(plan)
     end = max(planned.end, plain.end) or 1.0
@@ -145,7 +135,7 @@ def _tick(span: float) -> float:
     return unit
 
 
-def _marks(plan: Plan, scale: _Scale, backward_at: float, starts: Sequence[float]) -> Iterator[str]:
+def _marks(plan: Decided, scale: _Scale, backward_at: float, starts: Sequence[float]) -> Iterator[str]:
     x = scale.x(backward_at)
     yield f'<line x1="{x}" x2="{x}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="var(--soft)" stroke-dasharray="1 3"/>'
     yield f'<text x="{x - 4}" y="{TOP - 6}" text-anchor="end">forward</text>'
@@ -156,7 +146,7 @@ def _marks(plan: Plan, scale: _Scale, backward_at: float, starts: Sequence[float
     yield from _peak_mark(plan, scale, starts)
 
 
-def _peak_mark(plan: Plan, scale: _Scale, starts: Sequence[float]) -> Iterator[str]:
+def _peak_mark(plan: Decided, scale: _Scale, starts: Sequence[float]) -> Iterator[str]:
     """Named in the room above all curves, so that the name hides none of them."""
     step, label, size = plan.timeline.peak
     x, y = scale.x((starts[step] + starts[step + 1]) / 2), scale.y(size)
@@ -177,7 +167,7 @@ def fitting(head: str, name: str, longest: int) -> str:
 # The table ------------------------------------------------------------------------------------------------------------
 
 
-def table(plan: Plan) -> str:
+def table(plan: Decided) -> str:
     """Bytes saved, bytes dropped and recompute cost by module; modules open to their parts and ops."""
     rows = [r for r in op_rows(plan) if not r.backward]
     modules = module_rows(tuple(rows))

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from planner.decided import Decided
+from planner.timeline import CATEGORIES
 from planner.units import show_bytes
 from solvers.errors import MIB
 
 from .curve import plain_curve, planned_curve, thin
-from .tables import OpRow, module_rows, op_rows
-from .timeline import CATEGORIES
+from .tables import OpRow, module_rows, op_rows, place, unknown_module, within
+from .words import verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from planner.frontier import Frontier
-    from planner.plan import Plan
 
 COLORS = {
     "parameters": "#8b929c", "gradients": "#9a7fd1", "saved": "#3f86e8", "recomputed": "#f09a36",
@@ -27,9 +27,9 @@ NEITHER = "#b9bfc7"
 COLUMNS = 1500
 
 
-def plot(plan: Plan, width: float = 9.0, height: float = 4.6) -> Figure:
+def plot(plan: Decided, width: float = 9.0, height: float = 4.6) -> Figure:
     """The memory curve: planned stacked by category, plain as an outline, budget and peaks marked. Sizes in inches."""
-    figure, axes = _figure(width, height)
+    figure, axes = figure_with_axes(width, height)
     planned, plain = planned_curve(plan), plain_curve(plan)
     xs, rows = thin(planned, COLUMNS)
     stacks = [[value / MIB for value in rows[c]] for c in CATEGORIES]
@@ -49,11 +49,11 @@ def plot(plan: Plan, width: float = 9.0, height: float = 4.6) -> Figure:
     axes.set_ylabel("MiB")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=8.5)
-    axes.set_title(_headline(plan), fontsize=10, loc="left")
+    axes.set_title(verdict(plan).headline, fontsize=10, loc="left")
     return figure
 
 
-def plot_graph(plan: Plan, module: str | None = None) -> Figure:
+def plot_graph(plan: Decided, module: str | None = None) -> Figure:
     """The module tree as bars of bytes saved and recomputed; with `module`, that block's ops as a graph.
 
     Raises:
@@ -62,7 +62,7 @@ def plot_graph(plan: Plan, module: str | None = None) -> Figure:
     return _plot_tree(plan) if module is None else _plot_block(plan, module)
 
 
-def _mark_peak(axes: Axes, plan: Plan, starts: tuple[float, ...], top: float) -> None:
+def _mark_peak(axes: Axes, plan: Decided, starts: tuple[float, ...], top: float) -> None:
     # In the room above all curves, so that it hides none of them; a thin line leads to the point.
     step, label, size = plan.timeline.peak
     x = (starts[step] + starts[step + 1]) / 2
@@ -72,23 +72,12 @@ def _mark_peak(axes: Axes, plan: Plan, starts: tuple[float, ...], top: float) ->
     axes.annotate(
         f"peak {show_bytes(size)} at {place(plan, label)}", (x, top * 1.13), xytext=(-5 if left else 5, 0),
         textcoords="offset points", ha="right" if left else "left", va="center", fontsize=8.5, zorder=6,
+        parse_math=False,
     )  # fmt: skip
 
 
-def place(plan: Plan, label: str) -> str:
-    """An op of the plan as people name it: `blocks.5.mlp.1/gelu_5`."""
-    module = plan.graph.nodes[label]["module"]
-    return f"{module}/{label}" if module else label
-
-
-def _headline(plan: Plan) -> str:
-    bound = f" (proved lower bound {plan.bound:.1%})" if plan.bound else ""
-    peaks = f"peak {show_bytes(plan.peak_bytes)} instead of {show_bytes(plan.baseline_peak_bytes)}"
-    return f"{peaks}, recompute {plan.overhead:.1%}{bound}"
-
-
-
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+def figure_with_axes(width: float, height: float) -> tuple[Figure, Axes]:
+    """An empty figure of that many inches with one pair of axes."""
     from planner.figure import figure
 
     made = figure(width, height)
@@ -97,35 +86,16 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     return made, axes
 
 
-def plot_frontier(frontier: Frontier, width: float = 7.0, height: float = 4.2) -> Figure:
-    """Recompute over budget: the best plans found, the proved bounds, the floor below which nothing works."""
-    figure, axes = _figure(width, height)
-    budgets = [p.budget_bytes / MIB for p in frontier.points]
-    axes.plot(budgets, [100 * p.overhead for p in frontier.points], marker="o", ms=4, color=COLORS["saved"],
-              label="best plan found")  # fmt: skip
-    proved = [(p.budget_bytes / MIB, 100 * p.bound) for p in frontier.points if p.bound is not None]
-    if proved:
-        axes.plot(*zip(*proved, strict=True), color=TEXT, linestyle="--", lw=1, label="proved lower bound")
-    floor, plain = frontier.floor_bytes / MIB, frontier.plain_peak_bytes / MIB
-    axes.axvline(floor, color=BUDGET, lw=1, linestyle=":", label=f"proved floor {floor:,.1f} MiB")
-    axes.axvline(plain, color=PLAIN, lw=1, linestyle=":", label=f"plain step {plain:,.1f} MiB")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("budget, MiB of peak memory")
-    axes.set_ylabel(f"recompute, % of the step ({frontier.cost_name})")
-    axes.legend(frameon=False, fontsize=8.5)
-    return figure
-
-
 # The module tree ------------------------------------------------------------------------------------------------------
 
 
-def _plot_tree(plan: Plan, limit: int = 40) -> Figure:
+def _plot_tree(plan: Decided, limit: int = 40) -> Figure:
     rows = [r for r in module_rows(op_rows(plan)) if r.saved_bytes or r.dropped_bytes]
     depth = max((r.depth for r in rows), default=0)
     while len([r for r in rows if r.depth <= depth]) > limit and depth > 1:
         depth -= 1
     rows = [r for r in rows if r.depth <= depth][:limit]
-    figure, axes = _figure(8.5, 1.2 + 0.24 * max(1, len(rows)))
+    figure, axes = figure_with_axes(8.5, 1.2 + 0.24 * max(1, len(rows)))
     places = range(len(rows))
     saved, dropped = [r.saved_bytes / MIB for r in rows], [r.dropped_bytes / MIB for r in rows]
     axes.barh(places, saved, color=COLORS["saved"], label="saved", height=0.72)
@@ -135,7 +105,7 @@ def _plot_tree(plan: Plan, limit: int = 40) -> Figure:
             share = r.again_cost / (plan.problem.step_cost or 1)
             axes.text(saved[y] + dropped[y], y, f"  +{share:.2%}", va="center", fontsize=7.5, color=TEXT)
     names = ["    " * r.depth + (r.module.rpartition(".")[2] or "(model)") for r in rows]
-    axes.set_yticks(list(places), names, fontsize=8.5, family="monospace", ha="left")
+    axes.set_yticks(list(places), names, fontsize=8.5, family="monospace", ha="left", parse_math=False)
     width = max((len(n) for n in names), default=1)
     axes.tick_params(axis="y", length=0, pad=6.2 * width)
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -148,16 +118,14 @@ def _plot_tree(plan: Plan, limit: int = 40) -> Figure:
 # One block ------------------------------------------------------------------------------------------------------------
 
 
-def _plot_block(plan: Plan, module: str) -> Figure:
+def _plot_block(plan: Decided, module: str) -> Figure:
     rows = {r.name: r for r in op_rows(plan) if not r.backward and r.aten and within(r.module, module)}
     if not rows:
-        from .explain import unknown_module
-
         raise unknown_module(plan, module)
     graph = plan.graph.subgraph(rows)
     layers = _layers(graph, list(rows))
     columns = max(len(names) for names in layers)
-    figure, axes = _figure(max(5.0, 3.3 * columns), 0.9 + 0.62 * len(layers))
+    figure, axes = figure_with_axes(max(5.0, 3.3 * columns), 0.9 + 0.62 * len(layers))
     spots = {
         n: ((i - (len(names) - 1) / 2) * 3.2, float(-y)) for y, names in enumerate(layers) for i, n in enumerate(names)
     }
@@ -167,13 +135,9 @@ def _plot_block(plan: Plan, module: str) -> Figure:
     axes.set_xlim(-1.7 * columns - 0.3, max(1.7 * columns, margin) + 0.2)
     axes.set_ylim(-len(layers) + 0.4, 0.6)
     axes.set_axis_off()
-    axes.set_title(f"{module}: saved blue, recomputed orange, both striped, neither grey", fontsize=9.5)
+    title = f"{module}: saved blue, recomputed orange, both striped, neither grey"
+    axes.set_title(title, fontsize=9.5, parse_math=False)
     return figure
-
-
-def within(path: str, module: str) -> bool:
-    """Whether `path` is `module` or below it."""
-    return not module or path == module or path.startswith(f"{module}.")
 
 
 def _layers(graph: Any, order: list[str]) -> list[list[str]]:

@@ -6,17 +6,16 @@ import json
 import os
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from planner.decided import Decided
 from planner.files.atomic import write_text
+from planner.timeline import CATEGORIES
 
 from .curve import Curve, plain_curve, planned_curve
 from .page import STYLE, body
-from .plots import COLORS, place
-from .timeline import CATEGORIES
-
-if TYPE_CHECKING:
-    from planner.plan import Plan
+from .plots import COLORS
+from .tables import place
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -37,7 +36,7 @@ CHART = (
 )
 
 
-def report(plan: Plan, path: str | os.PathLike[str]) -> Path:
+def report(plan: Decided, path: str | os.PathLike[str]) -> Path:
     """Write the page to `path`; it loads nothing from anywhere.
 
     Raises:
@@ -46,15 +45,15 @@ def report(plan: Plan, path: str | os.PathLike[str]) -> Path:
     return write_text(path, page(plan))
 
 
-def page(plan: Plan) -> str:
+def page(plan: Decided) -> str:
     """The page's HTML."""
-    title = f"Memory plan of {type(plan.module._plan_model).__name__}"
-    data = json.dumps(_data(plan), separators=(",", ":")).replace("</", "<\\/")
+    title = f"Memory plan of {plan.prepared.model_name}"
+    data = json.dumps(_data(plan), separators=(",", ":")).replace("<", "\\u003c")
     script = (Path(__file__).parent / "report.js").read_text(encoding="utf-8")
     return PAGE.format(title=escape(title), style=STYLE, body=body(plan, CHART), data=data, script=script)
 
 
-def _data(plan: Plan) -> dict[str, Any]:
+def _data(plan: Decided) -> dict[str, Any]:
     return {
         "categories": list(CATEGORIES),
         "colors": [COLORS[c] for c in CATEGORIES],
@@ -65,7 +64,7 @@ def _data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _series(plan: Plan, curve: Curve) -> dict[str, Any]:
+def _series(plan: Decided, curve: Curve) -> dict[str, Any]:
     return {
         "x": [round(x, 7) for x in curve.starts],
         "labels": [place(plan, label) for label in curve.timeline.labels],

@@ -7,19 +7,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from passes.trace.modules import ancestors, module_path
+from planner.decided import Decided
 from planner.files.fingerprint import describe_value, owner
-from planner.files.planfile import decide
-from solvers.errors import MIB
+from planner.timeline import _copies
+from solvers.errors import MIB, PlannerError
 from solvers.problem import Problem
 from solvers.schedule import Schedule, computes
 from solvers.simulate import simulate
 
-from .timeline import _copies
-
 if TYPE_CHECKING:
     import pandas as pd
 
-    from planner.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -75,11 +73,10 @@ class ModuleRow:
     recomputed_ops: int
 
 
-def op_rows(plan: Plan) -> tuple[OpRow, ...]:
+def op_rows(plan: Decided) -> tuple[OpRow, ...]:
     """A row per op, in the step's order."""
-    prepared, problem, saved = plan.planned.prepared, plan.problem, frozenset(plan.saved)
+    prepared, problem, saved = plan.prepared, plan.problem, frozenset(plan.saved)
     runs = Counter(computes(plan.schedule))
-    decisions = decide(problem, plan.schedule, saved)
     rows = []
     for i, (op, node) in enumerate(zip(problem.ops, prepared.lowered.nodes, strict=True)):
         profiled = None if node is None else prepared.profiles.get(node)
@@ -91,7 +88,7 @@ def op_rows(plan: Plan) -> tuple[OpRow, ...]:
             result="" if node is None else describe_value(node.meta.get("val")), backward=i >= problem.num_forward,
             saved_bytes=kept, dropped_bytes=dropped if runs[i] > 1 else 0, cost=op.cost,
             again_cost=op.cost * max(0, runs[i] - 1), flops=profiled.flops if profiled else 0, runs=runs[i],
-            decision=decisions[i],
+            decision=plan.decisions[i],
         ))  # fmt: skip
     return tuple(rows)
 
@@ -123,21 +120,21 @@ def _tree_order(paths: list[str]) -> Any:
     return lambda row: [seen[a] for a in ancestors(row.module)]
 
 
-def live_at_peak(plan: Plan) -> tuple[LiveRow, ...]:
+def live_at_peak(plan: Decided) -> tuple[LiveRow, ...]:
     """What is resident at the peak besides static bytes, largest first; the running op's workspace included."""
     problem, schedule = plan.problem, plan.schedule
     peak = simulate(problem, schedule).peak_step
     kinds, held = _copies(problem, schedule), _held(problem, schedule, peak)
     rows = []
     for t, position in held.items():
-        node = plan.planned.prepared.lowered.nodes[problem.producer[t]]
+        node = plan.prepared.lowered.nodes[problem.producer[t]]
         tensor = problem.tensors[t]
         rows.append(LiveRow(
             tensor.name, module_path(node), "" if node is None else str(node.target), kinds[position, t], tensor.bytes
         ))  # fmt: skip
     op = problem.ops[schedule[peak].index]
     if op.workspace:
-        node = plan.planned.prepared.lowered.nodes[schedule[peak].index]
+        node = plan.prepared.lowered.nodes[schedule[peak].index]
         rows.append(LiveRow(f"{op.name} (workspace)", module_path(node), "", "temporary", op.workspace))
     return tuple(sorted(rows, key=lambda r: (-r.bytes, r.tensor)))
 
@@ -154,10 +151,31 @@ def _held(problem: Problem, schedule: Schedule, last: int) -> dict[int, int]:
     return held
 
 
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+def place(plan: Decided, label: str) -> str:
+    """An op of the plan as people name it: `blocks.5.mlp.1/gelu_5`."""
+    module = plan.graph.nodes[label]["module"]
+    return f"{module}/{label}" if module else label
+
+
+def within(path: str, module: str) -> bool:
+    """Whether `path` is `module` or below it."""
+    return not module or path == module or path.startswith(f"{module}.")
+
+
+def unknown_module(plan: Decided, name: str) -> PlannerError:
+    """Nothing is called `name`: say what is."""
+    known = [r.module for r in module_rows(op_rows(plan)) if r.module and (r.saved_bytes or r.dropped_bytes)]
+    near = [k for k in known if name.split(".")[-1] in k] or known
+    return PlannerError(f"no op of the step belongs to {name!r}; modules that save or recompute: {', '.join(near[:6])}")
+
+
 # Tables ---------------------------------------------------------------------------------------------------------------
 
 
-def table_by_op(plan: Plan) -> pd.DataFrame:
+def table_by_op(plan: Decided) -> pd.DataFrame:
     """A DataFrame with a row per op."""
     import pandas as pd
 
@@ -171,7 +189,7 @@ def table_by_op(plan: Plan) -> pd.DataFrame:
     ])  # fmt: skip
 
 
-def table_by_module(plan: Plan, depth: int | None = None) -> pd.DataFrame:
+def table_by_module(plan: Decided, depth: int | None = None) -> pd.DataFrame:
     """A DataFrame with a row per module, sums over everything below it; `depth` limits how deep."""
     import pandas as pd
 
@@ -183,7 +201,7 @@ def table_by_module(plan: Plan, depth: int | None = None) -> pd.DataFrame:
     ]).set_index("module")  # fmt: skip
 
 
-def table_at_peak(plan: Plan) -> pd.DataFrame:
+def table_at_peak(plan: Decided) -> pd.DataFrame:
     """A DataFrame of the tensors resident at the peak, largest first."""
     import pandas as pd
 
@@ -192,6 +210,6 @@ def table_at_peak(plan: Plan) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["tensor", "module", "aten", "category", "mib"])
 
 
-def tables(plan: Plan) -> dict[str, pd.DataFrame]:
+def tables(plan: Decided) -> dict[str, pd.DataFrame]:
     """All tables: `modules`, `ops`, `peak`."""
     return {"modules": table_by_module(plan), "ops": table_by_op(plan), "peak": table_at_peak(plan)}

@@ -6,44 +6,43 @@ import io
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from planner.decided import Decided
 from planner.units import show_bytes
 
 from .curve import Curve, plain_curve, planned_curve, thin
 from .explain import at_peak
-from .page import verdict
 from .tables import ModuleRow, module_rows, op_rows
+from .words import verdict
 
 if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
 
-    from planner.plan import Plan
+    from .console import Group, Table
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ROWS = 24
 
 
-def to_text(plan: Plan, width: int = 100) -> str:
+def to_text(plan: Decided, width: int = 100) -> str:
     """The whole story as plain text of at most `width` columns."""
-    from rich.console import Console
+    from .console import Console
 
     stream = io.StringIO()
     Console(file=stream, width=width, color_system=None, force_terminal=False).print(renderable(plan, width))
     return stream.getvalue().rstrip("\n")
 
 
-def renderable(plan: Plan, width: int = 100) -> Group:
+def renderable(plan: Decided, width: int = 100) -> Group:
     """The same for a rich console."""
-    from rich.console import Group
-    from rich.text import Text
+    from .console import Group, Text
 
-    parts: list[Any] = [Text(verdict(plan), style="bold"), *(Text(f"note: {n}") for n in plan.notes), Text("")]
+    parts: list[Any] = [Text(verdict(plan).sentence, style="bold"), *(Text(f"note: {n}") for n in plan.notes)]
+    parts += [Text(plan.checked.line), Text("")]
     parts += [Text(line, no_wrap=True) for line in curves(plan, width - 20)]
     parts += [Text(""), module_table(plan), Text(""), *(Text(line) for line in at_peak(plan))]
     return Group(*parts)
 
 
-def curves(plan: Plan, columns: int) -> list[str]:
+def curves(plan: Decided, columns: int) -> list[str]:
     """Two sparklines on one scale: the plain step, then the planned one."""
     plain, planned = plain_curve(plan), planned_curve(plan)
     end, top = max(plain.end, planned.end) or 1.0, max(plan.baseline_peak_bytes, plan.peak_bytes)
@@ -64,9 +63,9 @@ def _spark(curve: Curve, columns: int, end: float, top: int) -> str:
     return "".join(BLOCKS[max(1, round(level / (top or 1) * 8))] for level in levels).ljust(columns)
 
 
-def module_table(plan: Plan) -> Table:
+def module_table(plan: Decided) -> Table:
     """The table by module, as deep as fits on a screen."""
-    from rich.table import Table
+    from .console import Table, Text
 
     rows = _fitting([r for r in module_rows(op_rows(plan)) if r.saved_bytes or r.recomputed_ops])
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -77,7 +76,7 @@ def module_table(plan: Plan) -> Table:
         share = row.again_cost / (plan.problem.step_cost or 1)
         name = "  " * row.depth + (row.module.rpartition(".")[2] or "(model)")
         sizes = show_bytes(row.saved_bytes), show_bytes(row.dropped_bytes)
-        table.add_row(name, *sizes, str(row.recomputed_ops), f"{share:.2%}")
+        table.add_row(Text(name), *sizes, str(row.recomputed_ops), f"{share:.2%}")
     return table
 
 

@@ -129,24 +129,24 @@ def _adapt(model: Any, rank: int = 16) -> None:
 def run_llama(shape: Shape, shares: list[int], time_limit: float, cost: str) -> list[Row]:
     """Capture and profile once, then plan, rewrite and prove at each share."""
     from planner.pipeline import emit_schedule
-    from planner.study import study
+    from planner.session import open_session
 
     start = time.perf_counter()
     model, sample = llama(shape)
-    studied = study(model, sample, cost=cost, progress=False, keep_outputs=False)
-    problem = with_gradient_buffers(studied.problem) if shape.training == "full" else studied.problem
+    session = open_session(model, sample, cost=cost, progress=False, keep_outputs=False)
+    problem = with_gradient_buffers(session.problem) if shape.training == "full" else session.problem
     captured = time.perf_counter() - start
-    gradients = gradient_bytes(studied.problem)
-    activations = activation_bytes(studied.problem)
+    gradients = gradient_bytes(session.problem)
+    activations = activation_bytes(session.problem)
     sizes = {
-        "ops": len(problem.ops), "static_gib": studied.problem.static_bytes / GIB, "gradients_gib": gradients / GIB,
+        "ops": len(problem.ops), "static_gib": session.problem.static_bytes / GIB, "gradients_gib": gradients / GIB,
         "activations_gib": activations / GIB, "plain_gib": plain_peak_bytes(problem) / GIB, "capture_s": captured,
     }  # fmt: skip
 
     def prove(found: Solution) -> None:
-        emit_schedule(studied.prepared, found.schedule)
+        emit_schedule(session.prepared, found.schedule)
 
-    base = studied.problem.static_bytes + gradients
+    base = session.problem.static_bytes + gradients
     budgets = [(share, base + activations * share // 100) for share in shares]
     return [{**sizes, **_solve(problem, share, budget, time_limit, start, prove)} for share, budget in budgets]
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from planner import BudgetError
-from planner.study import Study, study
+from planner.session import Session, open_session
 from tests.bench.peers.measure import Subject, interleaved_seconds
 from tests.bench.peers.models import BENCH, build
 from tests.bench.step_time import WARM_UP
@@ -49,12 +49,12 @@ def keep_freed_memory() -> None:
     libc.mallopt(TRIM_THRESHOLD, 2**31 - 1)
 
 
-def plan_budget(studied: Study, share: int) -> int:
+def plan_budget(session: Session, share: int) -> int:
     """`share` % of the way from static bytes to the plain peak, or the smallest that works."""
-    static = studied.problem.static_bytes
-    budget = static + (studied.plain_peak_bytes - static) * share // 100
+    static = session.problem.static_bytes
+    budget = static + (session.plain_peak_bytes - static) * share // 100
     try:
-        studied.solve(budget)
+        session.solve(budget)
     except BudgetError as error:
         return error.minimum_bytes or budget
     return budget
@@ -64,9 +64,9 @@ def measure(name: str, shares: list[int], rounds: int, cpu_time: bool, time_limi
     """All shares of a model, timed in turns with the plan without recompute and plain eager."""
     model, sample = build(name)
     plain = copy.deepcopy(model)
-    studied = study(model, sample, cost="measured", keep_outputs=False, progress=False, time_limit=time_limit)
-    plans = [studied.plan(plan_budget(studied, share)) for share in shares]
-    free = studied.plan(None)
+    session = open_session(model, sample, cost="measured", keep_outputs=False, progress=False, time_limit=time_limit)
+    plans = [session.plan(plan_budget(session, share)) for share in shares]
+    free = session.plan(None)
     subjects = [Subject(plain, plain), Subject(free.module, model), *(Subject(p.module, model) for p in plans)]
     clock = time.process_time if cpu_time else time.perf_counter
     taken = interleaved_seconds(subjects, sample, WARM_UP + rounds, clock)

@@ -29,7 +29,7 @@ from passes.rewrite import Rewritten, rewrite
 from passes.run.random import get_rng_state, run_with_rng_state
 from passes.trace.arguments import bind_sample, state_tensors
 from passes.verify import verify
-from planner.pipeline import Prepared, prepare
+from planner.prepared import Prepared, prepare
 from planner.progress import Progress
 from solvers.schedule import Schedule
 from tests.passes.program_ops import Pick

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,7 +33,6 @@ from passes.lower import lower
 from passes.profile import COSTS, profile
 from passes.trace.arguments import bind_sample, state_tensors
 from passes.trace.capture import capture
-from planner.pipeline import Prepared
 from solvers.schedule import plain_order, with_frees
 from tests.passes import registry
 from tests.passes.corruptions import Case, Pick, Tally, changes_a_value, is_refused, one_thread, run_halves
@@ -416,7 +416,7 @@ def make_case(name: str) -> Case:
     graph, cpu = traced.graph_module.graph, torch.device("cpu")
     aliases, profiles = alias(graph), profile(graph, measure=False)
     lowered = lower(traced, aliases, profiles, COSTS["roofline"], device=cpu, keep_outputs=False)
-    prepared = Prepared(traced, aliases, profiles, lowered, cpu, 0)
+    prepared: Any = SimpleNamespace(traced=traced, aliases=aliases, lowered=lowered)
     schedule = with_frees(lowered.problem, plain_order(lowered.problem))
     primals = tuple(p.detach() for p in (*state_tensors(model, traced.state), *sample))
     return Case(prepared, schedule, primals, (torch.ones(()),))

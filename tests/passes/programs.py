@@ -25,9 +25,10 @@ from passes.run import kernels
 from passes.trace.arguments import bind_sample
 from passes.trace.structure import flatten
 from planner import BudgetError, auto_checkpoint
-from planner.api import make_plan
 from planner.options import Options
-from planner.pipeline import Prepared, emit_schedule, prepare
+from planner.pipeline import emit_schedule
+from planner.plan import Plan
+from planner.prepared import Prepared, prepare
 from planner.progress import Progress
 from solvers.problem import Problem
 from solvers.schedule import Schedule, computes, with_frees
@@ -38,7 +39,7 @@ from tests.zoo.compare import same_bits
 
 MIB = 1 << 20
 SMALL_BLOCKS = 48, 96  # bytes: merges are drawn too, and their blocks are several
-OPTIONS = Options(None, 0, "auto", "roofline", None, 30.0, 0.01, False)
+OPTIONS = Options(progress=False)
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def check(program: Program, schedule_pick: Pick) -> Outcome:
     prepared = prepare(model, bound, OPTIONS, Progress(False))
     schedule = draw_schedule(schedule_pick, prepared.lowered.problem)
     planned = emit_schedule(prepared, schedule)
-    module = make_plan(model, bound, planned, OPTIONS).module
+    module = Plan.of(model, bound, planned).module
     _compare(program, module, model)
     return _memory(prepared, schedule, _measure(program, module, model))
 
@@ -210,7 +211,7 @@ def check_auto(program: Program, share: int) -> Outcome:
     if plan.budget_bytes is None or plan.peak_bytes > plan.budget_bytes:
         raise WrongPlan(f"{plan.peak_bytes} bytes predicted where {plan.budget_bytes} were asked for")
     _compare(program, plan.module, model)
-    return _memory(plan.planned.prepared, plan.schedule, _measure(program, plan.module, model))
+    return _memory(plan.prepared, plan.schedule, _measure(program, plan.module, model))
 
 
 def _memory(prepared: Prepared, schedule: Schedule, above_static: int) -> Outcome:

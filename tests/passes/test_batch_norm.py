@@ -20,7 +20,7 @@ from passes.rewrite import Rewritten
 from passes.trace.capture import capture
 from passes.verify import verify
 from planner import Plan
-from planner.study import study
+from planner.session import open_session
 from tests.zoo.compare import measured_peak_bytes, same_bits
 
 aten = torch.ops.aten
@@ -80,16 +80,16 @@ def planned(kind: str, share: float) -> tuple[nn.Module, Plan]:
     """The model and its plan, `share` of the way from the least budget to the plain peak."""
     torch.manual_seed(0)
     model = Normed(kind)
-    studied = study(model, IMAGE, progress=False)
-    low = studied.minimum().minimum_bytes
-    return model, studied.plan(low + int((studied.plain_peak_bytes - low) * share))
+    session = open_session(model, IMAGE, progress=False)
+    low = session.minimum().minimum_bytes
+    return model, session.plan(low + int((session.plain_peak_bytes - low) * share))
 
 
 def run_again(kind: str, pattern: str) -> tuple[nn.Module, Plan]:
     """The model and a plan that runs again what the pattern names, whatever the budget."""
     torch.manual_seed(0)
     model = Normed(kind)
-    return model, study(model, IMAGE, progress=False, recompute=[pattern]).plan(1 << 40)
+    return model, open_session(model, IMAGE, progress=False, recompute=[pattern]).plan(1 << 40)
 
 
 def targets(module: fx.GraphModule) -> set[Any]:
@@ -111,7 +111,7 @@ def after_a_step(model: nn.Module, module: nn.Module) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_planned_step_is_the_plain_one(kind: str, share: float) -> None:
     model, plan = planned(kind, share)
-    found = targets(plan.planned.prepared.traced.graph_module)
+    found = targets(plan.prepared.traced.graph_module)
     assert found & NORMALIZE == KINDS[kind]
     assert bool(found & STATISTICS) == bool(KINDS[kind])
     assert (aten._native_batch_norm_legit.no_stats in found) == (kind == "strided")
@@ -123,7 +123,7 @@ def test_a_planned_step_is_the_plain_one(kind: str, share: float) -> None:
 @pytest.mark.parametrize("kind", ["relu", "alone", "residual", "instance", "elu"])
 def test_a_forward_runs_the_whole_batch_norm(kind: str) -> None:
     for plan in (planned(kind, 1.0)[1], run_again(kind, "aten.relu")[1]):
-        rewritten = plan.planned.rewritten
+        rewritten = plan.rewritten
         found = targets(rewritten.forward)
         assert not found & (STATISTICS | NORMALIZE)
         assert {WITH_RUNNING, aten._native_batch_norm_legit.no_stats} & found
@@ -134,7 +134,7 @@ def test_a_forward_runs_the_whole_batch_norm(kind: str) -> None:
 @pytest.mark.parametrize("pattern", ["aten._native_batch_norm*", "aten.batch_norm"])
 def test_a_batch_norm_may_be_run_again_whole(pattern: str) -> None:
     model, plan = run_again("relu", pattern)
-    assert WITH_RUNNING in targets(plan.planned.rewritten.backward)
+    assert WITH_RUNNING in targets(plan.rewritten.backward)
     for expected, got in zip(after_a_step(model, model), after_a_step(model, plan.module), strict=True):
         assert same_bits(expected, got)
 
@@ -161,7 +161,7 @@ def take_the_bias_for_the_weight(again: fx.Node) -> None:
     ids=lambda f: f.__name__,
 )  # fmt: skip
 def test_a_broken_recompute_is_caught(damage: Any) -> None:
-    planned_step = run_again("residual", "aten.relu")[1].planned
+    planned_step = run_again("residual", "aten.relu")[1]
     traced, rewritten = planned_step.prepared.traced, planned_step.rewritten
     verify(traced, rewritten)
     damage(next(n for n in rewritten.backward.graph.nodes if n.target in NORMALIZE))
@@ -171,7 +171,7 @@ def test_a_broken_recompute_is_caught(damage: Any) -> None:
 
 @pytest.mark.parametrize("place", range(1, 8))
 def test_a_broken_whole_is_caught(place: int) -> None:
-    planned_step = planned("relu", 1.0)[1].planned
+    planned_step = planned("relu", 1.0)[1]
     rewritten: Rewritten = planned_step.rewritten
     whole = next(n for n in rewritten.forward.graph.nodes if n.target is WITH_RUNNING)
     whole.update_arg(place, {5: False, 6: 0.2, 7: 1e-4}.get(place, whole.args[2 if place != 2 else 1]))

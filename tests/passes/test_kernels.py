@@ -19,7 +19,7 @@ from passes.run.tensors import alone, held_once
 from passes.trace.arguments import bind_sample
 from passes.trace.capture import Traced, capture
 from planner import Plan, auto_checkpoint
-from planner.study import study
+from planner.session import open_session
 from tests.zoo.compare import measured_peak_bytes, same_bits
 
 aten = torch.ops.aten
@@ -106,10 +106,10 @@ class Residual(nn.Module):
 def test_a_residual_sum_is_one_op(kind: str, share: float) -> None:
     torch.manual_seed(0)
     model, image = Residual(kind), torch.randn(4, 3, 80, 80)
-    studied = study(model, image, progress=False)
-    low = studied.minimum().minimum_bytes
-    plan = studied.plan(low + int((studied.plain_peak_bytes - low) * share))
-    found = [n.target for n in plan.planned.prepared.traced.graph_module.graph.nodes]
+    session = open_session(model, image, progress=False)
+    low = session.minimum().minimum_bytes
+    plan = session.plan(low + int((session.plain_peak_bytes - low) * share))
+    found = [n.target for n in plan.prepared.traced.graph_module.graph.nodes]
     assert (records.ADD_RELU.op in found) == (kind != "read twice")
     model(image).backward()
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -143,7 +143,7 @@ def test_tied_weights_and_dropout_need_no_second_table_and_no_mask_of_numbers(ki
     torch.manual_seed(0)
     model, tokens = Tied(kind), torch.randint(0, 8000, (4, 128))
     plan = auto_checkpoint(model, tokens, progress=False)
-    graph = plan.planned.prepared.traced.graph_module.graph
+    graph = plan.prepared.traced.graph_module.graph
     found = [n.target for n in graph.nodes]
     assert found.count(records.EMBEDDING_BACKWARD_ADD.op) == (2 if kind == "twice" else 1)
     assert aten.embedding_dense_backward.default not in found

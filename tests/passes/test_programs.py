@@ -19,7 +19,8 @@ from passes.errors import Unsupported
 from passes.run import kernels
 from passes.trace.arguments import bind_sample
 from planner import auto_checkpoint
-from planner.pipeline import emit_schedule, prepare
+from planner.pipeline import emit_schedule
+from planner.prepared import prepare
 from planner.progress import Progress
 from solvers.schedule import Step, plain_order, with_frees
 from solvers.simulate import simulate

@@ -16,7 +16,7 @@ from passes.profile import OpProfile, roofline
 from passes.rates import DEVICES, Roofline, cost_function, device_roofline, is_cost
 from planner import Plan, auto_checkpoint
 from planner.command.cli import app
-from planner.study import study
+from planner.session import open_session
 from solvers import PlannerError
 
 NAMES = (*DEVICES, "h100:tf32", "h200:tf32", "a100:tf32", "rtx4090:tf32")
@@ -133,7 +133,7 @@ def test_the_dtype_of_the_operands_counts() -> None:
     slow_memory_is_no_matter = Roofline({"float32": 1e9, "bfloat16": 1e10}, 1e15)
     costs = []
     for dtype in (torch.float32, torch.bfloat16):
-        problem = study(*mlp(dtype), cost=slow_memory_is_no_matter, loss_fn=mean, progress=False).problem
+        problem = open_session(*mlp(dtype), cost=slow_memory_is_no_matter, loss_fn=mean, progress=False).problem
         costs.append(sum(o.cost for o in problem.ops if "mm" in o.name))
     assert costs[0] == pytest.approx(10 * costs[1], rel=1e-6)
 
@@ -141,8 +141,8 @@ def test_the_dtype_of_the_operands_counts() -> None:
 @pytest.mark.parametrize("name", DEVICES)
 def test_a_model_on_meta_is_costed_like_a_real_one(name: str) -> None:
     """Same integers from shapes alone, every kernel at a cost and views at none."""
-    real = study(*mlp(), cost=f"roofline:{name}", loss_fn=mean, progress=False).problem
-    meta = study(*mlp(device="meta"), cost=f"roofline:{name}", loss_fn=mean, progress=False).problem
+    real = open_session(*mlp(), cost=f"roofline:{name}", loss_fn=mean, progress=False).problem
+    meta = open_session(*mlp(device="meta"), cost=f"roofline:{name}", loss_fn=mean, progress=False).problem
     assert [(o.name, o.cost) for o in meta.ops] == [(o.name, o.cost) for o in real.ops]
     assert all(o.cost > 0 for o in real.ops if "mm" in o.name or "gelu" in o.name)
 

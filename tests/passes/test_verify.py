@@ -17,12 +17,12 @@ from passes.run.random import get_rng_state, run_with_rng_state
 from passes.trace.arguments import bind_sample
 from passes.verify import verify
 from planner.options import Options
-from planner.pipeline import Prepared, prepare
+from planner.prepared import Prepared, prepare
 from planner.progress import Progress
 from solvers.schedule import Schedule, plain_order, with_frees
 from tests.passes.corruptions import run
 
-OPTIONS = Options(None, 0, "auto", "roofline", None, 30.0, 0.01, False)
+OPTIONS = Options(progress=False)
 
 
 def prepared() -> Prepared:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import logging
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -40,6 +42,9 @@ def state(model: nn.Module) -> dict[str, Any]:
         "temporary files": sorted(p.name for p in Path(tempfile.gettempdir()).iterdir()),
         "global hooks": [len(getattr(module_hooks, n)) for n in dir(module_hooks) if n.startswith("_global_")
                          and hasattr(getattr(module_hooks, n), "__len__")],
+        "patches": (torch.is_anomaly_enabled(), nn.Module.__call__, nn.Module.__getattr__,
+                    torch.random.default_generator, logging.getLogger("torch._subclasses.fake_tensor").level,
+                    signal.getsignal(signal.SIGINT)),
         "dispatch": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
         "kernels": sum(len(getattr(getattr(aten, n), o).py_kernels) for n in sorted(aten) for o in getattr(aten, n)),
         "compiling": (torch.compiler.is_compiling(), torch.compiler.is_exporting()),

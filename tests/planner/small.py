@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from planner import Plan
-from planner.study import study
+from planner.session import open_session
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,9 +80,9 @@ def structured() -> tuple[nn.Module, Any]:
 
 def plan_at(built: tuple[nn.Module, Any], share: float = 0.6, **options: Any) -> Plan:
     """A plan whose budget is `share` of the way from the minimum to the plain peak."""
-    studied = study(*built, time_limit=2, gap=0.5, solver="greedy", progress=False, **options)
-    low = studied.minimum().minimum_bytes
-    return studied.plan(low + int((studied.plain_peak_bytes - low) * share))
+    session = open_session(*built, time_limit=2, gap=0.5, solver="greedy", progress=False, **options)
+    low = session.minimum().minimum_bytes
+    return session.plan(low + int((session.plain_peak_bytes - low) * share))
 
 
 def python(code: str, *arguments: str, seed: str = "0", cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from planner.check import case
 from planner.command.cli import main
 from planner.units import parse_size
 from solvers.engine import _interruptible
@@ -99,6 +100,23 @@ def test_plan_show_and_diff(factory: Path, capsys: pytest.CaptureFixture[str]) -
     assert code == 1 and json.loads(out)[0]["what"] == "options.budget_bytes"
 
 
+def test_check(factory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("plan", "mine:small", "--budget", "80%", "--solver", "greedy", "--out", "a.json")
+    for option, steps in ((), 2), (("--check",), 2), (("--no-check",), 0):
+        code, out, _ = run(capsys, *options, *option, "--json")
+        assert code == 0 and json.loads(out)["checked"]["steps"] == steps
+    assert "check by running: 2 steps" in run(capsys, *options)[1]
+    code, out, _ = run(capsys, "check", "a.json", "mine:small")
+    assert code == 0 and out.startswith("check by running: 2 steps beside the plain model, equal bit for bit: ")
+    code, out, _ = run(capsys, "check", "a.json", "mine:small", "--json")
+    assert code == 0 and json.loads(out)["steps"] == 2
+    real = case.run_planned
+    monkeypatch.setattr(case, "run_planned", lambda *a: real(*a) * 2)
+    for arguments in (options, ("check", "a.json", "mine.py:small")):
+        code, out, err = run(capsys, *arguments)
+        assert (code, out) == (2, "") and err.count("\n") == 1 and "differs from the plain one: the output" in err
+
+
 def test_frontier_min_budget_and_max_batch(factory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--solver", "greedy", "--time-limit", "2")
     code, out, _ = run(capsys, "frontier", "mine:small", "--points", "3", "--plot", "f.png", "--json", *options)
@@ -116,7 +134,7 @@ def test_frontier_min_budget_and_max_batch(factory: Path, capsys: pytest.Capture
     ("arguments", "said"),
     [
         (("plan", "mine:small", "--budget", "1KiB"), "smallest budget"),
-        (("plan", "mine:small", "--budget", "12"), "is no size"),
+        (("plan", "mine:small", "--budget", "12"), "is not a size"),
         (("plan", "mine:small", "--budget", "0%"), "not above zero"),
         (("plan", "mine:small", "--budget", "80%", "--solver", "magic"), "no solver is named"),
         (("plan", "mine:small", "--budget", "80%", "--cost", "gold"), "cost='gold'"),
@@ -132,7 +150,7 @@ def test_frontier_min_budget_and_max_batch(factory: Path, capsys: pytest.Capture
         (("plan", "mine:batched", "--budget", "80%"), "called without arguments, as batched()"),
         (("max-batch", "mine:small", "--budget", "1MiB"), "called with a batch size, as small(1)"),
         (("plan", "mine:small", "--budget", "80%", "--optimizer", "adam"), "no optimizer 'adam': it has "),
-        (("plan", "mine:small", "--budget", "80%", "--reserve", "some"), "'some' is no size"),
+        (("plan", "mine:small", "--budget", "80%", "--reserve", "some"), "'some' is not a size"),
         (("plan", "mine:small"), "Missing option '--budget'. `"),
         (("plan", "mine:small", "--bugdet", "80%"), "No such option: --bugdet"),
         (("frontier", "mine:small", "--points", "1"), "--points"),
@@ -140,7 +158,7 @@ def test_frontier_min_budget_and_max_batch(factory: Path, capsys: pytest.Capture
         (("max-batch", "mine:batched", "--budget", "80%"), "needs a whole"),
         (("max-batch", "mine:batched", "--budget", "1KiB"), "not even a batch of one"),
         (("show", "none.json"), "none.json"),
-        (("show", "mine.py"), "no valid plan file"),
+        (("show", "mine.py"), "not a valid plan file"),
         (("frontier", "mine:small", "--points", "2", "--plot", "x.no", "--solver", "greedy"), "cannot write x.no"),
     ],
 )
@@ -183,7 +201,7 @@ def test_ctrl_c_is_told_and_has_its_code(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("planner.study.prepare", interrupted)
+    monkeypatch.setattr("planner.session.prepare", interrupted)
     code, out, err = run(capsys, "plan", "mine:small", "--budget", "80%", "--out", "p.json")
     assert (code, out, err) == (130, "", "interrupted\n")
     assert not Path("p.json").exists()

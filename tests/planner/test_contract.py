@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from planner import Plan, auto_checkpoint, minimum_budget
-from planner.show.timeline import CATEGORIES
+from planner.timeline import CATEGORIES
 from solvers import Schedule, Step, computes, simulate
 from tests.planner.steps import MIB, SmallGPT, batch, conv_net, mlp, plan, tight
 from tests.zoo.compare import forward_backward, measured_peak_bytes
@@ -241,7 +241,7 @@ def test_costs(cost: Any) -> None:
     chosen = tight(*perceptron(), 0.5, cost=cost)
     assert chosen.overhead > 0 or cost == "flops"
     if callable(cost):
-        kernels = sum(n is not None for n in chosen.planned.prepared.lowered.nodes)
+        kernels = sum(n is not None for n in chosen.prepared.lowered.nodes)
         assert chosen.problem.step_cost == kernels
         assert chosen.overhead == sum(repeats(chosen).values()) / kernels
 

@@ -19,9 +19,9 @@ from planner.command.cli import main
 from planner.files.planfile import _checksum, read, render
 from planner.hints import make_hints, resolve
 from planner.options import Options
-from planner.pipeline import lower_step
 from planner.preference import AS_OFTEN, _free_of_charge, solve_preferring
-from planner.study import Study, study
+from planner.prepared import lower_step
+from planner.session import Session, open_session
 from solvers import plain_order, with_frees
 from solvers.schedule import computes
 from tests.planner.steps import MIB, Wrap, batch, linear, mlp, plan, squares
@@ -57,24 +57,25 @@ class Net(nn.Module):
 
 
 @cache
-def studied() -> Study:
-    return study(Net(), X, solver="greedy", time_limit=5, progress=False)
+def session() -> Session:
+    return open_session(Net(), X, solver="greedy", time_limit=5, progress=False)
 
 
 def budget_bytes(share: float | None) -> int | None:
     """`share` of what the plain step allocates, and its static bytes."""
-    static, plain = studied().problem.static_bytes, studied().plain_peak_bytes
+    static, plain = session().problem.static_bytes, session().plain_peak_bytes
     return None if share is None else static + int(share * (plain - static))
 
 
 def hinted(share: float | None = 0.7, **hints: Any) -> Plan:
     """A plan of `Net` under hints, from one capture for all tests."""
-    base, options = studied(), replace(studied().options, hints=make_hints(**hints))
+    base = session()
     p = base.prepared
+    options = replace(p.options, hints=make_hints(**hints))
     found = resolve(options.hints, p.traced, p.aliases, p.device)
     lowered = lower_step(p.traced, p.aliases, p.profiles, p.device, options, [n for n in found if found[n].once])
-    prepared = replace(p, lowered=lowered, hints=options.hints, hinted=found)
-    return replace(base, options=options, prepared=prepared).plan(budget_bytes(share))
+    prepared = replace(p, lowered=lowered, options=options, hinted=found)
+    return replace(base, prepared=prepared).plan(budget_bytes(share))
 
 
 def decisions(chosen: Plan, *targets: str) -> dict[str, str]:
@@ -126,7 +127,7 @@ def test_what_must_be_saved_is_handed_to_the_backward() -> None:
 )
 def test_a_pattern_names_ops(pattern: str, names: set[str]) -> None:
     chosen = hinted(None, recompute=[pattern])
-    assert {n.name for n in chosen.planned.prepared.hinted} == names
+    assert {n.name for n in chosen.prepared.hinted} == names
     assert set(chosen.recomputed) == names
 
 
@@ -141,7 +142,7 @@ def test_a_view_stands_for_what_it_views() -> None:
     model = Wrap(lambda self, x: self.flat(self.layer(x).tanh()).exp(), layer=linear(), flat=nn.Flatten(0))
     for pattern in ("view", "flat", "aten.view"):
         chosen = plan(model, batch(), save=[pattern])
-        assert [n.name for n in chosen.planned.prepared.hinted] == ["tanh"]
+        assert [n.name for n in chosen.prepared.hinted] == ["tanh"]
 
 
 def test_one_string_is_one_pattern() -> None:
@@ -277,7 +278,7 @@ def test_a_budget_that_hints_narrow_says_so() -> None:
         hinted(0.5, never_recompute=held)
     error = caught.value
     assert "The hints never_recompute=('aten.addmm', 'aten.gelu') keep 10 ops from being recomputed" in str(error)
-    free = studied().minimum().minimum_bytes
+    free = session().minimum().minimum_bytes
     assert f"without them the smallest budget known to work is {free / MIB:.3f} MiB ({free} bytes)" in str(error)
     assert "Raise the budget, or loosen them" in str(error)
     assert error.minimum_bytes is not None and error.floor_bytes is not None
@@ -287,9 +288,9 @@ def test_a_budget_that_hints_narrow_says_so() -> None:
 
 
 def test_a_preference_never_narrows_what_fits() -> None:
-    smallest = studied().minimum().minimum_bytes
-    share = (smallest - studied().problem.static_bytes + 0.5) / (
-        studied().plain_peak_bytes - studied().problem.static_bytes
+    smallest = session().minimum().minimum_bytes
+    share = (smallest - session().problem.static_bytes + 0.5) / (
+        session().plain_peak_bytes - session().problem.static_bytes
     )
     for pattern in ("aten.addmm", "blocks.0", "*"):
         chosen = hinted(share, recompute=[pattern])
@@ -307,7 +308,7 @@ def test_the_bound_holds_for_the_family_it_names(seed: int) -> None:
     preferred = tuple(sorted(random.Random(seed).sample(free, len(free) // 2)))
     judged = brute_force(_free_of_charge(problem, preferred))
     plain = replay(problem, with_frees(problem, plain_order(problem))).peak_bytes
-    options = Options(None, 0, "auto", "roofline", None, 5.0, 0.0, False)
+    options = Options(time_limit=5.0, gap=0.0, progress=False)
     for budget in sorted({judged.minimum_bytes, (judged.minimum_bytes + plain) // 2, plain}):
         found = solve_preferring(problem, preferred, budget, options, None)
         result = replay(problem, found.schedule)

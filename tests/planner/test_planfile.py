@@ -74,7 +74,7 @@ def test_file_is_readable(saved: tuple[Plan, Path]) -> None:
 
 
 def test_listed_frees_survive(saved: tuple[Plan, Path]) -> None:
-    plan, lines = saved[0], op_lines(saved[0].planned.prepared)
+    plan, lines = saved[0], op_lines(saved[0].prepared)
     late = next(s for s in plan.schedule if s.kind == "free")
     schedule = (*(s for s in plan.schedule if s != late), Step("free", late.index))
     data = encode_schedule(plan.problem, schedule, lines)

@@ -12,11 +12,11 @@ import torch
 from torch import fx
 
 from passes.profile import profile
-from planner import BudgetError, Plan, PlannerError, auto_checkpoint, frontier, max_batch, minimum_budget, pipeline
+from planner import BudgetError, Plan, PlannerError, auto_checkpoint, frontier, max_batch, minimum_budget, prepared
+from planner.session import open_session
 from planner.show.curve import plain_curve, planned_curve, thin
 from planner.show.explain import peak_if_kept
 from planner.show.tables import live_at_peak, module_rows, op_rows
-from planner.study import study
 from solvers.errors import MIB
 from tests.planner.small import conv_net, mlp, plan_at, python
 
@@ -46,7 +46,7 @@ def test_rows_agree_with_the_plan(plan: Plan) -> None:
     rows = op_rows(plan)
     sizes = {t.name: t.bytes for t in plan.problem.tensors}
     assert sum(r.saved_bytes for r in rows) == sum(sizes[name] for name in plan.saved)
-    assert sum(r.again_cost for r in rows) == plan.planned.solution.added_cost
+    assert sum(r.again_cost for r in rows) == plan.solution.added_cost
     assert sum(r.runs > 1 for r in rows) == len(plan.recomputed)
     total = module_rows(rows)[0]
     assert total.module == "" and total.saved_bytes == sum(r.saved_bytes for r in rows)
@@ -178,10 +178,10 @@ def test_a_step_that_cannot_fit_is_not_run_op_by_op(monkeypatch: pytest.MonkeyPa
         measured.append(measure)
         return profile(graph, measure=measure, **options)
 
-    monkeypatch.setattr(pipeline, "profile", recording)
+    monkeypatch.setattr(prepared, "profile", recording)
     model, sample = mlp(batch=4096)
     with pytest.raises(BudgetError, match="cannot run below"):
-        study(model, sample, progress=False, ceiling_bytes=MIB)
+        open_session(model, sample, progress=False, ceiling_bytes=MIB)
     assert measured == [False]
     found = max_batch(model, lambda n: mlp(batch=n**4)[1], 1, solver="greedy", time_limit=2, progress=False)
     assert measured.count(True) < len(found.tried), "every size was run"

@@ -731,18 +731,20 @@ STAGES = ("capture", "alias", "resolve", "profile", "lower", "solve_step", "rewr
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_interrupt_in_any_stage_leaves_no_residue(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from planner import pipeline
+    from planner import pipeline, prepared, session
 
     model, x = mlp(), batch(8, 32)
     budget = tight(model, x).budget_bytes
     assert budget is not None
-    original = getattr(pipeline, stage)
+    places = [m for m in (session, prepared, pipeline) if hasattr(m, stage)]
+    original = getattr(places[0], stage)
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         original(*args, **kwargs)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipeline, stage, interrupted)
+    for place in places:
+        monkeypatch.setattr(place, stage, interrupted)
     before, rng = snapshot(model), torch.get_rng_state()
     with pytest.raises(KeyboardInterrupt):
         plan(model, x, budget / (1 << 20))

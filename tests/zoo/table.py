@@ -119,7 +119,7 @@ class Entry:
         different = tuple(differences(run_step(plain, plain, sample), run_step(plan.module, model, sample)))
         measured = measured_peak_bytes(plan.module, model, sample, plan.static_bytes)
         return Row(
-            name=self.name, share=share, nodes=len(plan.planned.prepared.traced.graph_module.graph.nodes),
+            name=self.name, share=share, nodes=len(plan.prepared.traced.graph_module.graph.nodes),
             capture_seconds=self.free.seconds["capture"], budget_bytes=budget, peak_bytes=plan.peak_bytes,
             measured_bytes=measured, loss_bytes=compare.loss_bytes(plan.module, sample),
             time_ratio=_time_ratio(plain, plan.module, sample) if self.timed else 0.0, overhead=plan.overhead,

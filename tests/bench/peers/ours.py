@@ -13,7 +13,7 @@ from torch import nn
 
 from planner import PlannerError
 from planner.plan import Plan
-from planner.study import Study, study
+from planner.session import Session, open_session
 
 from .measure import Subject
 from .methods import quoted
@@ -37,7 +37,7 @@ class Ours:
     def __init__(self, model: nn.Module, sample: Any, time_limit: float) -> None:
         self.model = model
         start = time.perf_counter()
-        self.study: Study = study(model, sample, time_limit=time_limit, progress=False, keep_outputs=False)
+        self.study: Session = open_session(model, sample, time_limit=time_limit, progress=False, keep_outputs=False)
         self.prepare_seconds = time.perf_counter() - start
 
     def subject(self, plan: Plan) -> Subject:

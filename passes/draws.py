@@ -1,0 +1,63 @@
+"""Random ops run for their figures alone: they draw from a generator of their own.
+
+The default generator belongs to all threads. Saved before profiling and put back after it, it would repeat what a
+thread that trains drew in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from .fuse.records import DROPOUT
+from .run import kernels
+from .run.random import get_rng_state, set_rng_state
+
+aten = torch.ops.aten
+
+
+def drawing_privately(target: Any, args: Any, kwargs: Any, device: torch.device) -> Callable[[], Any]:
+    """The call of an op, with equal memory and work, that leaves the default generator where it is.
+
+    Of ops that take no generator (an LSTM's dropout, CUDA's attention) the draw is undone right after each run.
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return partial(target, *args, **kwargs)
+    generator = torch.Generator(device)
+    if target is DROPOUT.op:
+        return partial(kernels.dropout, *args, **kwargs, generator=generator)
+    if target is aten.native_dropout.default and device.type == "cpu" and args[2] is not False and 0 < args[1] < 1:
+        return partial(_native_dropout, args[0], args[1], generator)
+    if (same := _with_generator(target)) is not None:
+        return partial(same, *args, **{**kwargs, "generator": generator})
+    return partial(_undone, target, args, kwargs, str(device))
+
+
+def _native_dropout(values: torch.Tensor, p: float, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """`native_dropout_cpu` (ATen/native/Dropout.cpp), step by step."""
+    mask = torch.empty_like(values, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    return values.mul(mask).mul_(1 / (1 - p)), mask
+
+
+def _with_generator(target: Any) -> Any:
+    """The op itself, or its overload that differs in taking a generator; None where there is none."""
+    names = [a.name for a in target._schema.arguments]
+    if "generator" in names:
+        return target
+    packet = target.overloadpacket
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        own = [a.name for a in overload._schema.arguments]
+        if "generator" in own and [n for n in own if n != "generator"] == names:
+            return overload
+    return None
+
+
+def _undone(target: Any, args: Any, kwargs: Any, device: str) -> Any:
+    before = get_rng_state(device)
+    try:
+        return target(*args, **kwargs)
+    finally:
+        set_rng_state(before, device)

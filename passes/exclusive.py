@@ -1,0 +1,87 @@
+"""One thread at a time captures or measures, and Ctrl-C waits for a moment at which torch is whole.
+
+torch's tracer changes what all threads of a process share (kernels registered for tracing, flags, loggers, patched
+methods), and puts it back in code that an interrupt may cut short. Both go on under `exclusive`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+PATIENCE_SECONDS = 2.0
+
+_lock = threading.RLock()
+
+
+def _renew() -> None:
+    """After a fork: whoever held the lock does not run in the child."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
+@contextmanager
+def exclusive() -> Iterator[None]:
+    """Wait until no other thread is in such a block; in the main thread Ctrl-C then waits for `interrupt_point`.
+
+    Blocks may be nested. Ctrl-C still works at once while this waits, and where a second one comes
+    `PATIENCE_SECONDS` after the first.
+    """
+    with _lock, _interrupts_deferred():
+        yield
+
+
+def interrupt_point() -> None:
+    """Raise here what Ctrl-C asked for since the last such point."""
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Later) and _in_main_thread():
+        handler.deliver()
+
+
+class _Later:
+    """A handler of SIGINT that remembers it for the handler that it stands in for."""
+
+    def __init__(self, previous: Callable[[int, FrameType | None], Any]) -> None:
+        self.previous = previous
+        self.asked_at: float | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.asked_at is None:
+            self.asked_at = time.monotonic()
+        elif time.monotonic() - self.asked_at > PATIENCE_SECONDS:
+            self.deliver()
+
+    def deliver(self) -> None:
+        if self.asked_at is not None:
+            self.asked_at = None
+            self.previous(signal.SIGINT, sys._getframe(1))
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    previous = signal.getsignal(signal.SIGINT)
+    if not _in_main_thread() or not callable(previous) or isinstance(previous, _Later):
+        yield
+        return
+    later = _Later(previous)
+    try:
+        signal.signal(signal.SIGINT, later)
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is later:
+            signal.signal(signal.SIGINT, previous)
+        later.deliver()
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

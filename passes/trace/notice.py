@@ -1,0 +1,182 @@
+"""What a forward changed besides its buffers: refused where the next step would read it, else said."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import Unsupported
+from .nodes import Change, alike
+from .rerun import Script, Stale, is_named, line_of_change, reads
+from .state import Snapshot, scramble
+from .structure import constants, flatten
+from .watch import DRAW, SEED, Watch
+
+_WHY_STATE = "a later step would read what an earlier one left there, and a planned step leaves nothing there"
+_REMEDY_STATE = (
+    "Register it as a buffer (a tensor), pass it as an argument, or change it outside forward. If forward only "
+    "prepares itself at its first call, call the model once before planning."
+)
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """The forward, to be run again while tracing.
+
+    Attributes:
+        run: runs it on these tensors under further modes, and returns its output.
+        names: what the tensors are called.
+        steady: names of the buffers that it did not change.
+        take: a snapshot of what can be reached now.
+    """
+
+    run: Callable[..., Any]
+    flat: Sequence[torch.Tensor]
+    names: Sequence[str]
+    steady: frozenset[str]
+    take: Callable[[], Snapshot]
+
+    def once(self, *modes: Any) -> Any:
+        """Run it on copies of the tensors."""
+        copies = self.copies()
+        return self.run(copies, *modes)
+
+    def copies(self) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [t.detach().clone().requires_grad_(t.requires_grad) for t in self.flat]
+
+    def script(self, earlier: Script | None = None) -> Script:
+        """What it asks of torch, from the state as it is now."""
+        copies = self.copies()
+        script = Script(dict(zip(self.names, copies, strict=True)), self.steady, earlier)
+        value = self.run(copies, script)
+        tensors, template = flatten(value)
+        script.lines.append(f"returns {[script.name_of(t)[0] for t in tensors]}")
+        script.lines += [script.name_of(c)[0] for c in constants(template)]
+        return script
+
+
+def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[str, ...]:
+    """Refuse or warn of what the run under `watch` changed since `before` was taken; returns notes for the plan.
+
+    Raises:
+        Unsupported: it matters to the next step, or nobody can tell that it does not.
+    """
+    _say_checkpoints(watch)
+    changes = before.changes()
+    if not changes:
+        return ()
+    before.restore()
+
+    def refuse(change: Change, what: str, why: str, remedy: str, place: str = "") -> NoReturn:
+        before.restore()
+        line = place or line_of_change(rerun.once, change)
+        before.restore()
+        raise Unsupported(what, change.path + (f", {line}" if line else ""), why, remedy)
+
+    for change in changes:
+        if change.node.kind == "generator" and not _reseeded(before, change, rerun):
+            found = SEED if isinstance(change.node.owner, torch.Generator) else DRAW
+            refuse(change, found.what, found.why, found.remedy)
+        if change.node.kind == "tensor":
+            refuse(change, "in-place change of a tensor that is no buffer", "a plan would take it as constant",
+                   "Register it: self.register_buffer(name, tensor, persistent=False).")  # fmt: skip
+        if change.node.kind == "array":
+            refuse(change, "an array changed in forward", _WHY_STATE, _REMEDY_STATE)
+    written_again = _compare_steps(changes, watch, rerun, refuse)
+    notes: tuple[str, ...] = ()
+    for change in changes:
+        kept = change.path not in written_again and reads(watch.codes, change.name)
+        if change.node.kind == "generator":
+            _say(f"forward brings {change.path} into a state of its own; the planned step leaves it alone")
+        elif kept and change.node.kind != "cache":
+            notes += (f"forward remembers {change.path} at its first call; the planned step will not set it",)
+        elif change.node.kind != "cache":
+            _say(
+                f"forward sets {change.path}; the planned step computes the outputs and gradients alone and will "
+                "not set it. Return it from forward, or register it as a buffer, if it is read elsewhere."
+            )
+    return notes
+
+
+def _say(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
+
+
+def judged(before: Snapshot) -> frozenset[str]:
+    """Paths of what the forward changed."""
+    return frozenset(_HOOK.sub("", change.path) for change in before.changes())
+
+
+_HOOK = re.compile(r"(?<=hooks)\.\d+$")  # each registration has another number
+
+
+def check_backward(before: Snapshot, by_forward: frozenset[str]) -> None:
+    """Refuse what changed while tracing though the forward alone did not change it: Python that the backward runs."""
+    for change in before.changes():
+        if _HOOK.sub("", change.path) not in by_forward:
+            raise Unsupported(
+                "state that changes in the backward", change.path, "its Python runs while tracing, and not in the "
+                "planned steps", "Move the change out of the backward of the custom function.",
+            )  # fmt: skip
+
+
+def _reseeded(before: Snapshot, change: Change, rerun: Rerun) -> bool:
+    """Whether a generator of Python's or NumPy's is set to a state of its own, so that what it was does not matter."""
+    if isinstance(change.node.owner, torch.Generator):
+        return False
+    seen = []
+    for seed in (1, 2):
+        before.restore()
+        scramble(change.node.owner, seed)
+        lines = rerun.script().lines
+        seen.append((lines, repr(change.node.take())))
+    before.restore()
+    return seen[0] == seen[1]
+
+
+def _compare_steps(
+    changes: list[Change], watch: Watch, rerun: Rerun, refuse: Callable[..., NoReturn]
+) -> frozenset[str]:
+    """Run the forward as a first and as a second step; returns what the second one writes again."""
+    first = rerun.script()
+    left = rerun.take()
+    differs, where = False, ""
+    try:
+        differs = rerun.script(first).lines != first.lines
+    except Stale as stale:
+        differs, where = True, stale.where
+    except Unsupported:
+        raise
+    except Exception:  # noqa: BLE001 - the first step ran: what fails, fails for the state that it left
+        differs = True
+    evolving = left.changes(alike)
+    read = ((c, where) for c in evolving if (where := reads(watch.codes, c.name)) or not is_named(watch.codes, c.name))
+    if differs:
+        change, found = next(read, (next(iter(evolving), changes[0]), ""))
+        refuse(_outermost(change, changes), "state that forward changes and reads", _WHY_STATE, _REMEDY_STATE,
+               where or found)  # fmt: skip
+    for change, found in read:
+        refuse(_outermost(change, changes), "state that forward changes and reads", _WHY_STATE, _REMEDY_STATE, found)
+    return frozenset(c.path for c in left.changes())
+
+
+def _outermost(change: Change, changes: list[Change]) -> Change:
+    """The change of the first step in the same place; the second step's may be in what the first one made."""
+    alike = [c for c in changes if c.path == change.path] or [c for c in changes if c.node.owner is change.node.owner]
+    return next(iter(alike), change)
+
+
+def _say_checkpoints(watch: Watch) -> None:
+    for where, names in watch.checkpoints:
+        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        _say(
+            f"torch.utils.checkpoint at {where} contains an update of {shown}: the plain step makes it again when it "
+            "recomputes in the backward. The planned step runs the forward once, and makes it once, as the model does "
+            "without the checkpoint. Leave the checkpoint out: the plan decides what is recomputed."
+        )

@@ -1,0 +1,68 @@
+"""Whose code a file, function or class is: the user's (libraries included), or Python's, torch's, numpy's and ours."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import sys
+import sysconfig
+import types
+from typing import Any
+
+import torch
+
+_STDLIB = tuple(os.path.join(p, "") for p in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+_HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_OURS = tuple(os.path.join(_HERE, name, "") for name in ("passes", "planner", "solvers"))
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_OTHERS = ("numpy", "tqdm")  # their code is trusted: what it draws or asks is told by its callers
+_PYTHONS = frozenset(sys.stdlib_module_names) | {"builtins", "torch", "numpy", "passes", "planner", "solvers", "tqdm"}
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users_file(path: str) -> bool:
+    """Whether a source file is the user's or one of a library other than torch and numpy."""
+    if path.startswith("<") and not linecache.getlines(path):  # made by exec, or frozen
+        return False
+    if path.startswith((_TORCH, *_OURS)):
+        return False
+    for part in _INSTALLED:
+        if part in path:
+            return path.rpartition(part)[2].partition(os.sep)[0].removesuffix(".py") not in _OTHERS
+    return not path.startswith(_STDLIB)
+
+
+def is_users(value: Any) -> bool:
+    """Whether a class or function is the user's own or a library's."""
+    if isinstance(value, types.FunctionType):
+        return is_users_file(value.__code__.co_filename)
+    return str(getattr(value, "__module__", "")).partition(".")[0] not in _PYTHONS
+
+
+def is_users_module(module: types.ModuleType) -> bool:
+    """Whether a module is the user's own, and not even from an installed package."""
+    file = str(getattr(module, "__file__", None) or "")
+    return bool(file) and is_users_file(file) and not any(part in file for part in _INSTALLED)
+
+
+def is_users_own(code: types.CodeType) -> bool:
+    """Whether a function of the user's or a library's is not even from an installed package."""
+    return not any(part in code.co_filename for part in _INSTALLED)
+
+
+def user_frame(frame: types.FrameType | None) -> types.FrameType | None:
+    """The innermost frame of the user's code, at or above `frame`."""
+    while frame is not None and not is_users_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def place(frame: types.FrameType | None) -> str:
+    """`file:line: `source`` of a frame."""
+    if frame is None:
+        return "(place unknown)"
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    source = linecache.getline(file, line).strip()
+    return f"{file}:{line}" + (f" `{source}`" if source else "")

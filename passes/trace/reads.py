@@ -1,0 +1,181 @@
+"""What a forward read while it was traced: the places, what was found there, and whether that still holds.
+
+A step was traced for one state of Python: attributes of modules and configs, containers, functions, globals. `Reads`
+is the part of it that was looked at, without the model's own objects in it: these are numbered, so that a copy of the
+model, or one with a layer replaced by an equal one, is recognised. `match` (matching.py) finds the
+objects of a model and hands back `Matched`, which tells before each call in microseconds whether anything has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from operator import is_, itemgetter
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from .arguments import StateEntry
+from .expected import MISSING, Expected, items_of, parts_of, same_value
+
+Getter = Callable[[str, Any], Any]
+
+
+def by_attribute(holder: Any) -> Getter:
+    return partial(getattr, holder)
+
+
+def of_instance(holder: Any) -> Getter:
+    own: dict[str, Any] = object.__getattribute__(holder, "__dict__")
+    return own.get
+
+
+def names_of(holder: Any) -> Getter:
+    """A getter of the names that there are (`forward`, which `plan.apply` sets, is read by itself)."""
+    own: dict[str, Any] = object.__getattribute__(holder, "__dict__")
+    return lambda *_: tuple(sorted(own.keys() - {"forward"}))
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GET_HOOKS = itemgetter(*HOOKS)
+
+
+def of_hooks(holder: nn.Module) -> Getter:
+    own: dict[str, Any] = object.__getattribute__(holder, "__dict__")
+    return lambda *_: _GET_HOOKS(own)
+
+
+def of_class(holder: type) -> Getter:
+    return vars(holder).get
+
+
+def of_globals(holder: dict[str, Any]) -> Getter:
+    return holder.get
+
+
+def _table(holder: nn.Module, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = object.__getattribute__(holder, name)
+    return found
+
+
+def of_parameters(holder: nn.Module) -> Getter:
+    return _table(holder, "_parameters").get
+
+
+def of_buffers(holder: nn.Module) -> Getter:
+    return _table(holder, "_buffers").get
+
+
+def of_children(holder: nn.Module) -> Getter:
+    return _table(holder, "_modules").get
+
+
+REGISTERED: dict[str, Callable[[nn.Module], Getter]] = {
+    "_parameters": of_parameters, "_buffers": of_buffers, "_modules": of_children,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Read:
+    """One name that was looked up.
+
+    Attributes:
+        holder: an `Object`, or the class, function, cell or dict of globals that has it.
+        getter: how the name is looked up there.
+        label: the holder in words, where it is not an `Object`.
+    """
+
+    holder: Any
+    getter: Callable[[Any], Getter]
+    name: str
+    expected: Expected
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Known:
+    """An object of the model: its type, where it was found, and whether that is a path of submodules."""
+
+    kind: type
+    path: str
+    is_submodule: bool
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Everything that a trace read.
+
+    Attributes:
+        objects: the model first; then its submodules and what else was reached.
+        by_object: the reads of each object; `fixed` are those of classes, functions and globals.
+        live: ids of the tensors that the graph holds itself, whose changes in place are therefore seen.
+    """
+
+    entries: tuple[StateEntry, ...]
+    objects: tuple[Known, ...]
+    by_object: dict[int, list[Read]]
+    fixed: tuple[Read, ...]
+    loss: Expected
+    live: frozenset[int]
+
+
+class Matched:
+    """The reads of one model, laid out so that a check is a few passes in C."""
+
+    def __init__(self) -> None:
+        self.getters: list[Getter] = []
+        self.names: list[str] = []
+        self.found: list[Any] = []
+        self.objects: list[Any] = []
+        self.kinds: list[type] = []
+        self.modules: list[dict[str, Any]] = []  # the attributes of each module, for its hooks
+        self.hooks: list[tuple[Any, ...]] = []
+        self.empty: list[Any] = []
+        self.contents: list[tuple[Any, list[Any]]] = []
+        self.versions: list[tuple[torch.Tensor, int]] = []
+        self.computed: list[tuple[Getter, str, Any]] = []
+        self.state_getters: list[tuple[Getter, str]] = []
+        self.ties: list[int] = []
+
+    def state(self) -> list[torch.Tensor] | None:
+        """The parameters and buffers of the next call, or None where what was read has changed."""
+        return self.tensors() if self._holds() else None
+
+    def _holds(self) -> bool:
+        found = [get(name, MISSING) for get, name in zip(self.getters, self.names, strict=True)]
+        if not all(map(is_, found, self.found)):
+            if not all(map(same_value, found, self.found)):
+                return False
+            self.found = found
+        return (
+            list(map(_GET_HOOKS, self.modules)) == self.hooks
+            and all(map(is_, map(type, self.objects), self.kinds))
+            and not any(self.empty)
+            and all(holds_these(container, items) for container, items in self.contents)
+            and all(tensor._version == version for tensor, version in self.versions)
+            and all(same_value(get(name, MISSING), value) for get, name, value in self.computed)
+        )
+
+    def tensors(self) -> list[torch.Tensor] | None:
+        """One tensor per entry; None where one is gone, untied or tied."""
+        found = [get(name, None) for get, name in self.state_getters]
+        tensors: list[Any] = []
+        for i, tensor in zip(self.ties, found, strict=True):
+            if i == len(tensors):
+                tensors.append(tensor)
+            elif tensors[i] is not tensor:
+                return None
+        distinct = len(set(map(id, tensors))) == len(tensors)
+        return tensors if distinct and not any(map(is_, tensors, repeat(None))) else None
+
+
+def holds_these(container: Any, items: list[Any]) -> bool:
+    if isinstance(container, (set, numpy.ndarray)):
+        now = parts_of(container) or []
+        return len(now) == len(items) and all(map(same_value, now, items))
+    now = items_of(container)
+    return len(now) == len(items) and all(map(is_, now, items))

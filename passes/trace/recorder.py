@@ -1,0 +1,395 @@
+"""Recording what a forward reads while it is traced.
+
+Attributes are seen by a `__getattribute__` that `nn.Module` and the classes of configs and other plain objects have for
+the time of the trace: objects keep their types, and every way to an attribute leads through it. Globals, methods and
+closures are taken from the code that ran, seen by a profile function: what its names mean is recorded before it runs.
+Torch's own ops are not looked into.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import os
+import sys
+import sysconfig
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import torch
+from torch import fx, nn
+from torch.nn.modules import module as module_file
+from torch.overrides import TorchFunctionMode
+
+from .arguments import StateEntry, state_tensors
+from .expected import (
+    LARGEST,
+    LITERALS,
+    MISSING,
+    Constant,
+    Contents,
+    Expected,
+    Literal,
+    Object,
+    Same,
+    State,
+    Whole,
+    items_of,
+    parts_of,
+)
+from .reads import (
+    HOOKS,
+    REGISTERED,
+    Getter,
+    Known,
+    Read,
+    Reads,
+    by_attribute,
+    names_of,
+    of_class,
+    of_globals,
+    of_hooks,
+    of_instance,
+)
+
+
+class Recorder:
+    """Collects the reads of one capture, in which the forward may run several times: the first value found counts."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any, entries: list[StateEntry]) -> None:
+        self.model, self.loss_fn, self.entries = model, loss_fn, entries
+        self.thread = threading.get_ident()
+        self.state: dict[int, int] = {}
+        self.objects: list[Any] = []
+        self.known: list[Known] = []
+        self.numbers: dict[int, int] = {}
+        self.reads: dict[tuple[Any, ...], Read] = {}
+        self.looked_at: set[tuple[int, str]] = set()
+        self.entered: set[tuple[Any, ...]] = set()
+        self.functions: dict[int, types.FunctionType] = {}
+        self.watched: dict[type, Any] = {}
+        for path, module in model.named_modules():
+            self._add(module, path, is_submodule=True)
+
+    @contextlib.contextmanager
+    def recording(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Record in the block, in which `tensors` stand for the model's parameters and buffers."""
+        self.state = {id(tensor): i for i, tensor in enumerate(tensors)}
+        self.loss = self.snapshot(self.loss_fn, "loss_fn")
+        before = sys.getprofile()
+        try:
+            for kind in (nn.Module, *self.watched):
+                self._watch(kind)
+            sys.setprofile(self._profile)
+            with _NotInsideOps(self._profile):
+                yield
+        finally:
+            _profile_again(before)
+            while self.watched:
+                kind, own = self.watched.popitem()
+                if own is not None:
+                    type.__setattr__(kind, "__getattribute__", own)
+                elif "__getattribute__" in vars(kind):
+                    type.__delattr__(kind, "__getattribute__")
+
+    def finish(self, graph_module: fx.GraphModule) -> Reads:
+        """What was read; outside the model's modules, as it is after the trace."""
+        self.state = {id(t): i for i, t in enumerate(state_tensors(self.model, self.entries))}
+        by_object: dict[int, list[Read]] = {}
+        fixed: list[Read] = []
+        while self.reads:
+            read = self._as_it_is_now(self.reads.pop(next(iter(self.reads))))
+            (by_object.setdefault(read.holder.index, []) if isinstance(read.holder, Object) else fixed).append(read)
+        nodes = graph_module.graph.find_nodes(op="get_attr")
+        live = frozenset(id(getattr(graph_module, str(n.target), None)) for n in nodes)
+        return Reads(tuple(self.entries), tuple(self.known), by_object, tuple(fixed), self.loss, live)
+
+    def _as_it_is_now(self, read: Read) -> Read:
+        holder = read.holder
+        if isinstance(holder, Object):
+            if self.known[holder.index].is_submodule:
+                return read
+            holder = self.objects[holder.index]
+        found = [read.getter(holder)(read.name, MISSING) for _ in range(2)]
+        expected = self.snapshot(found[0], read.label)
+        made_anew = isinstance(expected, Same) and found[0] is not found[1]
+        return replace(read, expected=None if made_anew else expected)
+
+    # Values ---------------------------------------------------------------------------------------------------------
+
+    def snapshot(self, value: Any, path: str, depth: int = 0) -> Expected:
+        """What a later call has to find in the place of `value`."""
+        if type(value) in LITERALS or isinstance(value, numpy.generic):
+            return Literal(value)
+        if isinstance(value, torch.Tensor):
+            if id(value) in self.state:
+                return State(self.state[id(value)])
+            return Constant(value) if type(value) in (torch.Tensor, nn.Parameter, nn.Buffer) else None
+        if id(value) in self.numbers:
+            return Object(self.numbers[id(value)])
+        parts = None if isinstance(value, enum.Enum) else parts_of(value)
+        if parts is not None:
+            return self._contents(value, parts, path, depth)
+        if _is_plain_object(value):
+            return self._add(value, path)
+        self._discover(value)
+        return Same(value)
+
+    def _contents(self, value: Any, parts: list[Any], path: str, depth: int) -> Expected:
+        if len(parts) > LARGEST:
+            return Whole(type(value), items_of(value))
+        if depth > _DEEPEST:
+            return None
+        return Contents(type(value), tuple(self.snapshot(part, path, depth + 1) for part in parts))
+
+    def _add(self, value: Any, path: str, is_submodule: bool = False) -> Object:
+        number = self.numbers[id(value)] = len(self.objects)
+        self.objects.append(value)
+        self.known.append(Known(type(value), path, is_submodule))
+        if not isinstance(value, nn.Module):
+            self._watch(type(value))
+        return Object(number)
+
+    def _discover(self, value: Any) -> None:
+        """A function reads its closure and defaults; a wrapper's function is one too."""
+        for kind, attribute in _WRAPPERS.items():
+            value = getattr(value, attribute) if isinstance(value, kind) else value
+        if not isinstance(value, types.FunctionType) or id(value) in self.functions:
+            return
+        self.functions[id(value)] = value
+        where = f"function {value.__qualname__}"
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            self._read(cell, by_attribute, "cell_contents", f"{name} in the closure of {value.__qualname__}")
+        if _is_users(value.__code__):
+            for name in ("__code__", "__defaults__", "__kwdefaults__", "__dict__"):
+                self._read(value, by_attribute, name, where)
+
+    def _read(self, holder: Any, getter: Callable[[Any], Getter], name: str, label: str) -> Any:
+        """Record a read of what does not belong to the model; returns what is there."""
+        value = getter(holder)(name, MISSING)
+        key = (id(holder), getter, name)
+        if key not in self.reads:
+            self.reads[key] = Read(holder, getter, name, None, label)
+            self.reads[key] = Read(holder, getter, name, self.snapshot(value, label), label)
+        return value
+
+    # Attributes -----------------------------------------------------------------------------------------------------
+
+    def _watch(self, kind: type) -> None:
+        if kind in self.watched:
+            return
+        usual: Any = kind.__getattribute__
+
+        def __getattribute__(obj: Any, name: str) -> Any:
+            if id(obj) in self.numbers and (id(obj), name) not in self.looked_at:
+                self._look(obj, name, usual)
+            return usual(obj, name)
+
+        own = vars(kind).get("__getattribute__")
+        try:
+            self.watched[kind] = own
+            type.__setattr__(kind, "__getattribute__", __getattribute__)
+        except TypeError:  # an immutable class, written in C
+            del self.watched[kind]
+
+    def _look(self, obj: Any, name: str, usual: Callable[[Any, str], Any]) -> None:
+        caller = sys._getframe(2).f_code
+        machinery = caller.co_filename == module_file.__file__ and caller.co_name in _MACHINERY
+        if threading.get_ident() != self.thread or (machinery and name not in _READ_BY_MACHINERY):
+            return
+        self.looked_at.add((id(obj), name))
+        if name in HOOKS:
+            self._own(obj, "hooks", of_hooks)
+        elif name in _READ_AS_A_WHOLE:
+            self._whole(obj)
+        elif not (name.startswith("__") and name.endswith("__")):
+            self._attribute(obj, name, usual)
+
+    def _whole(self, obj: Any) -> None:
+        if type(obj).__dictoffset__:
+            self._own(obj, "", names_of)
+            for name in ("forward", *object.__getattribute__(obj, "__dict__")):
+                self._own(obj, name)
+        for kind in type(obj).__mro__:
+            for name, value in vars(kind).items():
+                if isinstance(value, types.MemberDescriptorType):
+                    self._own(obj, name, by_attribute)
+
+    def _attribute(self, obj: Any, name: str, usual: Callable[[Any, str], Any]) -> None:
+        """The place where Python finds the attribute, and those where it looks before."""
+        own = object.__getattribute__(obj, "__dict__") if type(obj).__dictoffset__ else None
+        in_class = next((vars(c)[name] for c in type(obj).__mro__ if name in vars(c)), MISSING)
+        if in_class is not MISSING:
+            self._class_attribute(type(obj), name)
+        if isinstance(in_class, types.MemberDescriptorType):
+            self._own(obj, name, by_attribute)
+        elif in_class is MISSING or not hasattr(type(in_class), "__set__"):
+            found = own is not None and name in own
+            tables = [t for t in REGISTERED if own and not found and name in own.get(t, ())]
+            if own is not None and not tables:
+                self._own(obj, name)
+            if isinstance(obj, nn.Module):
+                for table in tables or (() if found or in_class is not MISSING else REGISTERED):
+                    self._own(obj, name, REGISTERED[table])
+            elif in_class is MISSING and (not found or usual is not object.__getattribute__):
+                self._own(obj, name, by_attribute)
+
+    def _own(self, obj: Any, name: str, getter: Callable[[Any], Getter] = of_instance) -> None:
+        number = self.numbers[id(obj)]
+        if (number, getter, name) in self.reads:
+            return
+        place = Object(number)
+        self.reads[number, getter, name] = Read(place, getter, name, None)
+        value = getter(obj)(name, MISSING)
+        path, kind = self.known[number].path, type(obj).__name__
+        expected = self.snapshot(value, f"{path}.{name}".strip("."))
+        self.reads[number, getter, name] = Read(place, getter, name, expected, f"{path or 'the model'} ({kind})")
+
+    # Code -----------------------------------------------------------------------------------------------------------
+
+    def _profile(self, frame: types.FrameType, event: str, _: Any) -> None:
+        if event == "call" and threading.get_ident() == self.thread and _is_users(frame.f_code):
+            code = frame.f_code
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            known = id(first) in self.numbers or (code.co_argcount and code.co_varnames[0] == "self")
+            self._enter(code, first if isinstance(first, type) else type(first) if known else None, frame.f_globals)
+
+    def _enter(self, code: types.CodeType, owner: type | None, names: dict[str, Any]) -> None:
+        """Record what the code's names mean: globals, attributes of modules and classes, environment variables."""
+        if (code, owner, id(names)) in self.entered:
+            return
+        self.entered.add((code, owner, id(names)))
+        label = f"module {names.get('__name__', '?')}"
+        for name in code.co_names:
+            if name in names:
+                self._named(self._read(names, of_globals, name, label), code)
+            elif isinstance(imported := sys.modules.get(name), types.ModuleType):
+                self._named(imported, code)
+        if owner is not None:
+            for name in (code.co_name, *code.co_names):
+                self._class_attribute(owner, name)
+        if not {"environ", "getenv"}.isdisjoint(code.co_names):
+            for name in filter(lambda c: isinstance(c, str), code.co_consts):
+                self._read(os.environ, of_globals, name, "the environment")
+
+    def _named(self, value: Any, code: types.CodeType) -> None:
+        """The code may read attributes of the modules and classes that it names."""
+        if isinstance(value, type):
+            for name in code.co_names:
+                self._class_attribute(value, name)
+            if issubclass(value, torch.autograd.Function) and value is not torch.autograd.Function:
+                self._autograd_function(value)
+        if not isinstance(value, types.ModuleType) or (code, value) in self.entered:
+            return
+        self.entered.add((code, value))
+        users = _is_users_file(getattr(value, "__file__", None) or "")
+        for name in code.co_names:
+            found = vars(value).get(name, MISSING)
+            if found is not MISSING and (users or callable(found) or isinstance(found, types.ModuleType)):
+                self._named(self._read(vars(value), of_globals, name, f"module {value.__name__}"), code)
+
+    def _autograd_function(self, kind: type) -> None:
+        """Torch calls these by name, and the backward after the forward."""
+        for name in ("forward", "setup_context", "backward"):
+            self._class_attribute(kind, name)
+            function = getattr(kind, name)
+            if isinstance(function, types.FunctionType) and _is_users(function.__code__):
+                self._enter(function.__code__, kind, function.__globals__)
+
+    def _class_attribute(self, kind: type, name: str) -> None:
+        """A name as the classes define it: where it is found, and in what comes before."""
+        defined = [c for c in kind.__mro__ if name in vars(c)]
+        if not defined or kind.__module__ == "builtins":
+            return
+        for each in kind.__mro__[: kind.__mro__.index(defined[-1]) + 1]:
+            if each.__flags__ & _ON_THE_HEAP:
+                self._read(each, of_class, name, f"class {each.__qualname__}")
+
+
+def _profile_again(before: Any) -> None:
+    """Give the thread its profile function back; cProfile's object is not one, and is started again."""
+    if hasattr(before, "enable"):
+        sys.setprofile(None)
+        before.enable()
+    else:
+        sys.setprofile(before)
+
+
+class _NotInsideOps(TorchFunctionMode):
+    """Suspends the profile function while torch works on an op, unless the op is handed a function."""
+
+    def __init__(self, profile: Callable[..., None]) -> None:
+        super().__init__()
+        self.profile = profile
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(map(callable, args)) or any(map(callable, kwargs.values())):
+            return func(*args, **kwargs)
+        sys.setprofile(None)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            sys.setprofile(self.profile)
+
+
+_DEEPEST = 12
+_WRAPPERS = {
+    property: "fget", staticmethod: "__func__", classmethod: "__func__", functools._lru_cache_wrapper: "__wrapped__"
+}  # fmt: skip
+_ON_THE_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
+_READ_BY_MACHINERY = frozenset({"forward", *HOOKS})
+_MACHINERY = frozenset({
+    "__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward", "inner",
+    "__getattr__", "__setattr__", "__delattr__",
+})  # fmt: skip
+_READ_AS_A_WHOLE = frozenset({"__dict__", "__reduce_ex__", "__reduce__", "__getstate__", "__deepcopy__", "__copy__"})
+_NOT_OBJECTS = (type, types.ModuleType, types.FunctionType, BaseException, enum.Enum, torch.Generator)
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether attributes of `value` are recorded: modules, configs, objects of the user's and of libraries' classes."""
+    kind = type(value)
+    if isinstance(value, nn.Module):
+        return True
+    if not kind.__flags__ & _ON_THE_HEAP or isinstance(value, _NOT_OBJECTS):
+        return False
+    module = kind.__module__
+    if module.startswith(("torch.distributions", "torch.nn.")) or (module, kind.__name__) in _PLAIN_OF_PYTHON:
+        return True
+    return module.partition(".")[0] not in _OTHERS
+
+
+_PLAIN_OF_PYTHON = frozenset({("argparse", "Namespace"), ("collections", "UserDict"), ("collections", "UserList")})
+_OTHERS = sys.stdlib_module_names | {"torch", "numpy", "planner", "passes", "solvers"} - {"__main__"}
+
+
+def _folder(path: str) -> str:
+    return os.path.join(os.path.dirname(os.path.abspath(path)), "")
+
+
+_TORCH, _OURS = _folder(torch.__file__), _folder(os.path.dirname(os.path.dirname(__file__)))
+_TORCH_NN = os.path.join(_TORCH, "nn", "")
+_PYTHON = os.path.join(sysconfig.get_paths()["stdlib"], "")
+
+
+def _is_users(code: types.CodeType) -> bool:
+    return _is_users_file(code.co_filename)
+
+
+@functools.lru_cache(None)
+def _is_users_file(file: str) -> bool:
+    """Whether the code of this file is looked into: neither Python's own nor ours, and of torch only torch.nn."""
+    if file.startswith(_TORCH):
+        return file.startswith(_TORCH_NN) and file != module_file.__file__
+    if "site-packages" not in file and file.startswith(_PYTHON):
+        return False
+    return not file.startswith(("<frozen", *_LIBRARY))
+
+
+_LIBRARY = tuple(os.path.join(_OURS, name, "") for name in ("passes", "planner", "solvers"))

@@ -1,0 +1,121 @@
+"""Python state that a forward could change, as it is now: found from its modules, compared, and put back.
+
+The walk starts at the modules and the loss function. It follows attributes, plain containers, objects, class
+attributes, functions with their closures, defaults and the globals they name, and random generators; it takes a
+shallow copy of each mutable thing that it meets, so that nested ones are compared where they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import Unsupported
+from .nodes import Change, Node, identical, node_changes, really, same
+from .places import place, user_frame
+from .reach import visit
+
+MAX_NODES = 50_000
+
+_ITERATORS: tuple[type, ...] = (
+    type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter({}.values())),
+    type(iter({}.items())), type(reversed([])), type(iter("")), type(iter(set())), itertools.count, itertools.cycle,
+    itertools.chain, itertools.islice, itertools.repeat, enumerate, zip, map, filter, types.GeneratorType,
+)  # fmt: skip
+
+
+class Held:
+    """Stands for an iterator while a forward is traced."""
+
+    def __init__(self, path: str, key: Any) -> None:
+        self.path = f"{path}[{key!r}]" if isinstance(key, int) else f"{path}.{key}"
+
+    def _refuse(self, *_: Any) -> Any:
+        raise Unsupported(
+            "an iterator advanced in forward", f"{self.path}, {place(user_frame(sys._getframe(1)))}",
+            "it would be advanced once, while tracing, and not in the planned steps",
+            "Advance it outside forward, and pass what it gives as an argument.",
+        )  # fmt: skip
+
+    __next__ = __iter__ = send = close = _refuse
+
+
+class Snapshot:
+    """The state that can be reached from a model, as it is now."""
+
+    def __init__(self, model: nn.Module, *others: Any) -> None:
+        self.nodes: list[Node] = []
+        self.seen: dict[int, Any] = {}
+        self._queue: deque[tuple[Any, str, str]] = deque()
+        for prefix, module in model.named_modules():
+            self._queue.append((module, f"self.{prefix}" if prefix else "self", ""))
+        self._queue.extend((other, "loss_fn", "loss_fn") for other in others if other is not None)
+        self._queue.append((_python_generator(), "Python's random", "random"))
+        self._queue.append((torch.default_generator, "torch's random generator", "torch"))
+        if (numpy := sys.modules.get("numpy")) is not None:
+            self._queue.append((numpy.random.mtrand._rand, "numpy.random", "random"))
+        with really():
+            while self._queue and len(self.nodes) < MAX_NODES:
+                visit(self, *self._queue.popleft())
+        self._queue.clear()
+
+    def changes(self, alike: Callable[[Any, Any], bool] | None = None) -> list[Change]:
+        """Places that differ from what was taken."""
+        with really():
+            return [change for node in self.nodes for change in node_changes(node, alike or same)]
+
+    def restore(self) -> None:
+        """Put back what differs."""
+        with really():
+            for node in self.nodes:
+                if next(node_changes(node, identical), None) is not None:
+                    node.give(node.content)
+                    node.refresh()
+
+    @contextlib.contextmanager
+    def iterators_held(self) -> Iterator[None]:
+        """Let iterators and generators refuse to be advanced: what one has given out cannot be put back."""
+        found = [(node, k, v) for node in self.nodes for k, v in _pairs(node.content) if isinstance(v, _ITERATORS)]
+        try:
+            for node, key, _ in found:
+                node.content[key] = Held(node.path, key)
+                node.give(node.content)
+            yield
+        finally:
+            for node, key, value in found:
+                node.content[key] = value
+            self.restore()
+
+    def add(self, node: Node) -> Node:
+        self.nodes.append(node)
+        return node
+
+    def follow(self, values: Iterable[tuple[Any, str, str]]) -> None:
+        self._queue.extend(values)
+
+
+def scramble(generator: Any, seed: int) -> None:
+    """Bring a generator of Python's or NumPy's into another state."""
+    if hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        generator.seed(seed)
+
+
+def _pairs(content: Any) -> list[tuple[Any, Any]]:
+    if isinstance(content, dict):
+        return list(content.items())
+    return list(enumerate(content)) if isinstance(content, list) else []
+
+
+def _python_generator() -> Any:
+    return getattr(random.random, "__self__", None)

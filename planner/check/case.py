@@ -1,0 +1,192 @@
+"""One step to be checked: what it starts from, and how its plain and its planned form are run and observed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes._torch import swapped_state
+from passes.memory import span
+from passes.trace.arguments import argument_names, call_signature, run_model, state_tensors
+from passes.trace.capture import Traced
+from passes.trace.structure import constants, flatten, slots, unflatten
+from planner.decided import Decided
+
+from .compare import Observed, unequal
+from .restore import Generators, Snapshot, put_back
+from .twins import nudged, twins, varied
+
+Tensors = list[torch.Tensor]
+# (tensors, step counted from 0, backward) -> what `backward` gave for the output
+Run = Callable[[Tensors, int, Callable[[Any], Any]], Any]
+
+
+class Case:
+    """A model and the arguments of one call. Every run starts from the same state, on copies of its own.
+
+    Attributes:
+        originals: the user's own parameters, buffers and inputs, in the order of the step's primals; `names` theirs.
+        offload: whether what is observed, and what the plain step saves, waits on the host.
+        changed: attributes that the latest run changed, before they were put back.
+    """
+
+    def __init__(
+        self, model: nn.Module, traced: Traced, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None
+    ) -> None:
+        self.model, self.traced, self.loss_fn, self.offload = model, traced, loss_fn, False
+        self.signature = call_signature(model, loss_fn)
+        inputs, self.template = flatten(dict(bound))
+        self.count = len(traced.state)
+        self.names = [*(e.name for e in traced.state), *argument_names(self.template)]
+        self.originals = [*state_tensors(model, traced.state), *inputs]
+        roots = [model, loss_fn, *constants(self.template)]
+        self.snapshot = Snapshot(roots, self.originals)
+        self.remembers = False  # whether the plain step, which runs first, left anything on the model
+        indices = sorted({t.device.index or 0 for t in self.originals if t.device.type == "cuda"})
+        self.generators = Generators(tuple(indices))
+        self.start = self.generators.state()
+        self.batch, self.other_batch = inputs, inputs
+        self.changed: list[str] = []
+
+    def vary_batch(self) -> None:
+        """Let the second step have other inputs, where the trace holds for them."""
+        other = varied(self.batch)
+        guard = self.traced.guard
+        self.other_batch = other if guard is None or guard.holds(other) else self.batch
+
+    def keep_batch(self) -> None:
+        """Let both steps have the same inputs."""
+        self.other_batch = self.batch
+
+    def left_as_it_was(self) -> contextlib.AbstractContextManager[None]:
+        """Around everything that runs the model."""
+        return put_back(self.snapshot, self.generators)
+
+    # The two ways to run a step -----------------------------------------------------------------------------------
+
+    def plain(self, tensors: Tensors, step: int, backward: Callable[[Any], Any]) -> Any:
+        """The model's own forward, with its hooks on parameters out of reach."""
+        named = {e.name: t for e, t in zip(self.traced.state, tensors, strict=False)}
+        saving = torch.autograd.graph.save_on_cpu() if self.offload else contextlib.nullcontext()
+        with swapped_state(self.model, named), saving:
+            bound = unflatten(self.template, tensors[self.count :])
+            result = backward(run_model(self.model, self.loss_fn, self.signature, bound))
+        tensors[: self.count] = [named[e.name] for e in self.traced.state]
+        return result
+
+    def planned(self, planned: Decided) -> Run:
+        """The rewritten step."""
+        return lambda tensors, step, backward: backward(planned.run(tensors, _no_other_backward))
+
+    # A run of some steps ------------------------------------------------------------------------------------------
+
+    def take(self, run: Run, steps: int, enough: Callable[[], bool] = lambda: False) -> list[Observed]:
+        """Run and observe `steps` steps from the state that the case starts from; fewer when `enough()` says so."""
+        self.generators.set(self.start)
+        tensors = twins(self.originals)
+        observed: list[Observed] = []
+        try:
+            if not self.model.training:
+                self.model.train()
+            while len(observed) < steps and not (observed and enough()):
+                if observed:
+                    self.remembers = self.remembers or bool(self.snapshot.changed())
+                    self._move_on(tensors)
+                observed.append(self._observe(run, tensors, len(observed)))
+        finally:
+            self.changed = self.snapshot.changed()
+            self.snapshot.restore()
+        return observed
+
+    def _at(self, i: int, step: int) -> torch.Tensor:
+        """What tensor `i` holds before a step, if no step changes it."""
+        if not step:
+            return self.originals[i].detach()
+        if i >= self.count:
+            return self.other_batch[i - self.count].detach()
+        return self._nudged(i, self.originals[i])
+
+    def _nudged(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter or buffer as another step may find it; a forward that remembers things may have read buffers."""
+        is_parameter = self.traced.state[i].is_parameter
+        return nudged(tensor, is_parameter) if is_parameter or not self.remembers else tensor.detach()
+
+    def _move_on(self, tensors: Tensors) -> None:
+        """Between two steps: as after an optimizer's step and with another batch, the same for every run."""
+        self.generators.advance()
+        with torch.no_grad():
+            for i, tensor in enumerate(tensors):
+                tensor.grad = None
+                if span(tensor) == tensor.numel():  # not expanded
+                    own = i < self.count
+                    tensor.copy_(self._nudged(i, tensor) if own else self._at(i, 1))
+
+    def _observe(self, run: Run, tensors: Tensors, step: int) -> Observed:
+        given = list(tensors)
+        before = self.generators.state()
+        torch.clear_autocast_cache()  # under autocast around both steps, the second would see the first one's weights
+        output, template = run(tensors, step, lambda output: self._backward(output, step))
+        own = {t.untyped_storage().data_ptr() for t in given}
+        outputs = [self._kept(t.detach(), t.untyped_storage().data_ptr() in own) for t in output]
+        first: dict[int, str] = {}
+        for path, i in slots(template):
+            first.setdefault(i, path)
+        paths = [first[i] for i in range(len(output))]
+        return Observed(
+            structure=template,
+            outputs=dict(zip(paths, outputs, strict=True)),
+            requires_grad={p: t.requires_grad for p, t in zip(paths, output, strict=True)},
+            memory=_memory([*self.names, *(p or "the output" for p in paths)], [*given, *output], paths),
+            gradients={n: None if t.grad is None else self._kept(t.grad, False)
+                       for n, t in zip(self.names, given, strict=True)},
+            state={n: self._after(i, step, t) for i, (n, t) in enumerate(zip(self.names, tensors, strict=True))
+                   if n not in self.traced.repeated},
+            generators_before=before,
+            generators=self.generators.state(),
+        )  # fmt: skip
+
+    def _after(self, i: int, step: int, tensor: torch.Tensor) -> torch.Tensor | None:
+        before = self._at(i, step)
+        same = tensor.shape == before.shape and tensor.dtype == before.dtype and not unequal(tensor, before)
+        return None if same else self._kept(tensor.detach(), True)
+
+    def _kept(self, tensor: torch.Tensor, copy: bool) -> torch.Tensor:
+        if self.offload:
+            return tensor.to("cpu", copy=True)
+        return tensor.clone() if copy else tensor
+
+    def _backward(self, output: Any, step: int) -> tuple[Tensors, Any]:
+        """Start a backward where the trace did; what the output is made of."""
+        leaves, template = flatten(output)
+        chosen = [t for t, leaf in zip(leaves, self.traced.outputs, strict=False)
+                  if leaf.differentiated and t.requires_grad]  # fmt: skip
+        if chosen:
+            planned = self.traced.placeholders[self.traced.num_primals :]
+            strides = [p.meta["val"].stride() for p in planned]
+            torch.autograd.backward(chosen, [tangent(t, s, step) for t, s in zip(chosen, strides, strict=True)])
+        return leaves, template
+
+
+def tangent(like: torch.Tensor, strides: Sequence[int], step: int) -> torch.Tensor:
+    """The gradient of an output, in the strides that are planned for: one for a loss, numbers for other outputs."""
+    if like.dim() == 0:
+        return torch.full((), 1 - step / 4, dtype=like.dtype, device=like.device)
+    numbers = torch.arange(like.numel(), dtype=torch.float32, device=like.device).mul_(0.37).add_(step).cos_()
+    result = torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
+    return result.copy_(numbers.reshape(like.shape))
+
+
+def _memory(names: list[str], tensors: Tensors, outputs: list[str]) -> dict[str, str]:
+    """For each output, which come last, the first of all tensors in whose memory it is."""
+    places = [t.untyped_storage().data_ptr() for t in tensors]
+    holders = [names[places.index(p) if p else i] for i, p in enumerate(places)]
+    return dict(zip(outputs, holders[len(holders) - len(outputs) :], strict=True))
+
+
+def _no_other_backward(primals: Sequence[torch.Tensor], *_: Any) -> list[Any]:
+    """The backward starts where the trace did: a step that expects another start has no gradients, which shows."""
+    return [None] * len(primals)

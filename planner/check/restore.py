@@ -1,0 +1,136 @@
+"""The model that a check runs is left as it was: attributes, training flags, generators, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.trace.nodes import refill
+
+CONTAINERS = (dict, OrderedDict, list, set)
+DEPTH = 3
+SKIPPED = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.Generator, torch.device, torch.dtype)
+
+
+class Snapshot:
+    """What modules, and the containers and objects that they hold, contain; and the data of the plain tensors in them.
+
+    Args:
+        roots: modules (with all below them), and other values that the step is given.
+        own: tensors that need no copy, because the step runs on others in their place.
+    """
+
+    def __init__(self, roots: Iterable[Any], own: Iterable[torch.Tensor]) -> None:
+        self.contents: list[tuple[Any, Any]] = []
+        self.tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.seen = {id(t) for t in own}
+        for root in roots:
+            for value in root.modules() if isinstance(root, nn.Module) else [root]:
+                self._walk(value, 0)
+
+    def _walk(self, value: Any, depth: int) -> None:
+        if id(value) in self.seen or isinstance(value, SKIPPED) or depth > DEPTH:
+            return
+        if isinstance(value, nn.Module) and depth:
+            return  # a root of its own, or another model that this one refers to
+        self.seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if depth <= 2 and type(value) is torch.Tensor and not value.is_meta:
+                self.tensors.append((value, value.detach().clone()))
+            return
+        held = value if type(value) in (*CONTAINERS, tuple) else getattr(value, "__dict__", None)
+        if not isinstance(held, (*CONTAINERS, tuple)):
+            return
+        if not isinstance(held, tuple):
+            self.contents.append((held, held.copy()))
+        inside = list(held.values()) if isinstance(held, dict) else list(held)
+        for child in inside:
+            self._walk(child, depth + 1)
+
+    def changed(self) -> list[str]:
+        """Names of attributes and keys that now hold something else."""
+        names = []
+        for held, before in self.contents:
+            if isinstance(held, dict):
+                keys = [k for k in {**before, **held} if k != "training"]
+                names += [str(k) for k in keys if held.get(k, self) is not before.get(k, self)]
+            elif not _same(held, before):
+                names.append(f"a {type(held).__name__}")
+        return list(dict.fromkeys(names))
+
+    def restore(self) -> None:
+        """Give everything its content back."""
+        for held, before in self.contents:
+            if not _same(held, before):
+                refill(held, before)
+        for tensor, before in self.tensors:
+            if tensor.shape != before.shape:
+                tensor.data = before
+            elif not torch.equal(tensor, before):
+                tensor.data.copy_(before)
+
+
+def _same(held: Any, before: Any) -> bool:
+    if len(held) != len(before):
+        return False
+    if isinstance(held, dict):
+        return all(a is b and held[a] is before[b] for a, b in zip(held, before, strict=True))
+    return held == before if isinstance(held, set) else all(a is b for a, b in zip(held, before, strict=True))
+
+
+class Generators:
+    """torch's generators of some devices, Python's and NumPy's: their states, taken and given back."""
+
+    def __init__(self, devices: tuple[int, ...]) -> None:
+        self.devices = devices
+
+    def state(self) -> dict[str, Any]:
+        """By name; NumPy's only where something has imported NumPy."""
+        numpy = sys.modules.get("numpy")
+        state: dict[str, Any] = {"torch's generator": torch.get_rng_state(), "Python's random": random.getstate()}
+        for index in self.devices:
+            state[f"CUDA's generator {index}"] = torch.cuda.get_rng_state(index)
+        return state if numpy is None else {**state, "NumPy's random": numpy.random.get_state()}
+
+    def set(self, state: dict[str, Any]) -> None:
+        """Give every generator the state it has in `state`."""
+        for name, value in state.items():
+            if name == "torch's generator":
+                torch.set_rng_state(value)
+            elif name == "Python's random":
+                random.setstate(value)
+            elif name == "NumPy's random":
+                sys.modules["numpy"].random.set_state(value)
+            else:
+                torch.cuda.set_rng_state(value, int(name.rpartition(" ")[2]))
+
+    def advance(self) -> None:
+        """Move every generator on, to where a training loop's other draws might have left it."""
+        torch.rand(3)
+        for index in self.devices:
+            torch.rand(3, device=f"cuda:{index}")
+        random.random()
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.random()
+
+
+@contextlib.contextmanager
+def put_back(snapshot: Snapshot, generators: Generators) -> Iterator[None]:
+    """Gradients on and warnings off in the block; at its end what `snapshot` holds and the generators as they were."""
+    before = generators.state()
+    try:
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        snapshot.restore()
+        generators.set(before)

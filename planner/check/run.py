@@ -1,0 +1,123 @@
+"""Running the check: when it may run, for how many steps, and what becomes of a difference."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from planner.decided import Decided
+from planner.errors import CheckError
+
+from .blame import REPORT, explain
+from .case import Case
+from .compare import Observed, differences
+from .record import NOT_RUN, Check, Checked
+from .room import room_for
+
+STEPS = 2
+COST = 2.2  # of one compared step, in plain steps: the planned one recomputes
+
+
+def check_step(
+    model: nn.Module, planned: Decided, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None, check: Check
+) -> Checked:
+    """Run the planned step beside the plain one, from equal state, and compare what can be observed bit for bit.
+
+    Two steps, because what a forward changes shows at the second; between them parameters, float buffers and inputs
+    are moved, so that a value which the plan wrongly holds as a constant shows as well. Both run on copies, without
+    the hooks of the user's parameters; attributes, training flags and generators are put back, whatever happens.
+
+    Args:
+        check: "auto" runs it where it takes no longer than planning took and its memory is free.
+
+    Raises:
+        CheckError: something differs, or, under `check=True`, the check could not run.
+    """
+    if check is False:
+        return NOT_RUN
+    start = time.perf_counter()
+    try:
+        return _check(model, planned, bound, loss_fn, check == "auto", start)
+    except _CannotRun as error:
+        if check == "auto":
+            return Checked(0, str(error), time.perf_counter() - start)
+        raise CheckError(f"the check cannot run: {error}.") from error.__cause__
+
+
+class _CannotRun(Exception):
+    """Why no check is possible, in words."""
+
+
+def _check(
+    model: nn.Module, planned: Decided, bound: Mapping[str, Any], loss_fn: Any, auto: bool, start: float
+) -> Checked:
+    case = _case(model, planned, bound, loss_fn, auto)
+    with case.left_as_it_was():
+        plain = _plain_steps(case, sum(planned.seconds.values()) if auto else None)
+        try:
+            ours = case.take(case.planned(planned), len(plain))
+        except Exception as error:
+            cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            message = f"the planned step fails where the plain one runs: {cause}. {REPORT}."
+            raise CheckError(message, differs="the planned step", cause=cause) from error
+        found = differences(plain, ours)
+        noise = explain(case, planned, plain, found) if found else ""
+    return Checked(len(plain), _compared(plain[0]) + noise, time.perf_counter() - start)
+
+
+def _case(model: nn.Module, planned: Decided, bound: Mapping[str, Any], loss_fn: Any, auto: bool) -> Case:
+    traced = planned.prepared.traced
+    case = Case(model, traced, bound, loss_fn)
+    missing = [name for name, t in zip(case.names, case.originals, strict=True) if t.is_meta]
+    if missing:
+        raise _CannotRun(f"{missing[0]!r} is on the meta device, without data to compute with")
+    room = room_for(planned, case.originals)
+    if auto and not room.fits:
+        raise _CannotRun(room.why)
+    case.offload = room.offload
+    case.vary_batch()
+    return case
+
+
+def _plain_steps(case: Case, limit: float | None) -> list[Observed]:
+    """The plain steps, two where that is possible and takes no longer than `limit` with the planned ones."""
+    begun = time.perf_counter()
+
+    def enough() -> bool:
+        return limit is not None and STEPS * COST * (time.perf_counter() - begun) > limit
+
+    try:
+        plain = case.take(case.plain, STEPS, enough)
+    except Exception:  # noqa: BLE001 - with other inputs: whatever the model has against them
+        plain = _one_batch(case, enough)
+    took = (time.perf_counter() - begun) / len(plain)
+    if limit is not None and COST * took > limit:
+        raise _CannotRun(f"a step of the plain model takes {took:.1f} s, and planning took {limit:.1f} s")
+    return plain
+
+
+def _one_batch(case: Case, enough: Callable[[], bool]) -> list[Observed]:
+    """The plain steps on one batch; a single one for a model that fails in the second."""
+    case.keep_batch()
+    try:
+        return case.take(case.plain, STEPS, enough)
+    except Exception:  # noqa: BLE001 - the first step says it better
+        try:
+            return case.take(case.plain, 1)
+        except Exception as error:
+            raise _CannotRun(f"the plain step raises {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def _compared(observed: Observed) -> str:
+    gradients = sum(g is not None for g in observed.gradients.values())
+    changed = sum(t is not None for t in observed.state.values())
+    parts = [_count(len(observed.outputs), "output"), _count(gradients, "gradient")]
+    parts += [_count(changed, "changed buffer")] if changed else []
+    return ", ".join([*parts, "generators"])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

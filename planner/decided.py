@@ -1,0 +1,205 @@
+"""A decided step: what was chosen, what it costs, what is proved, and every figure that people look at.
+
+Viewers, plan files and exports read this record; `Plan` is it with a module and verbs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import networkx as nx
+import torch
+
+from passes.alias import is_compute
+from passes.rewrite import Rewritten
+from passes.run.step import Fallback, Step
+from passes.trace.modules import module_path
+from passes.trace.structure import unflatten
+from solvers.problem import Problem
+from solvers.schedule import Schedule, computes, plain_order, with_frees
+from solvers.solution import Solution
+
+from .check.record import NOT_RUN, Checked
+from .hints import hint_notes
+from .prepared import Prepared
+from .timeline import Timeline, timeline
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Decided:
+    """A decided and proved step.
+
+    Attributes:
+        prepared: the step before the decision.
+        solution: what the solver answered.
+        rewritten, step: the proved halves, and what runs them.
+        budget_bytes: the peak asked for (None: no limit).
+        seconds: how long each stage took.
+        checked: what was compared with the plain model by running both, over how many steps, or why nothing was.
+    """
+
+    prepared: Prepared
+    solution: Solution
+    rewritten: Rewritten
+    step: Step
+    budget_bytes: int | None
+    seconds: dict[str, float]
+    checked: Checked = NOT_RUN
+
+    @property
+    def cost_name(self) -> str:
+        """What recompute is measured in."""
+        return self.prepared.options.cost_name
+
+    @property
+    def problem(self) -> Problem:
+        """The step as the solvers saw it."""
+        return self.prepared.problem
+
+    @property
+    def schedule(self) -> Schedule:
+        """Every compute and free of the planned step, in order."""
+        return self.solution.schedule
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of the planned step, everything in `budget_bytes`' meaning included."""
+        return self.solution.peak_bytes
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        """Predicted peak with no recompute."""
+        return self.prepared.baseline_peak_bytes
+
+    @property
+    def static_bytes(self) -> int:
+        """Parameters, buffers and inputs, and what was reserved: resident throughout."""
+        return self.problem.static_bytes
+
+    @property
+    def overhead(self) -> float:
+        """Recompute cost over the cost of the plain step (0.07 = 7 %)."""
+        return self.problem.overhead(self.solution.added_cost)
+
+    @property
+    def bound(self) -> float | None:
+        """Proved lower bound on `overhead` within `bound_family`, or None."""
+        bound = self.solution.bound
+        return None if bound is None else self.problem.overhead(bound)
+
+    @property
+    def bound_family(self) -> str:
+        """The schedules over which `bound` is proved."""
+        return self.solution.family
+
+    @property
+    def status(self) -> str:
+        """`optimal` (proved) or `feasible`."""
+        return self.solution.status.value
+
+    @property
+    def solver(self) -> str:
+        """Who answered."""
+        return self.solution.solver
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Hints in force, fallbacks taken and limits hit."""
+        prepared = self.prepared
+        return (*hint_notes(prepared.hinted), *prepared.traced.notes, *self.solution.notes)
+
+    def run(self, primals: Sequence[torch.Tensor], fallback: Fallback) -> Any:
+        """Run the planned step on parameters, buffers and inputs; its output, built like the model's."""
+        traced = self.prepared.traced
+        results = self.step(primals, fallback)
+        leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in traced.outputs]
+        return unflatten(traced.output_template, leaves)
+
+    @cached_property
+    def step_flops(self) -> int:
+        """FLOPs of the plain step, by torch's registry."""
+        return sum(p.flops for p in self.prepared.profiles.values())
+
+    @cached_property
+    def recompute_flops(self) -> int:
+        """FLOPs of the recomputes, by torch's registry."""
+        lowered, profiles = self.prepared.lowered, self.prepared.profiles
+        return sum(profiles[n].flops for i in self._repeats for n in [lowered.nodes[i]] if n is not None)
+
+    @cached_property
+    def saved(self) -> tuple[str, ...]:
+        """Names of the tensors that the forward hands to the backward."""
+        return self.rewritten.saved_names
+
+    @cached_property
+    def recomputed(self) -> tuple[str, ...]:
+        """Names of the ops that run again, in the order of their first repeat."""
+        return tuple(dict.fromkeys(self.problem.ops[i].name for i in self._repeats))
+
+    @cached_property
+    def decisions(self) -> tuple[str, ...]:
+        """Per op what happens to it: saved, recomputed (how often), both, run once, or run in the backward."""
+        runs, saved = Counter(computes(self.schedule)), frozenset(self.saved)
+        return tuple(_decision(self.problem, i, runs[i], saved) for i in range(len(self.problem.ops)))
+
+    @cached_property
+    def graph(self) -> nx.DiGraph:
+        """The ops of the step: bytes, flops, cost, workspace, decision, module path per node."""
+        return _op_graph(self)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Live bytes at every step, by category."""
+        return timeline(self.problem, self.schedule)
+
+    @cached_property
+    def baseline_timeline(self) -> Timeline:
+        """The same for the step without recompute."""
+        return timeline(self.problem, with_frees(self.problem, plain_order(self.problem)))
+
+    @cached_property
+    def _repeats(self) -> tuple[int, ...]:
+        seen: set[int] = set()
+        repeats = []
+        for i in computes(self.schedule):
+            if i in seen:
+                repeats.append(i)
+            seen.add(i)
+        return tuple(repeats)
+
+
+def _decision(problem: Problem, i: int, runs: int, saved: frozenset[str]) -> str:
+    if i >= problem.num_forward:
+        return "backward"
+    words = ["saved"] if any(problem.tensors[t].name in saved for t in problem.ops[i].outputs) else []
+    words += [f"recomputed {runs - 1}x"] if runs > 1 else []
+    words += ["left out"] if runs == 0 else []
+    return ", ".join(words) or "once"
+
+
+def _op_graph(decided: Decided) -> nx.DiGraph:
+    prepared, lowered, problem = decided.prepared, decided.prepared.lowered, decided.problem
+    recomputed, saved = frozenset(decided.recomputed), frozenset(decided.saved)
+    graph = nx.DiGraph()
+    for i, op in enumerate(problem.ops):
+        node = lowered.nodes[i]
+        names = [problem.tensors[t].name for t in op.outputs]
+        decision = (
+            "recompute" if op.name in recomputed else "save" if any(n in saved for n in names)
+            else "forward" if i < problem.num_forward else "backward"
+        )  # fmt: skip
+        profiled = prepared.profiles.get(node) if node is not None else None
+        graph.add_node(
+            op.name, index=i, bytes=sum(problem.tensors[t].bytes for t in op.outputs), cost=op.cost,
+            flops=profiled.flops if profiled else 0, workspace=op.workspace, decision=decision,
+            seconds=profiled.seconds if profiled else None, op=str(node.target) if node is not None else op.name,
+            module=module_path(node) if node is not None else "", backward=i >= problem.num_forward,
+        )  # fmt: skip
+        for t in op.inputs:
+            graph.add_edge(problem.ops[problem.producer[t]].name, op.name, tensor=problem.tensors[t].name)
+    assert all(is_compute(n) for n in lowered.nodes if n is not None)
+    return graph

@@ -1,0 +1,151 @@
+"""A step before any decision: captured, profiled, lowered to the Problem that the solvers see."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes.alias import Aliases, alias
+from passes.lower import Lowered, lower
+from passes.printable import printable
+from passes.profile import Measured, OpProfile, profile
+from passes.trace.capture import Traced, capture
+from passes.trace.layouts import Layouts, learned
+from passes.trace.refuse import refuse
+from solvers.bounds import floor_bytes
+from solvers.errors import MIB, BudgetError, PlannerError
+from solvers.problem import Problem
+from solvers.schedule import plain_order, with_frees
+from solvers.simulate import simulate
+
+from .hints import Hinted, resolve
+from .options import Options
+from .progress import Progress
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step that is captured, profiled and lowered, before any decision.
+
+    Attributes:
+        baseline_peak_bytes: predicted peak of the step with no recompute.
+        hinted: the hint that names each kernel, where one does.
+        model_name: the model's class, for people to read.
+        layouts: what running has shown about layouts so far; one object for all plans of a model.
+    """
+
+    traced: Traced
+    aliases: Aliases
+    profiles: dict[fx.Node, OpProfile]
+    lowered: Lowered
+    device: torch.device
+    baseline_peak_bytes: int
+    options: Options
+    hinted: dict[fx.Node, Hinted]
+    model_name: str
+    layouts: Layouts
+
+    @property
+    def problem(self) -> Problem:
+        """The step as the solvers see it."""
+        return self.lowered.problem
+
+    @property
+    def preferred(self) -> tuple[int, ...]:
+        """Ops that the hints want to be recomputed, in order."""
+        return tuple(sorted(self.lowered.node_op[n] for n, hint in self.hinted.items() if not hint.once))
+
+
+def prepare(
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    options: Options,
+    progress: Progress,
+    *,
+    differentiated: tuple[str, ...] | None = None,
+    required_hints: bool = True,
+    ceiling_bytes: int | None = None,
+    layouts: Layouts | None = None,
+) -> Prepared:
+    """Everything before the decision.
+
+    Args:
+        differentiated: paths of the outputs that `backward` starts from; None chooses.
+        required_hints: whether a hint that names nothing raises; planning anew for other inputs, it warns.
+        ceiling_bytes: raise `BudgetError` before any op is run if the step is sure to need more.
+        layouts: what running has shown so far about how kernels lay out what they make; what is learned is added.
+    """
+    device = model_device(model)
+    real = not any(p.device.type == "meta" for p in model.parameters())
+    layouts = {} if layouts is None else layouts
+    measured: dict[Any, Measured] = {}
+    while True:
+        with progress.stage("capture"):
+            traced = capture(
+                model, arguments, options.loss_fn, differentiated=differentiated, keep_outputs=options.keep_outputs,
+                layouts=layouts,
+            )  # fmt: skip
+            aliases = alias(traced.graph_module.graph)
+            hinted = resolve(options.hints, traced, aliases, device, required=required_hints)
+        once = [n for n, hint in hinted.items() if hint.once]
+        with progress.stage("profile"):
+            if ceiling_bytes is not None:
+                _check_floor(traced, aliases, device, options, once, ceiling_bytes)
+            profiles = profile(
+                traced.graph_module.graph, measure=real, timed=real and options.cost == "measured",
+                progress=progress.each, known=measured,
+            )  # fmt: skip
+        made = learned(traced.graph_module.graph, {n: p.result_strides for n, p in profiles.items()})
+        if all(layouts.get(key) == strides for key, strides in made.items()):
+            break
+        layouts.update(made)
+    lowered = lower_step(traced, aliases, profiles, device, options, once)
+    plain = simulate(lowered.problem, with_frees(lowered.problem, plain_order(lowered.problem)))
+    name = printable(type(model).__name__)
+    return Prepared(traced, aliases, profiles, lowered, device, plain.peak_bytes, options, hinted, name, layouts)
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is not a model, or not one that can be planned here and now."""
+    if not isinstance(model, nn.Module):
+        raise PlannerError(f"model is a {type(model).__name__}: pass a torch.nn.Module.")
+    if torch.is_inference_mode_enabled():
+        raise PlannerError(
+            "planning under torch.inference_mode(), in which no gradient can be recorded: leave the block, or use "
+            "torch.no_grad() there."
+        )
+    refuse(model)
+
+
+def _check_floor(
+    traced: Traced, aliases: Aliases, device: torch.device, options: Options, once: Collection[fx.Node], ceiling: int
+) -> None:
+    """The floor without what ops need besides what they read and write is known without running one."""
+    counted = {n: replace(p, workspace_bytes=0) for n, p in profile(traced.graph_module.graph, measure=False).items()}
+    floor = floor_bytes(lower_step(traced, aliases, counted, device, options, once).problem)
+    if floor > ceiling:
+        message = f"the step cannot run below {floor / MIB:,.1f} MiB; it was to stay below {ceiling / MIB:,.1f} MiB"
+        raise BudgetError(message, budget_bytes=ceiling, floor_bytes=floor)
+
+
+def lower_step(
+    traced: Traced, aliases: Aliases, profiles: dict[fx.Node, OpProfile], device: torch.device, options: Options,
+    once: Collection[fx.Node] = (),
+) -> Lowered:  # fmt: skip
+    """The Problem of a profiled step; `once` are the kernels that hints keep from running again."""
+    return lower(
+        traced, aliases, profiles, options.cost_function, device=device, reserve_bytes=options.reserve_bytes,
+        keep_outputs=options.keep_outputs, once=once,
+    )  # fmt: skip
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Where the model lives; the CPU for a model without parameters or on the meta device."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type != "meta":
+            return tensor.device
+    return torch.device("cpu")

@@ -1,0 +1,92 @@
+"""One captured step, many plans: capture and profile once, then solve for any number of budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from passes.trace.arguments import bind_sample
+from solvers.minimum import Minimum, minimum_budget
+from solvers.problem import Problem
+from solvers.solution import Solution
+
+from .budget import optimizer_state_bytes, reserve_to_bytes
+from .hints import make_hints
+from .options import Options
+from .pipeline import decide
+from .plan import Plan
+from .preference import solve_step
+from .prepared import Prepared, check_model, prepare
+from .progress import Progress
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """A captured and profiled step of `model`, called with `arguments`, before any decision."""
+
+    model: nn.Module
+    arguments: dict[str, Any]
+    prepared: Prepared
+    progress: Progress
+
+    @property
+    def problem(self) -> Problem:
+        """The step as the solvers see it."""
+        return self.prepared.problem
+
+    @property
+    def plain_peak_bytes(self) -> int:
+        """Predicted peak with no recompute."""
+        return self.prepared.baseline_peak_bytes
+
+    def minimum(self) -> Minimum:
+        """The smallest peak known to work, and the proved floor."""
+        with self.progress.stage("minimum"):
+            return minimum_budget(self.problem, time_limit=self.prepared.options.time_limit)
+
+    def solve(self, budget_bytes: int | None, *, solver: str | None = None) -> Solution:
+        """The cheapest schedule found for `budget_bytes` (None: no limit).
+
+        Raises:
+            BudgetError: nothing found fits.
+        """
+        with self.progress.stage("solve"):
+            return solve_step(self.prepared, budget_bytes, solver=solver, report=self.progress.report)
+
+    def plan(self, budget_bytes: int | None) -> Plan:
+        """Solve, rewrite and prove."""
+        return Plan.of(self.model, self.arguments, decide(self.prepared, budget_bytes, self.progress))
+
+
+def open_session(
+    model: nn.Module,
+    sample: Any,
+    *,
+    optimizer: Any = None,
+    reserve_mb: float = 0,
+    save: Sequence[str] = (),
+    never_recompute: Sequence[str] = (),
+    recompute: Sequence[str] = (),
+    ceiling_bytes: int | None = None,
+    **options: Any,
+) -> Session:
+    """Capture and profile the training step of `model`; arguments as in `auto_checkpoint`.
+
+    Args:
+        ceiling_bytes: raise before any op is run if the step is sure to need more.
+
+    Raises:
+        BudgetError: what is to be reserved is not a size, or the step needs more than the ceiling.
+        CaptureError, Unsupported: the model cannot be planned.
+        SolverUnavailable: `solver` is unknown or not installed.
+    """
+    check_model(model)
+    reserve_bytes = reserve_to_bytes(reserve_mb)
+    asked = Options(**options, reserve_bytes=reserve_bytes, hints=make_hints(save, never_recompute, recompute))
+    asked = replace(asked, reserve_bytes=reserve_bytes + optimizer_state_bytes(optimizer, model))
+    arguments = bind_sample(model, sample, asked.loss_fn)
+    progress = Progress(asked.progress)
+    return Session(model, arguments, prepare(model, arguments, asked, progress, ceiling_bytes=ceiling_bytes), progress)

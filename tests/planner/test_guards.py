@@ -1,0 +1,841 @@
+"""What changes after planning: what forward reads is planned anew, what it does not read changes nothing.
+
+Each case builds a model, plans it, changes something, and takes a step on the planned module and a plain one: a copy
+of the changed model, or the changed model itself. Outputs and gradients are bitwise equal, whatever was changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import cProfile
+import functools
+import math
+import os
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from planner import Plan, PlannerError
+from tests.planner.steps import plan
+
+SCALE = 2.0
+TABLE = {"scale": 2.0, "shift": {"by": 1.0}}
+SETTINGS = types.SimpleNamespace(scale=2.0)
+COUNTED = {"steps": 0}
+
+
+def helper(x: torch.Tensor, factor: float = 1.5) -> torch.Tensor:
+    return x * factor
+
+
+class Defaults:
+    """A class that is read through its name."""
+
+    scale = 2.0
+    unread = 1
+
+
+@dataclass
+class Inner:
+    power: float = 2.0
+    unread: int = 0
+
+
+@dataclass
+class Config:
+    scale: float = 2.0
+    sizes: tuple[int, ...] = (1, 2)
+    names: list[str] = field(default_factory=lambda: ["tanh"])
+    inner: Inner = field(default_factory=Inner)
+    unread: int = 0
+
+
+class Sharp(Inner):
+    """Another type, which answers otherwise."""
+
+    @property  # type: ignore[override]
+    def power(self) -> float:
+        return 3.0
+
+    @power.setter
+    def power(self, value: float) -> None: ...
+
+
+class Pair(NamedTuple):
+    a: float
+    b: float
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+class Dynamic:
+    """Answers for names that it does not have."""
+
+    def __init__(self) -> None:
+        self._data = {"scale": 2.0}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_data"][name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+
+
+class Mapped:
+    """Redirects names, as the configs of transformers do."""
+
+    def __init__(self) -> None:
+        self.n_scale = 2.0
+
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__("n_scale" if name == "scale" else name)
+
+
+class Registry:
+    """Looks names up in a table of the class."""
+
+    table: ClassVar = {"scale": 2.0}
+
+    def __getitem__(self, name: str) -> float:
+        return self.table[name]
+
+
+REGISTRY = Registry()
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+class Base(nn.Module):
+    factor = 1.0
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
+
+
+class Net(Base):
+    """Reads of every kind: `body` says what forward does between its two layers."""
+
+    def __init__(self, body: Callable[..., torch.Tensor] | None = None, **attributes: Any) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.body = body
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return super().middle(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.middle(self.first(x))
+        h = self.body(self, h) if self.body is not None else h
+        return self.last(h) * self.factor
+
+
+def net(**attributes: Any) -> Callable[[Callable[..., Any]], Callable[[], nn.Module]]:
+    """A maker of models whose body is the decorated function; values that are functions are called."""
+    return lambda body: lambda: Net(body, **{k: v() if callable(v) else v for k, v in attributes.items()})
+
+
+def x_of() -> torch.Tensor:
+    return torch.randn(4, 8)
+
+
+def reader(attribute: str, value: Any, read: Callable[[Any], Any] = lambda v: v) -> Callable[[], nn.Module]:
+    """A model whose forward multiplies by what it reads from an attribute."""
+    return lambda: Net(lambda self, h: h * read(getattr(self, attribute)), **{attribute: copy.deepcopy(value)})
+
+
+def setting(path: str, value: Any) -> Callable[[Any], None]:
+    """Set an attribute or item: `a.b` or `a[key]`, from the model."""
+
+    def change(model: Any) -> None:
+        *way, last = path.split(".")
+        setattr(functools.reduce(getattr, way, model), last, value)
+
+    return change
+
+
+def swap(owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, name, value)
+
+
+class Tied(nn.Module):
+    def __init__(self, tie: bool = True) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        if tie:
+            self.b.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Stack(nn.Module):
+    """Blocks in a list, by name, and a module that is there or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.named = nn.ModuleDict({"a": nn.Linear(8, 8)})
+        self.extra: nn.Module | None = None
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(8))])
+        self.register_buffer("mask", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        for name, module in self.named.items():
+            x = module(x) * len(name)
+        if self.extra is not None:
+            x = self.extra(x)
+        for scale in self.scales:
+            x = x * scale
+        return x if self.mask is None else x * self.mask
+
+
+class LoRA(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.pool = nn.Conv1d(2, 4, 3, padding=1), nn.AvgPool1d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.pool(self.conv(x.view(4, 2, 4))).pow(2)
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.0), nn.LayerNorm(8), nn.Linear(8, 8))
+
+
+def closure() -> nn.Module:
+    factor = [2.0]
+    scale = 1.0
+
+    def body(self: Any, h: torch.Tensor) -> torch.Tensor:
+        return h * factor[0] * scale
+
+    def change(value: float) -> None:
+        nonlocal scale
+        scale = value
+
+    model = Net(body)
+    model.__dict__["change_scale"], model.__dict__["factor_list"] = change, factor
+    return model
+
+
+def attribute_by_name(name: str) -> Callable[[], nn.Module]:
+    return lambda: Net(lambda self, h: h * getattr(self, "sc" + "ale"), scale=2.0, **{"other_" + name: 1})
+
+
+def whole_dict() -> nn.Module:
+    return Net(lambda self, h: h * vars(self)["scale"] * self.__dict__.get("more", 1.0), scale=2.0)
+
+
+class Counted(nn.Linear):
+    """A subclass whose forward can be patched on the class."""
+
+
+def patched(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, self.weight, self.bias) * 3
+
+
+def tied_to(model: Any) -> None:
+    model.b.weight = model.a.weight
+
+
+def untied(model: Any) -> None:
+    model.b.weight = nn.Parameter(model.a.weight.detach().clone())
+
+
+def with_class(model: Any) -> None:
+    class Sharper(Net):
+        def middle(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sigmoid(x)
+
+    model.__class__ = Sharper
+
+
+def reinit(model: Any) -> None:
+    model.named["bb"] = nn.Linear(8, 8)
+
+
+def adopt_forward(model: Any) -> None:
+    inner = model.first.forward
+    model.first.forward = lambda x: inner(x) * 2
+
+
+Change = tuple[Callable[[], nn.Module], Callable[[Any], Any]]
+CHANGES: dict[str, Change] = {
+    # plain attributes and containers
+    "float": (reader("scale", 2.0), setting("scale", 3.0)),
+    "an int that becomes a bool": (reader("scale", 1, lambda v: 2.0 if v is True else 3.0), setting("scale", True)),
+    "0.0 that becomes -0.0": (reader("scale", 0.0, lambda v: math.copysign(2, v)), setting("scale", -0.0)),
+    "NaN that becomes a number": (reader("s", math.nan, lambda v: 1.0 if v != v else v), setting("s", 3.0)),
+    "None": (reader("scale", None, lambda v: 2.0 if v is None else v), setting("scale", 3.0)),
+    "string": (reader("mode", "a", lambda v: 2.0 if v == "a" else 3.0), setting("mode", "b")),
+    "tuple": (reader("t", (1.0, 2.0), lambda v: v[1]), setting("t", (1.0, 3.0))),
+    "list in place": (reader("t", [1.0, 2.0], lambda v: v[1]), lambda m: m.t.__setitem__(1, 3.0)),
+    "list grown": (reader("t", [1.0, 2.0], sum), lambda m: m.t.append(3.0)),
+    "list emptied": (reader("t", [1.0, 2.0], lambda v: 1.0 + sum(v)), lambda m: m.t.clear()),
+    "empty list filled": (reader("t", [], lambda v: 1.0 + sum(v)), lambda m: m.t.append(3.0)),
+    "nested list": (reader("t", [[1.0], [2.0]], lambda v: v[1][0]), lambda m: m.t[1].__setitem__(0, 3.0)),
+    "list in a tuple": (reader("t", ([1.0], 2.0), lambda v: v[0][0]), lambda m: m.t[0].__setitem__(0, 3.0)),
+    "dict value": (reader("t", {"a": 2.0}, lambda v: v["a"]), lambda m: m.t.__setitem__("a", 3.0)),
+    "dict key": (reader("t", {"a": 2.0}, lambda v: v.get("b", 1.0)), lambda m: m.t.__setitem__("b", 3.0)),
+    "dict of lists": (reader("t", {"a": [2.0]}, lambda v: v["a"][0]), lambda m: m.t["a"].__setitem__(0, 3.0)),
+    "ordered dict's order": (
+        reader("t", collections.OrderedDict(a=2.0, b=3.0), lambda v: next(iter(v.values()))),
+        lambda m: m.t.move_to_end("a"),
+    ),
+    "set": (reader("t", {"a"}, lambda v: 3.0 if "b" in v else 2.0), lambda m: m.t.add("b")),
+    "deque": (reader("t", collections.deque([2.0]), lambda v: v[0]), lambda m: m.t.appendleft(3.0)),
+    "named tuple": (reader("t", Pair(1.0, 2.0), lambda v: v.b), setting("t", Pair(1.0, 3.0))),
+    "array in place": (reader("t", numpy.ones(2), lambda v: float(v[0])), lambda m: m.t.__setitem__(0, 3.0)),
+    "array scalar": (reader("t", numpy.float32(2.0), float), setting("t", numpy.float32(3.0))),
+    "a long list": (reader("t", [2.0] * 5000, lambda v: v[4321]), lambda m: m.t.__setitem__(4321, 3.0)),
+    "dtype": (
+        lambda: Net(lambda self, h: h.to(self.kind).float(), kind=torch.float32), setting("kind", torch.bfloat16)
+    ),
+    "plain tensor": (reader("t", torch.ones(8)), setting("t", torch.full((8,), 3.0))),
+    "plain tensor in place": (reader("t", torch.ones(8)), lambda m: m.t.fill_(3.0)),
+    "tensor in a list": (reader("t", [torch.ones(8)], lambda v: v[0]), lambda m: m.t.__setitem__(0, torch.zeros(8))),
+    "number of a plain tensor": (reader("t", torch.ones(2), lambda v: v.shape[0]), setting("t", torch.ones(3))),
+    "an attribute that was not there": (
+        lambda: Net(lambda self, h: h * 2 if hasattr(self, "flag") else h), setting("flag", 1)
+    ),
+    "an attribute by a computed name": (attribute_by_name("x"), setting("scale", 3.0)),
+    "an attribute through __dict__": (whole_dict, setting("scale", 3.0)),
+    "an attribute through __dict__ that was not there": (whole_dict, setting("more", 3.0)),
+    # functions
+    "an activation": (lambda: Net(lambda self, h: self.act(h), act=F.relu), setting("act", F.gelu)),
+    "body replaced": (reader("scale", 2.0), setting("body", lambda self, h: h * 5)),
+    "a partial": (
+        lambda: Net(lambda self, h: self.act(h), act=functools.partial(F.leaky_relu, negative_slope=0.1)),
+        setting("act", functools.partial(F.leaky_relu, negative_slope=0.5)),
+    ),
+    "a closure's list": (closure, lambda m: m.factor_list.__setitem__(0, 3.0)),
+    "a closure's variable": (closure, lambda m: m.change_scale(3.0)),
+    "the instance's forward": (lambda: Net(), lambda m: setattr(m, "middle", torch.sigmoid)),
+    "a submodule's forward": (lambda: Net(), adopt_forward),
+    "functions in a list": (
+        lambda: Net(lambda self, h: self.acts[0](h), acts=[torch.tanh]), lambda m: m.acts.__setitem__(0, torch.relu)
+    ),
+    "the model's own forward": (
+        lambda: Net(), lambda m: setattr(m, "forward", types.MethodType(lambda self, x: self.first(x) * 5, m))
+    ),
+    "another class": (lambda: Net(), with_class),
+    # objects
+    "a config's field": (reader("cfg", Config(), lambda c: c.scale), setting("cfg.scale", 3.0)),
+    "a config's tuple": (reader("cfg", Config(), lambda c: c.sizes[1]), setting("cfg.sizes", (1, 3))),
+    "a config's list": (
+        reader("cfg", Config(), lambda c: 2.0 if "tanh" in c.names else 3.0), lambda m: m.cfg.names.clear()
+    ),
+    "a config in a config": (reader("cfg", Config(), lambda c: c.inner.power), setting("cfg.inner.power", 3.0)),
+    "a config replaced": (reader("cfg", Config(), lambda c: c.scale), setting("cfg", Config(scale=3.0))),
+    "a config of another type": (reader("cfg", Inner(), lambda c: c.power), setting("cfg", Sharp())),
+    "a namespace": (reader("cfg", types.SimpleNamespace(a=2.0), lambda c: c.a), setting("cfg.a", 3.0)),
+    "arguments": (reader("cfg", argparse.Namespace(a=2.0), lambda c: c.a), setting("cfg.a", 3.0)),
+    "a user dict": (
+        reader("cfg", collections.UserDict(a=2.0), lambda c: c["a"]), lambda m: m.cfg.__setitem__("a", 3.0)
+    ),
+    "slots": (reader("cfg", Slotted(), lambda c: c.scale), setting("cfg.scale", 3.0)),
+    "__getattr__": (reader("cfg", Dynamic(), lambda c: c.scale), lambda m: m.cfg._data.__setitem__("scale", 3.0)),
+    "__getattribute__": (reader("cfg", Mapped(), lambda c: c.scale), setting("cfg.n_scale", 3.0)),
+    "a config in a list": (
+        reader("cfgs", [Config()], lambda c: c[0].scale), lambda m: setting("scale", 3.0)(m.cfgs[0])
+    ),
+    "a distribution": (
+        reader("prior", torch.distributions.Normal(0.0, 2.0), lambda p: p.scale),
+        setting("prior.scale", torch.tensor(3.0)),
+    ),
+    # modules' own settings
+    "a stride": (Conv, setting("conv.stride", (2,))),
+    "padding": (Conv, setting("conv.padding", (0,))),
+    "dilation": (Conv, setting("conv.dilation", (2,))),
+    "padding mode": (Conv, setting("conv.padding_mode", "circular")),
+    "a pool's window": (Conv, setting("pool.kernel_size", (3,))),
+    "momentum": (layers, lambda m: setattr(m[1], "momentum", 0.5)),
+    "eps": (layers, lambda m: setattr(m[3], "eps", 0.1)),
+    "dropout": (layers, lambda m: setattr(m[2], "p", 1.0)),
+    "one module in eval": (layers, lambda m: m[1].eval()),
+    "statistics not tracked": (layers, lambda m: setattr(m[1], "track_running_stats", False)),
+    "buffers that become None": (layers, lambda m: [setattr(m[1], n, None) for n in ("running_mean", "running_var")]),
+    # structure
+    "untied": (Tied, untied),
+    "tied": (lambda: Tied(False), tied_to),
+    "a bias taken away": (Tied, lambda m: setattr(m.a, "bias", None)),
+    "a bias added": (
+        lambda: nn.Sequential(nn.Linear(8, 8, bias=False)), lambda m: setattr(m[0], "bias", nn.Parameter(torch.ones(8)))
+    ),
+    "a layer replaced by one with a bias": (
+        lambda: nn.Sequential(nn.Linear(8, 8, bias=False)), lambda m: m.__setitem__(0, nn.Linear(8, 8))
+    ),
+    "a wider layer": (lambda: nn.Sequential(nn.Linear(8, 8)), lambda m: m.__setitem__(0, nn.Linear(8, 12))),
+    "an equal layer": (Tied, lambda m: setattr(m, "a", nn.Linear(8, 8))),
+    "LoRA": (Stack, lambda m: m.blocks.__setitem__(0, LoRA(m.blocks[0]))),
+    "LoRA, its base frozen": (
+        Stack, lambda m: (m.requires_grad_(False), m.blocks.__setitem__(0, LoRA(m.blocks[0])))
+    ),
+    "a block appended": (Stack, lambda m: m.blocks.append(nn.Linear(8, 8))),
+    "a block removed": (Stack, lambda m: m.blocks.__delitem__(0)),
+    "blocks in another order": (Stack, lambda m: setattr(m, "blocks", nn.ModuleList(reversed(m.blocks)))),
+    "a module added by name": (Stack, reinit),
+    "a module that was None": (Stack, setting("extra", nn.Linear(8, 8))),
+    "a parameter appended": (Stack, lambda m: m.scales.append(nn.Parameter(torch.full((8,), 2.0)))),
+    "a buffer that was None": (Stack, lambda m: setattr(m, "mask", torch.arange(8.0))),
+    "a parametrization": (Tied, lambda m: parametrizations.weight_norm(m.a)),
+    "an old weight_norm": (Tied, lambda m: nn.utils.spectral_norm(m.a)),
+    "an activation module": (
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU()), lambda m: m.__setitem__(1, nn.Tanh())
+    ),
+    "a layer shared": (Stack, lambda m: m.blocks.__setitem__(1, m.blocks[0])),
+    "one parameter frozen": (Tied, lambda m: m.a.weight.requires_grad_(False)),
+    "all but the last frozen": (Stack, lambda m: m.blocks.requires_grad_(False)),
+    "a buffer that becomes a parameter": (
+        lambda: Buffered(), lambda m: (m.__delattr__("scale"), setattr(m, "scale", nn.Parameter(torch.full((8,), 3.0))))
+    ),
+    "a parameter that becomes a tensor": (
+        lambda: Net(lambda self, h: h * self.w, w=nn.Parameter(torch.ones(8))),
+        lambda m: (m.__delattr__("w"), setattr(m, "w", torch.full((8,), 3.0))),
+    ),
+    "a parameter resized through .data": (
+        lambda: nn.Sequential(nn.Linear(8, 8, bias=False)), lambda m: setattr(m[0].weight, "data", torch.randn(5, 8))
+    ),
+}  # fmt: skip
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+
+def count(chosen: Plan) -> int:
+    return len(chosen.module._plan_state.cache)
+
+
+def outcome(call: Callable[[], torch.Tensor], model: nn.Module) -> list[Any]:
+    """The output and every gradient of one seeded step."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)
+    output = call()
+    output.float().pow(2).sum().backward()
+    gradients = [(n, None if p.grad is None else p.grad.clone()) for n, p in model.named_parameters()]
+    return [output.detach().clone(), *gradients]
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    assert torch.equal(found[0], expected[0]) or (found[0].isnan() & expected[0].isnan()).any()
+    for (name, a), (other, b) in zip(found[1:], expected[1:], strict=True):
+        assert name == other and (a is None) == (b is None), name
+        assert a is None or torch.equal(a, b) or a.isnan().any(), name
+
+
+def compare(chosen: Plan, model: nn.Module, *inputs: torch.Tensor, loss_fn: Any = None) -> None:
+    """A step of the planned module against the model's own forward, from equal buffers."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    found = outcome(lambda: chosen.module(*inputs), model)
+    after = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    extra = inputs[1:]
+    assert_same(found, outcome(lambda: loss_fn(model(inputs[0]), *extra) if loss_fn else model(*inputs), model))
+    assert all(torch.equal(buffer, after[name]) for name, buffer in model.named_buffers())
+
+
+def planned(build: Callable[[], nn.Module]) -> tuple[Plan, nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model, x = build(), x_of()
+    return plan(model, x), model, x
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_never_stale(name: str) -> None:
+    build, change = CHANGES[name]
+    chosen, model, x = planned(build)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "planning anew" would be one
+        compare(chosen, model, x)
+    change(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compare(chosen, model, x)
+    before = count(chosen)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(chosen, model, x)
+    assert count(chosen) == before
+
+
+@pytest.mark.parametrize("name", ["float", "list in place", "a config's field", "untied", "LoRA", "a stride"])
+def test_a_change_after_apply_and_in_a_copy(name: str) -> None:
+    build, change = CHANGES[name]
+    chosen, model, x = planned(build)
+    chosen.apply(model)
+    copied = copy.deepcopy(model)
+    for each in (copied, model):
+        plain = copy.deepcopy(each)
+        change(each)
+        change(plain)
+        del plain.forward
+        plain.load_state_dict(each.state_dict())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert_same(outcome(lambda m=each: m(x), each), outcome(lambda m=plain: m(x), plain))
+
+
+def test_a_setting_through_the_planned_module() -> None:
+    chosen, model, x = planned(CHANGES["float"][0])
+    chosen.module.scale = 3.0
+    assert model.scale == chosen.module.scale == 3.0
+    with pytest.warns(UserWarning, match="planning anew"):
+        compare(chosen, model, x)
+    del chosen.module.scale
+    assert not hasattr(model, "scale")
+
+
+def test_a_warning_names_what_changed() -> None:
+    chosen, model, x = planned(CHANGES["a config in a config"][0])
+    model.cfg.inner.power = 3.0
+    with pytest.warns(UserWarning, match=r"cfg\.inner \(Inner\) with power=3\.0, the plan expects power=2\.0"):
+        chosen.module(x)
+    chosen, model, x = planned(Tied)
+    untied(model)
+    with pytest.warns(UserWarning, match=r"argument 'b\.weight': got one of its own.*the same tensor as a\.weight"):
+        chosen.module(x)
+
+
+# Globals, classes, functions ------------------------------------------------------------------------------------------
+
+
+def shifted(self: Any, h: torch.Tensor) -> torch.Tensor:
+    h = Scaled.apply(h) * REGISTRY["scale"] * float(os.environ.get("PLANNER_TEST", "1"))
+    return helper(h) * SCALE * TABLE["scale"] * SETTINGS.scale * Defaults.scale + TABLE["shift"]["by"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch, here: patch.setattr(here, "SCALE", 5.0),
+        lambda patch, here: patch.setitem(TABLE, "scale", 5.0),
+        lambda patch, here: patch.setitem(TABLE["shift"], "by", 5.0),
+        lambda patch, here: patch.setattr(SETTINGS, "scale", 5.0),
+        lambda patch, here: patch.setattr(Defaults, "scale", 5.0),
+        lambda patch, here: patch.setattr(here, "helper", lambda x: x * 7),
+        lambda patch, here: patch.setattr(helper, "__defaults__", (7.0,)),
+        lambda patch, here: patch.setattr(helper, "__code__", (lambda x, factor=1.5: x * 9).__code__),
+        lambda patch, here: patch.setattr(Net, "factor", 5.0, raising=False),
+        lambda patch, here: patch.setattr(Base, "factor", 5.0),
+        lambda patch, here: patch.setattr(Net, "middle", lambda self, x: x.sigmoid()),
+        lambda patch, here: patch.setattr(Base, "middle", lambda self, x: x.sigmoid()),
+        lambda patch, here: patch.setattr(Net, "forward", lambda self, x: self.last(x)),
+        lambda patch, here: patch.setattr(nn.Linear, "forward", patched),
+        lambda patch, here: patch.setattr(F, "gelu", F.silu),
+        lambda patch, here: patch.setitem(Registry.table, "scale", 5.0),
+        lambda patch, here: patch.setattr(Scaled, "backward", staticmethod(lambda ctx, gradient: gradient * 9)),
+        lambda patch, here: patch.setenv("PLANNER_TEST", "5"),
+    ],
+    ids=["float", "dict", "nested", "namespace", "class", "function", "defaults", "code", "class attribute",
+         "base's attribute", "method", "base's method", "forward", "torch's forward", "torch's function", "a registry",
+         "a backward", "the environment"],
+)  # fmt: skip
+def test_what_lies_outside_the_model_changes(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    chosen, model, x = planned(lambda: Net(lambda self, h: F.gelu(shifted(self, h))))
+    compare(chosen, model, x)
+    change(monkeypatch, sys.modules[__name__])
+    with pytest.warns(UserWarning, match="planning anew"):
+        compare(chosen, model, x)
+
+
+@pytest.mark.parametrize(
+    ("enter", "leave"),
+    [
+        (lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)),
+        (lambda: torch.backends.cuda.enable_flash_sdp(False), lambda: torch.backends.cuda.enable_flash_sdp(True)),
+    ],
+    ids=["default dtype", "attention kernel"],
+)
+def test_torchs_settings_change(enter: Any, leave: Any) -> None:
+    def body(self: Any, h: torch.Tensor) -> torch.Tensor:
+        q = (h * torch.tensor(1.1)).to(h.dtype).view(1, 2, 4, 4)
+        return F.scaled_dot_product_attention(q, q, q).reshape(4, 8) * torch.ones(8).mean().to(h.dtype)
+
+    chosen, model, x = planned(lambda: Net(body))
+    try:
+        enter()
+        with pytest.warns(UserWarning, match="planning anew"):
+            compare(chosen, model, x)
+    finally:
+        leave()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(chosen, model, x)
+
+
+# Loss functions -------------------------------------------------------------------------------------------------------
+
+
+class Criterion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.power = nn.Dropout(0.5), [2.0]
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.drop(output - F.one_hot(target, 8)).abs().pow(self.power[0]).mean()
+
+
+def weighted() -> nn.Module:
+    return nn.CrossEntropyLoss(weight=torch.rand(8), label_smoothing=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (weighted, setting("label_smoothing", 0.3)),
+        (weighted, setting("weight", torch.ones(8))),
+        (weighted, setting("weight", None)),
+        (weighted, lambda loss: loss.weight.mul_(2)),
+        (weighted, setting("reduction", "sum")),
+        (weighted, setting("ignore_index", 1)),
+        (Criterion, lambda loss: loss.eval()),
+        (Criterion, lambda loss: setattr(loss.drop, "p", 0.1)),
+        (Criterion, lambda loss: loss.power.__setitem__(0, 3.0)),
+        (Criterion, setting("forward", lambda output, target: F.cross_entropy(output, target))),
+    ],
+)
+def test_a_changed_loss(make: Any, change: Any) -> None:
+    torch.manual_seed(0)
+    model, loss, x, y = nn.Linear(8, 8), make(), x_of(), torch.arange(4)
+    chosen = plan(model, (x, y), loss_fn=loss)
+    compare(chosen, model, x, y, loss_fn=loss)
+    change(loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compare(chosen, model, x, y, loss_fn=loss)
+
+
+def test_a_loss_behind_a_closure() -> None:
+    torch.manual_seed(0)
+    model, inner, x, y = nn.Linear(8, 8), nn.CrossEntropyLoss(), x_of(), torch.arange(4)
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return inner(output, target)
+
+    chosen = plan(model, (x, y), loss_fn=loss)
+    inner.label_smoothing = 0.3
+    with pytest.warns(UserWarning, match=r"inner in the closure of .* with label_smoothing=0\.3"):
+        compare(chosen, model, x, y, loss_fn=loss)
+
+
+# Harmless -------------------------------------------------------------------------------------------------------------
+
+
+class Noted:
+    """Compares by running user code, and is not a bool."""
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("compared")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def everything() -> nn.Module:
+    model = Net(
+        lambda self, h: h * self.cfg.scale * self.table["a"] * self.odd * helper(h),
+        cfg=Config(), table={"a": 2.0}, odd=1.0, noted=Noted(), mixed=[torch.ones(2), Noted(), math.nan],
+        big=list(range(100_000)),
+    )  # fmt: skip
+    model.spare = nn.Linear(8, 8)
+    return model
+
+
+HARMLESS: dict[str, Callable[[Any], Any]] = {
+    "global_step": setting("global_step", 7),
+    "a counter of another type": setting("steps_done", numpy.int64(3)),
+    "a flag of a library": setting("_is_hf_initialized", True),
+    "a flag on a submodule": setting("first._is_fsdp_managed_module", True),
+    "a list of losses": setting("losses", [1.0, 2.0]),
+    "a tensor kept": setting("last_loss", torch.ones(())),
+    "a config's field that is not read": setting("cfg.unread", 5),
+    "a field of the inner config": setting("cfg.inner.unread", 5),
+    "a new field of the config": setting("cfg.run_name", "a"),
+    "the class's unread attribute": lambda m: setattr(Defaults, "unread", Defaults.unread + 1),
+    "a global that is not read": lambda m: COUNTED.__setitem__("steps", COUNTED["steps"] + 1),
+    "the same value again": lambda m: (setattr(m, "odd", float("1.0")), setattr(m, "table", {"a": 2.0})),
+    "an equal config": setting("cfg", Config()),
+    "a method that is not called": setting("export", lambda: None),
+    "an object that compares oddly": lambda m: (setattr(m, "noted", Noted()), m.mixed.append(Noted())),
+    "a huge list that is not read": lambda m: m.big.append(1),
+    "an equal layer": lambda m: setattr(m, "spare", nn.Linear(8, 8)),
+    "the layer put back": lambda m: setattr(m, "first", m.first),
+    "weights updated": lambda m: [p.data.add_(0.1) for p in m.parameters()],
+    "weights replaced": lambda m: setattr(m.first, "weight", nn.Parameter(torch.randn(8, 8))),
+    "weights loaded": lambda m: m.load_state_dict(everything().state_dict()),
+    "eval and train": lambda m: (m.eval(), m.train()),
+    "a hook on a parameter": lambda m: m.first.weight.register_hook(lambda g: None),
+    "a module that forward does not use": setting("metric", nn.Linear(3, 3)),
+    "names": lambda m: setattr(m, "name", "net"),
+    "zero_grad": lambda m: m.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_is_not_read_changes_nothing(name: str) -> None:
+    chosen, model, x = planned(everything)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(chosen, model, x)
+        HARMLESS[name](model)
+        compare(chosen, model, x)
+    assert count(chosen) == 1
+
+
+# While tracing --------------------------------------------------------------------------------------------------------
+
+
+class Curious(nn.Module):
+    """Asks what it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.cfg, self.slots = nn.Linear(8, 8), Config(), Slotted()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert type(self) is Curious and type(self.cfg) is Config and self.cfg.__class__ is Config
+        assert isinstance(self.slots, Slotted) and not hasattr(self.slots, "__dict__")
+        assert self.cfg == Config() and copy.deepcopy(self.cfg) == self.cfg
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("failure", [None, ValueError, KeyboardInterrupt])
+def test_the_trace_is_not_noticed_and_leaves_nothing(failure: type[BaseException] | None) -> None:
+    import sys
+
+    class Failing(Curious):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if failure is not None and isinstance(self.layer(x), torch._subclasses.functional_tensor.FunctionalTensor):
+                raise failure
+            return self.layer(x)
+
+    calls: list[str] = []
+    watcher = lambda frame, event, arg: calls.append(event)  # noqa: E731
+    sys.setprofile(watcher)
+    try:
+        model: nn.Module = Curious() if failure is None else Failing()
+        if failure is None:
+            plan(model, x_of())
+        else:
+            with pytest.raises((PlannerError, failure)):
+                plan(model, x_of())
+        assert sys.getprofile() is watcher
+    finally:
+        sys.setprofile(None)
+    assert all("__getattribute__" not in vars(kind) for kind in (nn.Module, Config, Slotted, Inner))
+
+
+def test_a_profiler_goes_on() -> None:
+    profiler = cProfile.Profile()
+    with profiler:
+        plan(nn.Linear(8, 8), x_of())
+        helper(torch.ones(2))
+    profiler.create_stats()
+    assert any(name == "helper" for _, _, name in profiler.stats)  # type: ignore[attr-defined]
+
+
+def test_a_replaced_layer_is_not_kept_alive() -> None:
+    import gc
+    import weakref
+
+    chosen, model, x = planned(Tied)
+    compare(chosen, model, x)
+    old = weakref.ref(model.a)
+    model.a = nn.Linear(8, 8, bias=False)
+    with pytest.warns(UserWarning, match="planning anew"):
+        chosen.module(x)
+    gc.collect()
+    assert old() is None
+
+
+# transformers ---------------------------------------------------------------------------------------------------------
+
+
+def gpt2() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=16, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+@pytest.mark.parametrize(
+    ("change", "stays"),
+    [
+        (setting("config.output_hidden_states", True), False),
+        (setting("config.use_cache", False), False),
+        (lambda m: m.resize_token_embeddings(40), False),
+        (lambda m: setattr(m.transformer.h[0].mlp, "act", nn.ReLU()), False),
+        (lambda m: setattr(m.transformer.h[0].attn, "scaling", 0.5), False),
+        (lambda m: setattr(m.lm_head, "weight", nn.Parameter(torch.randn(32, 16))), False),
+        (lambda m: (setattr(m, "global_step", 3), setattr(m.config, "run", 3), setattr(m, "_is_x", 1)), True),
+    ],
+    ids=["hidden states", "use_cache", "resized", "activation", "scaled", "untied", "harmless"],
+)
+def test_a_model_of_transformers(change: Any, stays: bool) -> None:
+    torch.manual_seed(0)
+    model = gpt2()
+    tokens = torch.randint(0, 32, (2, 8))
+    chosen = plan(model, {"input_ids": tokens, "labels": tokens})
+    change(model)
+    results = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in (chosen.module, model):
+            model.zero_grad()
+            torch.manual_seed(1)
+            out = call(input_ids=tokens, labels=tokens)
+            out.loss.backward()
+            gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            results.append((out.loss.detach(), out.keys(), gradients))
+    (loss, keys, ours), (plain, expected, theirs) = results
+    assert torch.equal(loss, plain) and list(keys) == list(expected)
+    assert all(torch.equal(a, b) if a is not None else b is None for a, b in zip(ours, theirs, strict=True))
+    assert (count(chosen) == 1) is stays

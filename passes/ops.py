@@ -10,7 +10,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from .fuse.fused import IgnoredArguments
-from .fuse.records import CROSS_ENTROPY_BACKWARD, FUSED
+from .fuse.records import FUSED
 
 aten = torch.ops.aten
 
@@ -93,8 +93,8 @@ CHECKS_OWNER = frozenset(op for fused in FUSED if fused.checks_owner for op in f
 
 # Not element-wise, but the CPU's kernel is done reading a row before it writes it: op -> position of `dim`, None for
 # an op that always works along the last one.
-ROWWISE = {
-    CROSS_ENTROPY_BACKWARD.op: None,
+ROWWISE: dict[Any, int | None] = {
+    **{fused.op: None for fused in FUSED if fused.rowwise},
     aten._softmax.default: 1,
     aten._log_softmax.default: 1,
     aten._softmax_backward_data.default: 2,

@@ -40,7 +40,8 @@ class Fused:
     Attributes:
         name: of the op, and of the nodes that call it.
         schema: `(Tensor first, Tensor second) -> Tensor`.
-        kernel: a function of `passes.run.kernels`; a keyword-only argument of it is the memory that it writes to.
+        kernel: a function of `passes.run.kernels`; if it is donated arguments, its keyword-only one is the
+            memory that it writes to.
         meaning: the op in ATen ops (`passes.fuse.meaning`); None for a part of an op that is split (`Split`).
         when: whether the kernel has the bits of the meaning, from the arguments' values. It must not ask for data.
         pays: whether a graph's ops are to be replaced by this one, from its arguments' values; None where some rule
@@ -53,6 +54,7 @@ class Fused:
         donates: arguments, by position, whose memory may take the result.
         checks_owner: whether it takes a donated argument's memory only if nobody else holds it, as it finds out when
             it runs.
+        rowwise: whether only the CPU's kernel is done reading a row before it writes it (`passes.ops.ROWWISE`).
         intermediates: how many values of the result's size go through memory inside it.
         ignores: arguments that some of its results do not depend on.
     """
@@ -70,6 +72,7 @@ class Fused:
     workspace: Callable[..., int] = lambda *_: 0
     donates: tuple[int, ...] = ()
     checks_owner: bool = False
+    rowwise: bool = False
     intermediates: int = 0
     ignores: IgnoredArguments | None = None
 
@@ -83,7 +86,7 @@ class Fused:
     def written(self) -> str | None:
         """The keyword that takes the memory to write to."""
         parameters = inspect.signature(self.kernel).parameters.values()
-        return next((p.name for p in parameters if p.kind is p.KEYWORD_ONLY), None)
+        return next((p.name for p in parameters if p.kind is p.KEYWORD_ONLY), None) if self.donates else None
 
     @property
     def overloads(self) -> tuple[OpOverload, ...]:

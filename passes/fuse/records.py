@@ -124,7 +124,8 @@ CROSS_ENTROPY_BACKWARD = Fused(
     "Tensor total_weight) -> Tensor",
     kernels.cross_entropy_backward, _cross_entropy_backward,
     when=lambda gradient, log_probabilities, *_: _rows(log_probabilities), pays=lambda *_: True,
-    workspace=lambda gradient, log_probabilities, *_: _block_bytes(log_probabilities), donates=(1,), intermediates=1,
+    workspace=lambda gradient, log_probabilities, *_: _block_bytes(log_probabilities), donates=(1,), rowwise=True,
+    intermediates=1,
 )  # fmt: skip
 CROSS_ENTROPY_LOGITS_BACKWARD = Fused(
     "cross_entropy_logits_backward", f"(Tensor gradient, {LOGITS}, Tensor total_weight) -> Tensor",

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -205,7 +206,7 @@ def changes_a_record(fused: Fused, damaged: Fused) -> bool:
         try:
             sound = registry._outcome(lambda a=arguments: run_meaning(fused.meaning(*a)))  # type: ignore[misc]
         except (RuntimeError, IndexError):
-            continue
+            continue  # torch refuses such arguments
         if not registry._agree(sound, lambda a=arguments: run_meaning(damaged.meaning(*a))):  # type: ignore[misc]
             return True
         if any(registry._found(damaged, arguments, place, sound) is False for place in (None, *damaged.donates)):

@@ -219,8 +219,10 @@ def wrong(fused: Fused, cases: list[Arguments] | None = None) -> str:
             continue
         try:
             expected = _outcome(lambda a=arguments: run(fused.meaning(*a)))  # type: ignore[misc]
-        except (RuntimeError, IndexError):
-            continue  # torch refuses such arguments
+        except Exception:  # noqa: BLE001 - torch refuses such arguments, or a damaged meaning raises
+            if _runs(lambda a=arguments: fused.kernel(*a)):  # type: ignore[misc]
+                return f"{fused.name}: its meaning does not run on {_described(arguments)}"
+            continue
         for position in used:
             found = _found(fused, arguments, position, expected)
             used[position] += found is not None
@@ -253,6 +255,14 @@ def _outcome(compute: Callable[[], Any]) -> tuple[Any, ...]:
     with below_autograd():
         results = compute()
     return (*(results if isinstance(results, tuple) else (results,)), torch.get_rng_state())
+
+
+def _runs(compute: Callable[[], Any]) -> bool:
+    try:
+        _outcome(compute)
+    except Exception:  # noqa: BLE001 - whatever a kernel raises
+        return False
+    return True
 
 
 def _agree(expected: tuple[Any, ...], compute: Callable[[], Any]) -> bool:

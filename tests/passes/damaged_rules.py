@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 import random
 import secrets
@@ -172,8 +171,6 @@ class Watch(TorchFunctionMode):
         if self._running:
             return
         self._before, self._running = sys.getprofile(), True
-        self._collects = gc.isenabled()
-        gc.disable()  # what a collection calls back is nobody's call
         sys.setprofile(self._event)
 
     def stop(self) -> None:
@@ -182,8 +179,6 @@ class Watch(TorchFunctionMode):
             return
         self._running = False
         sys.setprofile(None)
-        if self._collects:
-            gc.enable()
         if hasattr(self._before, "enable"):  # cProfile
             self._before.enable()
         elif self._before is not None:

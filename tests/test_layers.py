@@ -1,4 +1,4 @@
-"""`planner -> passes -> solvers`: nothing points back, and `solvers` needs no torch."""
+"""`planner -> passes -> solvers`: nothing points back, nothing goes in a circle, and `solvers` needs no torch."""
 
 from __future__ import annotations
 
@@ -19,17 +19,53 @@ def files(layer: str) -> list[Path]:
     return sorted((ROOT / layer).rglob("*.py"))
 
 
-def imported(path: Path) -> Iterator[tuple[int, str]]:
-    """`(line, top-level module)` of every import statement of a file, at any depth."""
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for layer in LAYERS for path in files(layer)}
+
+
+def imported_names(path: Path) -> Iterator[tuple[int, str]]:
+    """`(line, module or module.name)` of every import of a file, at any depth: lazy and type-only ones, too."""
     package = path.relative_to(ROOT).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node.lineno, (node.module or "").split(".")[0]
+            yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level <= len(package), f"{path}:{node.lineno} imports from above the package"
-            yield node.lineno, package[0]
+            above = package[: len(package) + 1 - node.level] if node.level else ()
+            base = ".".join((*above, *([node.module] if node.module else [])))
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """`(line, top-level module)` of every import of a file, at any depth."""
+    yield from ((line, name.split(".")[0]) for line, name in imported_names(path))
+
+
+def depends_on(module: str) -> set[str]:
+    """The modules of this project that `module` names in an import."""
+    names = (name for _, name in imported_names(MODULES[module]))
+    return {m for name in names for m in [name if name in MODULES else name.rpartition(".")[0]] if m in MODULES}
+
+
+def circles(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
+    """The groups of two or more modules that reach each other, and the modules that name themselves."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        stack = [*graph[start]]
+        while stack:
+            module = stack.pop()
+            if module not in seen:
+                seen.add(module)
+                stack += graph[module]
+        return seen
+
+    reach = {module: reached(module) for module in graph}
+    knots = {tuple(sorted(m for m in reach[n] if n in reach[m])) for n in graph}
+    return sorted(k for k in knots if k)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -59,3 +95,8 @@ def test_importing_solvers_loads_no_torch() -> None:
     code = f"import sys, {', '.join(modules)}; assert 'torch' not in sys.modules; assert 'passes' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "b"}}) == [("b", "c")]
+    assert circles({module: depends_on(module) for module in MODULES}) == []

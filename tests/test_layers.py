@@ -1,4 +1,5 @@
-"""`planner -> passes -> solvers`: nothing points back, nothing goes in a circle, and `solvers` needs no torch."""
+"""`planner -> passes -> solvers`: nothing points back, nothing goes in a circle, `solvers` needs no torch, and one door
+leads to what torch keeps semi-private."""
 
 from __future__ import annotations
 
@@ -48,6 +49,39 @@ def depends_on(module: str) -> set[str]:
     """The modules of this project that `module` names in an import."""
     names = (name for _, name in imported_names(MODULES[module]))
     return {m for name in names for m in [name if name in MODULES else name.rpartition(".")[0]] if m in MODULES}
+
+
+def is_private(dotted: str) -> bool:
+    """Whether torch makes no promise about this name of its own: `torch._C.x`, `torch.utils._pytree`."""
+    first, *parts = dotted.split(".")
+    dunder = [part.startswith("__") and part.endswith("__") for part in parts]
+    hidden = any(p.startswith("_") and not d for p, d in zip(parts, dunder, strict=True))
+    if first != "torch" or dotted.startswith("torch.ops."):  # ops have names in ATen's schemas
+        return False
+    return hidden or dotted.startswith("torch.utils.weak")
+
+
+def private_torch(source: str) -> list[tuple[int, str]]:
+    """`(line, name)` of every semi-private name that the source imports from torch, or reaches from a name of torch's.
+
+    What an object of torch's carries (`tensor._version`, `module._parameters`) is not looked at.
+    """
+    tree, known, found = ast.parse(source), {"torch": "torch"}, []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
+            base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            known |= {a.asname or a.name: base + a.name for a in node.names if base or a.asname}
+            found += [(node.lineno, base + a.name) for a in node.names]
+
+    def dotted(node: ast.AST) -> str:
+        if isinstance(node, ast.Attribute):
+            return f"{dotted(node.value)}.{node.attr}"
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr":
+            return f"{dotted(node.args[0])}.{getattr(node.args[1], 'value', '')}"
+        return known.get(node.id, "") if isinstance(node, ast.Name) else ""
+
+    found += [(n.lineno, dotted(n)) for n in ast.walk(tree) if isinstance(n, ast.Attribute | ast.Call)]
+    return [(line, name) for line, name in found if is_private(name)]
 
 
 def circles(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
@@ -100,3 +134,26 @@ def test_importing_solvers_loads_no_torch() -> None:
 def test_no_import_goes_in_a_circle() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "b"}}) == [("b", "c")]
     assert circles({module: depends_on(module) for module in MODULES}) == []
+
+
+@pytest.mark.parametrize(("source", "is_found"), [
+    ("import torch._ops", True), ("from torch._ops import OpOverload", True), ("from torch.utils import _pytree", True),
+    ("from torch.utils.weak import WeakIdKeyDictionary", True), ("import torch\ntorch._C._x()", True),
+    ("from torch import fx\nfx.node._names", True), ("import torch\ngetattr(torch._C, '_x', None)", True),
+    ("import torch\ngetattr(torch, '_x', None)", True), ("import torch\ntorch.__version__", False),
+    ("import torch\ntorch.ops.aten._to_copy.default", False),
+    ("from torch.overrides import TorchFunctionMode", False), ("from passes._torch import pytree", False),
+])  # fmt: skip
+def test_what_counts_as_private(source: str, is_found: bool) -> None:
+    assert bool(private_torch(source)) is is_found
+
+
+def test_one_door_leads_to_private_torch() -> None:
+    doors = [ROOT / "passes" / "_torch.py", ROOT / "passes" / "run" / "_torch.py"]
+    assert all(private_torch(door.read_text(encoding="utf-8")) for door in doors)
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for layer in LAYERS for path in files(layer) if path not in doors
+        for line, name in private_torch(path.read_text(encoding="utf-8"))
+    ]  # fmt: skip
+    assert not wrong, wrong

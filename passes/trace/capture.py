@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from passes._torch import (
     JointGraph,
@@ -23,6 +22,7 @@ from passes._torch import (
     eager_kernels,
     export_joint,
     mutation_count,
+    pytree,
     quiet_fake_errors,
     swapped_state,
     without_sources,

@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from passes._torch import TORCH_VERSION, pytree
 from passes.printable import brief
+from passes.run import _torch, gradients, kernels, random, tensors
 from passes.run import exported as export_runtime
-from passes.run import gradients, kernels, random, tensors
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import OutputLeaf, Traced
 from passes.trace.structure import Constant, Opaque, Slot, Template, Tree
@@ -34,7 +34,7 @@ from .source import Half, docstring, identifier, write_guard, write_half
 
 # Files of a folder that are ours, word for word.
 COPIED = {"runtime.py": export_runtime, "random.py": random, "kernels.py": kernels, "tensors.py": tensors,
-          "gradients.py": gradients}
+          "gradients.py": gradients, "_torch.py": _torch}
 INIT = '''{doc}
 
 from pathlib import Path
@@ -159,7 +159,7 @@ def _spec(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tensors
     constants = _data({str(n.target): _fetch(traced.graph_module, str(n.target)) for n in used})
     spec = {
         "class": type(model).__name__,
-        "torch": torch.__version__,
+        "torch": TORCH_VERSION,
         "device": plan.prepared.device.type,
         "signature": [[p.name, p.kind.name, p.default is not p.empty] for p in state.signature.parameters.values()],
         "inputs": _template(traced.input_template, "the sample"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import gc
 import os
 import sys
 import sysconfig
@@ -84,8 +85,9 @@ class Recorder:
         """Record in the block, in which `tensors` stand for the model's parameters and buffers."""
         self.state = {id(tensor): i for i, tensor in enumerate(tensors)}
         self.loss = self.snapshot(self.loss_fn, "loss_fn")
-        before = sys.getprofile()
+        before, collects = sys.getprofile(), gc.isenabled()
         try:
+            gc.disable()  # what a collection calls back is not the forward
             for kind in (nn.Module, *self.watched):
                 self._watch(kind)
             sys.setprofile(self._profile)
@@ -93,6 +95,8 @@ class Recorder:
                 yield
         finally:
             _profile_again(before)
+            if collects:
+                gc.enable()
             while self.watched:
                 kind, own = self.watched.popitem()
                 if own is not None:

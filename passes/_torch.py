@@ -92,7 +92,6 @@ class JointGraph:
         graph_module: placeholders are the flat inputs then the tangents; outputs are the new values of mutated
             inputs, then the outputs, then bases of aliased outputs, then one gradient or None per input.
         mutated_inputs: indices of inputs whose data the forward changes, in output order.
-        num_outputs: how many outputs the traced function returned.
         num_forward_outputs: how many of the graph's outputs belong to the forward.
         output_bases: for each output, None or the index of the extra output it is a view of.
     """
@@ -100,7 +99,6 @@ class JointGraph:
     graph_module: fx.GraphModule
     mutated_inputs: tuple[int, ...]
     metadata_mutated_inputs: tuple[int, ...]
-    num_outputs: int
     num_forward_outputs: int
     output_kinds: tuple[str, ...]
     output_bases: tuple[int | None, ...]
@@ -130,7 +128,6 @@ def export_joint(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequen
         graph_module=graph_module,
         mutated_inputs=tuple(i for i, info in enumerate(metadata.input_info) if info.mutates_data),
         metadata_mutated_inputs=tuple(i for i, info in enumerate(metadata.input_info) if info.mutates_metadata),
-        num_outputs=len(infos),
         num_forward_outputs=metadata.num_forward_returns,
         output_kinds=tuple(info.output_type.name for info in infos),
         output_bases=tuple(info.base_idx for info in infos),

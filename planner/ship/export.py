@@ -8,6 +8,7 @@ import json
 import os
 from collections import namedtuple
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def _spec(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tensors
     model = state.model
     tensors = _data(dict(zip((e.name for e in traced.state), state_tensors(model, traced.state), strict=True)))
     used = [n for half in (step.forward, step.backward) for n in half.graph.nodes if n.op == "get_attr"]
-    constants = _data({str(n.target): _fetch(traced.graph_module, str(n.target)) for n in used})
+    constants = _data({str(n.target): attrgetter(str(n.target))(traced.graph_module) for n in used})
     spec = {
         "class": type(model).__name__,
         "torch": TORCH_VERSION,
@@ -193,13 +194,6 @@ def _data(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if tensor.device.type == "meta" or type(tensor) not in (torch.Tensor, nn.Parameter):
             raise PlannerError(f"{brief(name)} has no data to export: materialize the model first (load its weights).")
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def _fetch(root: fx.GraphModule, target: str) -> torch.Tensor:
-    value: Any = root
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _described(name: str, tensor: torch.Tensor, kind: str) -> dict[str, Any]:

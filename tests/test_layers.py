@@ -4,6 +4,7 @@ leads to what torch keeps semi-private."""
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -157,3 +158,13 @@ def test_one_door_leads_to_private_torch() -> None:
         for line, name in private_torch(path.read_text(encoding="utf-8"))
     ]  # fmt: skip
     assert not wrong, wrong
+
+
+def test_the_files_that_contributing_names_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:planner|passes|solvers|tests)/[\w/.]+\.py)`", text)
+    assert len(named) > 30
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+    walk = text.partition("### A new kind of step")[2]
+    count = re.search(r"a new kind of step in a schedule \| (\d+)", text)
+    assert count and int(count[1]) == len(set(re.findall(r"`((?:planner|passes|solvers)/\S+\.py)`", walk)))

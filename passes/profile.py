@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from ._torch import FakeTensor, below_autograd
+from ._torch import FakeTensor, pytree
 from .alias import device_of, is_compute
 from .draws import drawing_privately
 from .errors import Unsupported
@@ -27,6 +26,7 @@ from .flops import listed_flops, unlisted_flops
 from .fuse.records import BY_OP, workspace_bytes
 from .memory import high_water, span
 from .ops import OPAQUE_RESULTS, is_random, looks_at_values
+from .run._torch import below_autograd
 
 Cost = str | Callable[["OpProfile"], float]
 RIDGE = 10.0

@@ -22,6 +22,7 @@ import torch
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
+from .._torch import TORCH_FOLDER
 from ..errors import Unsupported
 from .places import is_users_file, is_users_own, place, user_frame
 
@@ -84,7 +85,6 @@ _OUTSIDE = frozenset(
                                                     "times", "read")]
 )  # fmt: skip
 _ENTROPY = frozenset(f"{m}.{n}" for m in ("posix", "nt") for n in ("urandom", "getrandom"))
-_TORCH = os.path.dirname(torch.__file__)
 
 
 def _source(module: Any) -> str:
@@ -107,7 +107,7 @@ _NAMED: dict[tuple[str, str], Construct] = {
 _ENVIRONMENT = type(os.environ).__getitem__.__code__
 _BETWEEN = frozenset({
     *_FILES, _ENVIRONMENT.co_filename, Mapping.get.__code__.co_filename, _source(contextlib), _source(torch.random),
-    os.path.join(_TORCH, "_compile.py"), os.path.join(_TORCH, "_dynamo", "eval_frame.py"),
+    os.path.join(TORCH_FOLDER, "_compile.py"), os.path.join(TORCH_FOLDER, "_dynamo", "eval_frame.py"),
 })  # fmt: skip
 
 

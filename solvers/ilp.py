@@ -190,7 +190,7 @@ def refine_once(state: Hunt, ends: tuple[int, ...], number: int) -> tuple[int, .
         return ()
     # Some rounds also where the gap is met: they are cheap beside the proof, and often find a better plan.
     for _ in range(FIRST_ROUNDS):
-        state.polish(share=0.1)
+        state.polish(share=0.2)
     extra = extra or first_ends(state.problem, 2 * len(ends), state.budget_bytes)
     return () if set(extra) <= set(ends) else extra
 

@@ -39,7 +39,7 @@ class Answer:
 
     Attributes:
         bound: lower bound on the objective in cost units, or None.
-        values: variable values of the best solution found, or None.
+        values: variable values of the best solution found, of the relaxation where there is none, or None.
         infeasible: HiGHS says that the program has no solution.
         certified: prices that were checked here prove it, so that no schedule fits the budget.
         timed_out: the clock ended the solve.
@@ -131,10 +131,13 @@ class _HighsRun:
                 return replace(best, failed=True, notes=(note,))
             if found.values is None or len(found.values) != len(integer) or not np.isfinite(found.values).all():
                 break
-            best = replace(best, values={name: float(found.values[j]) for name, j in self.index.items()})
+            best = replace(best, values=self._named(found.values))
             if time.monotonic() > self.deadline or not self._add_violated(found.values):
                 break
         return replace(best, timed_out=time.monotonic() > self.deadline)
+
+    def _named(self, values: np.ndarray) -> dict[str, float]:
+        return {name: float(values[j]) for name, j in self.index.items()}
 
     def _cost(self, values: dict[str, float]) -> float:
         return sum(c * values[v.name] for v, c in self.model.program.objective.items())
@@ -147,9 +150,10 @@ class _HighsRun:
             best = replace(answer, bound=_larger(best.bound, answer.bound))
             if answer.bound is None or time.monotonic() > self.deadline:
                 break
-            if not self._add_violated(np.array(self.highs.getSolution().col_value)):
+            relaxed = np.array(self.highs.getSolution().col_value)
+            if not self._add_violated(relaxed):
                 self._drop_idle_rows()
-                break
+                return replace(best, values=self._named(relaxed))
         return best
 
     def _drop_idle_rows(self) -> None:

@@ -37,9 +37,12 @@ from .staged import StagedModel, first_ends, forward_binds
 
 ALL_SCHEDULES = f"{EVERY} that run the required ops in this order, whatever they recompute, however often"
 FIRST_ENDS = 5
+FEWEST_ENDS = 2
+PLANLESS_SIZE = 2500
 NEW_ENDS = 4
-LOCAL_STEPS = 300
-FRUITLESS_ROUNDS = 40
+LOCAL_STEPS = 100
+FIRST_ROUNDS = 3
+FRUITLESS_ROUNDS = 120
 PROGRAM_SECONDS = 10.0
 PROGRAM_GROWTH = 1.5
 PROGRAM_SHARE = 0.8
@@ -60,6 +63,7 @@ class Hunt:
     Attributes:
         known_bytes: the smallest budget known to work, where no plan has been found for this one.
         impossible: it is proved that there is none.
+        rounds: of local search so far; each has random numbers of its own.
     """
 
     problem: Problem
@@ -72,6 +76,7 @@ class Hunt:
     known_bytes: int = -1
     impossible: bool = False
     notes: dict[str, None] = field(default_factory=dict)
+    rounds: int = 0
 
     @property
     def cost(self) -> int:
@@ -95,10 +100,12 @@ class Hunt:
             overhead, bound = self.problem.overhead(self.cost), self.problem.overhead(self.bound)
             self.report(f"{stage}: {overhead:.2%} recompute, at least {bound:.2%} needed")
 
-    def polish(self, steps: int, seed: int, share: float = 1.0) -> None:
-        """Local search on the best plan, for at most a share of the time left."""
+    def polish(self, share: float = 1.0) -> None:
+        """A round of local search on the best plan, for at most a share of the time left."""
         if self.live is None:
             return
+        self.rounds += 1
+        steps, seed = local_steps(self.problem), self.rounds
         deadline = time.monotonic() + share * self.seconds_left
         if improve(self.live, self.budget_bytes, steps=steps, deadline=deadline, target_cost=self.bound, seed=seed):
             self.notes[CLOCK] = None
@@ -141,7 +148,7 @@ def refine(state: Hunt, effort: Effort) -> None:
 
     Where greedy found no plan, the first programs may: its solution often fits where no descent from scratch does.
     """
-    ends = first_ends(state.problem, FIRST_ENDS if len(state.problem.ops) <= LARGE else 2, state.budget_bytes)
+    ends = first_ends(state.problem, first_count(state), state.budget_bytes)
     number = 0
     while not state.finished and state.seconds_left > LEAST_SECONDS:
         number += 1
@@ -153,16 +160,24 @@ def refine(state: Hunt, effort: Effort) -> None:
         ends = tuple(sorted({*ends, *more}))
     if state.live is None and state.known_bytes < 0:
         look_lower(state, effort)
-    polish_on(state, number)
+    polish_on(state)
     if not state.finished and state.seconds_left <= LEAST_SECONDS:
         state.notes[CLOCK] = None
+
+
+def first_count(state: Hunt) -> int:
+    """About how many end slots the first program has: few where it is large, or must be solved for want of a plan."""
+    size = len(state.problem.ops)
+    most = FIRST_ENDS if size <= LARGE else FEWEST_ENDS
+    return most if state.live is not None else max(FEWEST_ENDS, min(most, PLANLESS_SIZE // size))
 
 
 def refine_once(state: Hunt, ends: tuple[int, ...], number: int) -> tuple[int, ...]:
     """Solve the program of these end slots and polish; returns new end slots, none where no program is to follow."""
     known = state.bound
+    cost_limit = math.inf if state.live is None else state.cost
     try:
-        model = StagedModel(state.problem, state.budget_bytes, ends, _after(state, BUILD_SHARE))
+        model = StagedModel(state.problem, state.budget_bytes, ends, _after(state, BUILD_SHARE), cost_limit)
     except TimeoutError:
         state.notes[CLOCK] = None
         return ()
@@ -173,8 +188,9 @@ def refine_once(state: Hunt, ends: tuple[int, ...], number: int) -> tuple[int, .
     state.tell(f"{len(ends)} stages")
     if answer.timed_out and state.bound == known:  # a larger program would do no better
         return ()
-    # One round also where the gap is met: it is cheap beside the proof, and often finds a better plan.
-    state.polish(local_steps(state.problem), number, share=0.3)
+    # Some rounds also where the gap is met: they are cheap beside the proof, and often find a better plan.
+    for _ in range(FIRST_ROUNDS):
+        state.polish(share=0.2)
     extra = extra or first_ends(state.problem, 2 * len(ends), state.budget_bytes)
     return () if set(extra) <= set(ends) else extra
 
@@ -183,14 +199,14 @@ def _after(state: Hunt, share: float) -> float:
     return time.monotonic() + share * state.seconds_left
 
 
-def polish_on(state: Hunt, seed: int) -> None:
+def polish_on(state: Hunt) -> None:
     """Rounds of local search until many in a row find nothing or the time is up."""
     fruitless = 0
     while fruitless < FRUITLESS_ROUNDS and not state.finished and state.seconds_left > LEAST_SECONDS:
         if state.live is None:
             return
-        cost, seed = state.cost, seed + 1
-        state.polish(local_steps(state.problem), seed)
+        cost = state.cost
+        state.polish()
         fruitless = fruitless + 1 if state.cost == cost else 0
 
 
@@ -203,7 +219,7 @@ def bound_with(state: Hunt, model: StagedModel, number: int) -> Answer:
     seconds = min(seconds, share * state.seconds_left)
     answer = solve_staged(model, seconds, state.gap_cost // 10, incumbent)
     if answer.bound is not None:
-        state.bound = max(state.bound, answer.bound * model.cost_unit)
+        state.bound = max(state.bound, math.floor(min(answer.bound * model.cost_unit, model.cost_limit)))
     state.impossible |= answer.certified and state.live is None
     state.notes.update(dict.fromkeys(answer.notes))
     if answer.timed_out:

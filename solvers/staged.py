@@ -51,6 +51,7 @@ and is judged by the simulator. More end slots make the relaxation tighter and s
 
 from __future__ import annotations
 
+import math
 import time
 from itertools import pairwise
 
@@ -80,14 +81,22 @@ def plain_bytes(problem: Problem) -> np.ndarray:
 class StagedModel(Stages):
     """The program for one choice of end slots. `program` is the PuLP problem; peak rows are added by the caller.
 
+    With a `cost_limit`, what a plan at hand costs, ops that alone cost more are not recomputed: the optimum is that of
+    all schedules that cost no more than the limit, and no other schedule costs less.
+
     Raises:
         TimeoutError: the deadline passed while the program was being built.
     """
 
     def __init__(
-        self, problem: Problem, budget_bytes: int, ends: tuple[int, ...], deadline: float = float("inf")
+        self,
+        problem: Problem,
+        budget_bytes: int,
+        ends: tuple[int, ...],
+        deadline: float = math.inf,
+        cost_limit: float = math.inf,
     ) -> None:
-        super().__init__(problem, budget_bytes, ends)
+        super().__init__(problem, budget_bytes, ends, cost_limit)
         self.deadline = deadline
         self.peaks = Peaks(self)
         self._need()

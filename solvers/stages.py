@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
 
 import pulp
 
@@ -27,10 +27,12 @@ class Reach:
     useful: tuple[bool, ...]
 
 
-def cost_unit(problem: Problem) -> int:
-    """What the program counts costs in: their common divisor, or a multiple of it that keeps coefficients small."""
-    costs = [op.cost for op in problem.ops if op.recomputable]
-    divisor = gcd(*costs) or 1
+def cost_unit(problem: Problem, cost_limit: float = math.inf) -> int:
+    """What the program counts costs in: the common divisor of those within the limit, or a multiple of it that keeps
+    coefficients small.
+    """
+    costs = [op.cost for op in problem.ops if op.recomputable and op.cost <= cost_limit]
+    divisor = math.gcd(*costs) or 1
     return divisor * max(1, -(-max(costs, default=0) // (divisor * COEFFICIENT_LIMIT)))
 
 
@@ -57,8 +59,11 @@ class Stages:
         home: the stage in which each tensor is first written.
     """
 
-    def __init__(self, problem: Problem, budget_bytes: int, ends: tuple[int, ...]) -> None:
+    def __init__(
+        self, problem: Problem, budget_bytes: int, ends: tuple[int, ...], cost_limit: float = math.inf
+    ) -> None:
         self.problem = problem
+        self.cost_limit = cost_limit
         self.budget_bytes = budget_bytes
         self.decided = [self._is_decided(t) for t in range(len(problem.tensors))]
         self.ends = ends
@@ -69,7 +74,7 @@ class Stages:
         self.A: dict[tuple[int, int], pulp.LpVariable] = {}
         self.H: dict[tuple[int, int], pulp.LpVariable] = {}
         self.U: dict[tuple[int, int], pulp.LpVariable] = {}
-        self.cost_unit = cost_unit(problem)
+        self.cost_unit = cost_unit(problem, cost_limit)
         self.program = pulp.LpProblem("recompute", pulp.LpMinimize)
         self._variables()
 
@@ -95,16 +100,17 @@ class Stages:
         return self.stage[last] if last >= 0 else self.home[t]
 
     def _variables(self) -> None:
+        costs = [op.cost for op in self.problem.ops]
         for i in self.recomputable:
             first = self.stage[i]
             last = max((self.last_stage(t) for t in self.problem.ops[i].outputs), default=first)
             for k in range(first, last + 1 if self.reach.useful[i] else first + 1):
-                self.R[i, k] = pulp.LpVariable(f"R{i}_{k}", 0, 1, pulp.LpInteger)
+                self.R[i, k] = pulp.LpVariable(f"R{i}_{k}", 0, int(costs[i] <= self.cost_limit), pulp.LpInteger)
         for t in self.decided_tensors:
             last = self.last_stage(t)
             for k in range(self.home[t] + 1, last + 1):
                 self.A[t, k] = pulp.LpVariable(f"A{t}_{k}", 0, 1, pulp.LpInteger)
                 if k < last:
                     self.H[t, k] = pulp.LpVariable(f"H{t}_{k}", 0, 1)
-        costs = {v: self.problem.ops[i].cost // self.cost_unit for (i, _), v in self.R.items()}
-        self.program.setObjective(pulp.LpAffineExpression(costs))
+        prices = {v: int(min(costs[i], self.cost_limit)) // self.cost_unit for (i, _), v in self.R.items()}
+        self.program.setObjective(pulp.LpAffineExpression(prices))

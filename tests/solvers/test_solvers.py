@@ -20,6 +20,7 @@ from solvers.simulate import simulate
 from solvers.solution import Solution, Status
 from solvers.staged import StagedModel, first_ends
 from solvers.stages import cost_unit
+from tests.bench.families import FAMILIES
 from tests.solvers.oracles import Frontier, brute_force, replay
 from tests.solvers.problems import SOLVED, Solved
 from tests.solvers.random_problems import wrongs
@@ -264,6 +265,28 @@ def test_the_unit_of_cost_does_not_matter(seed: int, factor: int) -> None:
             small = solve_staged(StagedModel(problem, budget_bytes, ends), 20.0, 0)
             big = solve_staged(StagedModel(dear, budget_bytes, ends), 20.0, 0)
             assert small.bound == big.bound, "in units of each"
+
+
+@pytest.mark.parametrize("seed", SEEDS[::10])
+def test_a_plan_bounds_what_its_program_recomputes(seed: int) -> None:
+    """With the optimum as the limit the program's bound is at least as tight, and not above the optimum."""
+    problem = seeded_problem(seed)
+    for cost, budget_bytes in frontier(seed).points[-2:]:
+        if budget_bytes < plain_peak(problem):
+            ends = first_ends(problem, 5, budget_bytes)
+            models = (StagedModel(problem, budget_bytes, ends, cost_limit=limit) for limit in (cost, float("inf")))
+            tight, loose = ((solve_staged(m, 20.0, 0).bound or 0) * m.cost_unit for m in models)
+            assert loose <= tight <= cost
+
+
+def test_an_op_dearer_than_the_plan_does_not_blur_the_costs() -> None:
+    """Costs are counted in steps of a millionth of the dearest op that a better plan can recompute."""
+    problem = FAMILIES["dense-6"]()
+    dearest = max(problem.forward, key=lambda i: problem.ops[i].cost)
+    ops = tuple(replace(op, cost=10**13) if i == dearest else op for i, op in enumerate(problem.ops))
+    dear = replace(problem, ops=ops, step_cost=-1)
+    found = solvers.solve(dear, plain_peak(dear) * 6 // 10, solver="ilp", gap=0)
+    assert found.bound == found.added_cost > 0
 
 
 @pytest.mark.parametrize("seed", SEEDS[::3])

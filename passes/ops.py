@@ -147,6 +147,8 @@ def donations(node: fx.Node) -> dict[int, Donation]:
     value = node.meta["val"]
     if not found or value.is_complex():  # complex kernels give other bits where they write over an argument
         return {}
+    if functional is aten.mul.Scalar and value.dtype in (torch.bfloat16, torch.float16):
+        return {}  # mul_ rounds the number to the tensor's type first
     if functional not in ROWWISE:
         return found
     position = ROWWISE[functional]

@@ -72,8 +72,24 @@ class _Rerouted(torch.autograd.Function):
 
 def kernels() -> dict[tuple[Any, Any], Callable[..., Any]]:
     """What stands for each op on each of autograd's keys while tracing."""
-    ops = (*REROUTED, *IN_PLACE)
-    return {(op, key): _kernel(op) for op in ops for key in KEYS}
+    found = {op: _kernel(op) for op in (*REROUTED, *IN_PLACE)} | {aten.ctc_loss.IntList: _ctc_loss}
+    return {(op, key): kernel for op, kernel in found.items() for key in KEYS}
+
+
+MEAN = 1  # at::Reduction
+
+
+def _ctc_loss(
+    values: torch.Tensor, targets: torch.Tensor, inputs: list[int], lengths: list[int], blank: int = 0,
+    reduction: int = MEAN, zero_infinity: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """ATen writes the lengths by which a mean divides straight into a tensor's memory, which no traced tensor has."""
+    kind = reduction if reduction != MEAN else 0
+    with native_kernels():
+        losses: torch.Tensor = aten.ctc_loss.IntList(values, targets, inputs, lengths, blank, kind, zero_infinity)
+    if reduction != MEAN:
+        return losses
+    return (losses / torch.tensor(lengths, dtype=losses.dtype, device=losses.device).clamp_min(1)).mean()
 
 
 def _kernel(op: Any) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import torch
 
 from passes.errors import VerificationError
 from passes.memory import measure_peak
-from planner import BudgetError, Plan, PlannerError, auto_checkpoint
+from planner import BudgetError, CheckError, Plan, PlannerError, auto_checkpoint
 from solvers.errors import MIB
 from tests.databases.cases import Case, Step
 from tests.zoo.compare import StepResult, differences
@@ -44,6 +44,8 @@ def check(case: Case) -> Result:
         if found:
             return Result(case.name, "wrong", ", ".join(found))
         measured = plan.static_bytes + _peak(lambda: _backward(plan.module, step, gradients), step)
+    except CheckError as error:  # noticed in time, and still another result
+        return Result(case.name, "wrong", _line(error))
     except VerificationError as error:
         return Result(case.name, "raw", _line(error))
     except PlannerError as error:

@@ -15,6 +15,11 @@ _C = torch._C
 _AUTOGRAD = (_C.DispatchKey.AutogradFunctionality, _C.DispatchKey.AutogradOther, _C.DispatchKey.AutogradNestedTensor)
 
 
+def sum_of_selected(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The sum of those that the mask selects, added up as if no others were among them."""
+    return values.masked_select(mask).sum()
+
+
 def gradient_of(
     op: str,
     gradient: torch.Tensor,

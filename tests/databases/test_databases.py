@@ -47,6 +47,12 @@ def test_complex_numbers(name: str) -> None:
         assert expect_no_bad(case) in ("equal", "skipped")
 
 
+@pytest.mark.parametrize("index", [60, 215])
+def test_a_smoothed_cross_entropy_with_weights_and_ignored_targets(index: int) -> None:
+    found = cases(torch.float32, ("inside",), names=["nn.LinearCrossEntropyLoss"])
+    assert expect_no_bad(next(itertools.islice(found, index, None))) == "equal"
+
+
 def test_numbers_of_sixteen_bits() -> None:
     """`mul_` rounds a number first, `mul` does not."""
     for case in cases(torch.bfloat16, names=["log2"]):

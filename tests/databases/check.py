@@ -59,11 +59,11 @@ def check(case: Case) -> Result:
 
 def plan_at_minimum(step: Step) -> Plan:
     """The plan at the smallest budget that the refusal of an impossible one names."""
-    options: Any = {"time_limit": 1, "progress": False}
+    options: Any = {"progress": False}
     try:
-        return auto_checkpoint(step, tuple(step.sample), 1 / MIB, **options)
+        return auto_checkpoint(step, tuple(step.sample), 1 / MIB, time_limit=1, **options)
     except BudgetError as error:
-        return auto_checkpoint(step, tuple(step.sample), error.minimum_mb, **options)
+        return auto_checkpoint(step, tuple(step.sample), error.minimum_mb, time_limit=10, **options)
 
 
 def plain_step(step: Step) -> tuple[StepResult, list[torch.Tensor]]:

@@ -148,6 +148,8 @@ def donations(node: fx.Node) -> dict[int, Donation]:
     value = node.meta["val"]
     if not found or value.is_complex():  # complex kernels give other bits where they write over an argument
         return {}
+    if functional is aten.mul.Scalar and value.dtype in (torch.bfloat16, torch.float16):
+        return {}  # mul_ rounds the number to the tensor's type first
     if functional not in ROWWISE:
         return found
     position = ROWWISE[functional]
@@ -183,7 +185,7 @@ def ignored_by(target: Any, args: tuple[Any, ...]) -> IgnoredArguments | None:
 def looks_at_values(node: fx.Node) -> bool:
     """Whether what the op needs depends on values: whether a factor is zero, how much of a mask is set."""
     picks = torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
-    return picks or node.target is torch.ops.planner.gradient_of.default
+    return picks or node.target in (torch.ops.planner.gradient_of.default, torch.ops.planner.sum_of_selected.default)
 
 
 def is_collective(node: fx.Node) -> bool:

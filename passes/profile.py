@@ -28,6 +28,7 @@ from .memory import high_water, span
 from .ops import OPAQUE_RESULTS, is_random, looks_at_values
 from .run._torch import below_autograd
 
+aten = torch.ops.aten
 Cost = str | Callable[["OpProfile"], float]
 RIDGE = 10.0
 REPEATS = 5
@@ -157,7 +158,8 @@ def _describe(leaf: Any) -> Any:
     if isinstance(leaf, fx.Node):
         value = leaf.meta["val"]
         if isinstance(value, torch.Tensor):
-            return tuple(value.shape), tuple(value.stride()), str(value.dtype), str(value.device)
+            lazily = value.is_conj(), value.is_neg()
+            return tuple(value.shape), tuple(value.stride()), str(value.dtype), str(value.device), lazily
         return str(value)
     return repr(leaf)
 
@@ -201,12 +203,19 @@ def _measure(node: fx.Node, timed: bool) -> Measured:
             continue
         _check_shapes(node, results)
         sizes = tuple(t.untyped_storage().nbytes() if isinstance(t, torch.Tensor) else 0 for t in results)
-        strides = tuple(tuple(t.stride()) if isinstance(t, torch.Tensor) else None for t in results)
+        told = expected if expected is not None else [value]
+        strides = tuple(_strides(*pair) for pair in zip(told, results, strict=False))
         seen.append(Measured(workspace, sizes, strides, _time(run, device) if timed else None))
     if not seen:
         counted = _count(node)
         return Measured(2 * (counted.bytes_read + counted.bytes_written), seconds=0.0 if timed else None)
     return max(seen, key=lambda found: found.workspace_bytes)
+
+
+def _strides(told: Any, made: Any) -> tuple[int, ...] | None:
+    """The strides that a kernel gave its result, where it is a tensor as large as told."""
+    both = isinstance(told, torch.Tensor) and isinstance(made, torch.Tensor)
+    return tuple(made.stride()) if both and told.shape == made.shape else None
 
 
 def _check_shapes(node: fx.Node, results: Sequence[Any]) -> None:
@@ -229,8 +238,7 @@ def _call(node: fx.Node, make_up: Callable[[Any], Any]) -> Callable[[], Any]:
     target: Any = node.target
     made: dict[fx.Node, Any] = {}
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made, make_up))
-    args = _even_groups(node, args)
-    kwargs = {k: v for k, v in kwargs.items() if k != "check_errors"}  # made-up matrices may be singular
+    args = _even_lengths(node, _even_groups(node, args))
     if not is_random(node):  # attention without dropout, which carries the tag all the same
         return partial(target, *args, **kwargs)
     return drawing_privately(target, args, kwargs, device_of(node))
@@ -248,6 +256,23 @@ def _even_groups(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
         rows = right.shape[1]
     spread = torch.arange(1, ends.numel() + 1, device=ends.device) * rows // ends.numel()
     return (left, right, spread.to(ends.dtype), *args[3:])
+
+
+def _even_lengths(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """CTC over whole inputs, and targets that share what there is: made-up lengths, all zero, would find nothing."""
+    firsts: dict[Any, int] = {aten._ctc_loss: 0, aten._ctc_loss_backward: 1}
+    first = firsts.get(getattr(node.target, "overloadpacket", None))
+    if first is None or not isinstance(args[first + 2], torch.Tensor):
+        return args
+    values, targets, inputs, lengths = args[first : first + 4]
+    batch = lengths.numel()
+    inputs.fill_(values.shape[0])
+    if targets.dim() == 2:
+        lengths.fill_(targets.shape[1])
+    else:
+        ends = torch.arange(batch + 1, device=lengths.device) * targets.numel() // batch
+        lengths.copy_(ends.diff())
+    return args
 
 
 def _materialize(node: fx.Node, made: dict[fx.Node, Any], make_up: Callable[[Any], Any]) -> Any:
@@ -273,9 +298,12 @@ def _made_up(value: Any) -> Any:
     if not isinstance(value, (torch.Tensor, FakeTensor)):
         return value
     flat = torch.zeros(span(value), dtype=value.dtype, device=value.device)
-    if value.is_floating_point():
-        flat.uniform_(0.25, 0.75, generator=torch.Generator(value.device))
-    return flat.as_strided(value.shape, value.stride())
+    if value.is_floating_point() or value.is_complex():
+        numbers = torch.view_as_real(flat) if value.is_complex() else flat
+        numbers.uniform_(0.25, 0.75, generator=torch.Generator(value.device))
+    made = flat.as_strided(value.shape, value.stride())
+    made = made.conj() if value.is_conj() else made  # which a kernel that knows no conjugates copies first
+    return torch._neg_view(made) if value.is_neg() else made
 
 
 def _identities(value: Any) -> Any:
@@ -283,7 +311,7 @@ def _identities(value: Any) -> Any:
     if not isinstance(value, (torch.Tensor, FakeTensor)):
         return value
     made = _made_up(value)
-    if value.dim() < 2 or not value.dtype.is_floating_point:
+    if value.dim() < 2 or not (value.is_floating_point() or value.is_complex()):
         return made.fill_(1)
     made.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
     return made

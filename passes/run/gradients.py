@@ -14,6 +14,11 @@ import torch
 from ._torch import with_autograd
 
 
+def sum_of_selected(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The sum of those that the mask selects, added up as if no others were among them."""
+    return values.masked_select(mask).sum()
+
+
 def gradient_of(
     op: str,
     gradient: torch.Tensor,

@@ -60,9 +60,9 @@ class Constants:
 
     def shapes(self, func: Any, args: Any) -> tuple[tuple[int, ...], ...] | None:
         """What an op makes whose results' shapes depend on values in general, where shapes alone decide them."""
-        if func is aten._ctc_loss.default:  # LossCTC.cpp: the losses, and the alphas over the longest target
-            positions, batch = args[0].shape[:2]
-            return (batch,), (batch, positions, 2 * max(args[3], default=0) + 1)
+        if func in (aten._ctc_loss.default, aten._ctc_loss.Tensor):  # LossCTC.cpp
+            positions, batch = args[0].shape[:2]  # the losses, and the alphas over the longest target
+            return (batch,), (batch, positions, 2 * _longest_target(args[1], args[3]) + 1)
         position = LENGTHS.get(func)
         if position is None or args[position] not in self.values:
             return None
@@ -76,3 +76,10 @@ class Constants:
             known = self.values.get(leaf)
             return torch.empty(leaf.shape, dtype=leaf.dtype) if known is None else known
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+
+def _longest_target(targets: torch.Tensor, lengths: torch.Tensor | list[int]) -> int:
+    """How long CTC's longest target is; where a tensor says how long each is, how long one could be."""
+    if not isinstance(lengths, torch.Tensor):
+        return max(lengths, default=0)
+    return targets.shape[1] if targets.dim() == 2 else targets.numel()

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from passes._torch import AUTOGRAD_KEYS, native_kernels, skip_autograd
+from passes.errors import Unsupported
 from passes.fuse.fused import LIBRARY
-from passes.run.gradients import gradient_of
+from passes.run.gradients import gradient_of, sum_of_selected
 
 aten = torch.ops.aten
 
@@ -32,6 +33,16 @@ def _of_shape(
     op: str, gradient: Any, tensors: list[Any], constants: list[int], differentiated: list[int], wanted: int
 ) -> Any:
     return torch.empty_like(tensors[wanted])
+
+
+LIBRARY.define("sum_of_selected(Tensor values, Tensor mask) -> Tensor")
+LIBRARY.impl("sum_of_selected", sum_of_selected, "CompositeExplicitAutograd")
+SUM_OF_SELECTED = torch.ops.planner.sum_of_selected.default
+
+
+@torch.library.register_fake("planner::sum_of_selected", lib=LIBRARY)
+def _one_number(values: Any, mask: Any) -> Any:
+    return values.new_empty(())
 
 
 # Op -> positions of the arguments whose gradient takes another way.
@@ -71,8 +82,25 @@ class _Rerouted(torch.autograd.Function):
 
 def kernels() -> dict[tuple[Any, Any], Callable[..., Any]]:
     """What stands for each op on each of autograd's keys while tracing."""
-    ops = (*REROUTED, *IN_PLACE)
-    return {(op, key): _kernel(op) for op in ops for key in AUTOGRAD_KEYS}
+    found = {op: _kernel(op) for op in (*REROUTED, *IN_PLACE)}
+    found |= {aten.ctc_loss.IntList: _ctc_loss, aten.cross_entropy_loss.default: _cross_entropy_loss}
+    return {(op, key): kernel for op, kernel in found.items() for key in AUTOGRAD_KEYS}
+
+
+MEAN = 1  # at::Reduction
+
+
+def _ctc_loss(
+    values: torch.Tensor, targets: torch.Tensor, inputs: list[int], lengths: list[int], blank: int = 0,
+    reduction: int = MEAN, zero_infinity: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """ATen writes the lengths by which a mean divides straight into a tensor's memory, which no traced tensor has."""
+    kind = reduction if reduction != MEAN else 0
+    with native_kernels():
+        losses: torch.Tensor = aten.ctc_loss.IntList(values, targets, inputs, lengths, blank, kind, zero_infinity)
+    if reduction != MEAN:
+        return losses
+    return (losses / torch.tensor(lengths, dtype=losses.dtype, device=losses.device).clamp_min(1)).mean()
 
 
 def _kernel(op: Any) -> Callable[..., Any]:
@@ -90,6 +118,32 @@ def _kernel(op: Any) -> Callable[..., Any]:
         return result if op is functional else args[0].copy_(result)
 
     return run
+
+
+def _cross_entropy_loss(
+    values: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = MEAN,
+    ignore_index: int = -100, label_smoothing: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """A smoothed mean is divided by the weights of the targets that count; eager adds up no others (LossNLL.cpp)."""
+    indices = target.shape != values.shape
+    if weight is None or reduction != MEAN or not label_smoothing or not indices:
+        with native_kernels():
+            return aten.cross_entropy_loss.default(values, target, weight, reduction, ignore_index, label_smoothing)
+    if weight.requires_grad:
+        raise Unsupported(
+            "a smoothed cross entropy whose class weights require gradients", "F.cross_entropy",
+            "eager's formula asks how many targets count", "Use weight.detach(), or label_smoothing=0.",
+        )  # fmt: skip
+    dim = 0 if values.dim() == 1 else 1
+    logs = aten.log_softmax.int(values, dim, values.dtype)
+    loss = aten.nll_loss_nd.default(logs, target, weight, reduction, ignore_index)
+    ignored = target == ignore_index
+    shape = [1] * logs.dim()
+    shape[dim] = weight.shape[0]
+    smooth = (logs * weight.view(shape)).sum(dim).neg().masked_fill(ignored, 0.0)
+    weights = weight.gather(0, target.masked_fill(ignored, 0).flatten())
+    mean = smooth.sum() / SUM_OF_SELECTED(weights, ignored.logical_not().flatten())
+    return loss * (1 - label_smoothing) + mean * (label_smoothing / logs.shape[dim])
 
 
 def _positional(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

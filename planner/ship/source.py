@@ -43,6 +43,7 @@ HELPERS: dict[Any, Callable[..., Any]] = {
     random.run_with_rng_state: random.run_with_rng_state,
     **{op: fused.kernel for fused in FUSED for op in fused.overloads},
     routes.GRADIENT_OF: gradients.gradient_of,
+    routes.SUM_OF_SELECTED: gradients.sum_of_selected,
 }
 # Names that the source itself uses.
 RESERVED = frozenset(

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 from passes.fuse.fused import LIBRARY
 from passes.memory import measure_peak
-from passes.ops import DONATIONS, ROWWISE
+from passes.ops import DONATIONS, ROWWISE, donations
 from passes.run._torch import below_autograd
 
 SHAPES = ((3,), (7, 33), (4, 5, 129), (2, 8, 9, 64))
@@ -37,11 +38,18 @@ def arguments(op: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[Any]:
                 continue
             values.append(argument.default_value if name != "min" else 0.5)
         else:
-            values.append(False if kind == "bool" else 0.75)
+            values.append(False if kind == "bool" else 0.6931471805599453)  # not a number of any short type
     return values
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def donated(op: Any, values: list[Any], result: torch.Tensor) -> bool:
+    """Whether the planner lets the op write over an argument of this type."""
+    node = fx.Graph().call_function(op, tuple(values))
+    node.meta["val"] = result
+    return bool(donations(node))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("op", "position"), CASES, ids=[f"{op}-{position}" for op, position in CASES])
 def test_the_twin_writes_the_same_bits_into_the_argument(op: Any, position: int, dtype: torch.dtype) -> None:
     twin = DONATIONS[op][position]
@@ -56,6 +64,9 @@ def test_the_twin_writes_the_same_bits_into_the_argument(op: Any, position: int,
             with below_autograd():
                 expected = op(*values)
                 assert expected.dtype is dtype
+                if not donated(op, values, expected):
+                    assert dtype.itemsize == 2
+                    continue
                 if layout != "rows" and expected.stride() != values[position].stride():
                     continue  # the planner lets only a result of the same layout take over (masked_fill has another)
                 memory = values[position].data_ptr()

@@ -6,11 +6,14 @@ import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from passes.errors import Unsupported
+from passes.memory import measure_peak
 from passes.trace.capture import capture
 from passes.trace.routes import GRADIENT_OF, REROUTED
 from planner import auto_checkpoint
@@ -132,3 +135,38 @@ def test_complex_products_are_not_computed_in_place() -> None:
         warnings.simplefilter("ignore")
         plan = tight(model, x, 0.5)
     assert differences(run_step(plain, plain, x), run_step(plan.module, model, x)) == []
+
+
+class Speech(nn.Module):
+    """CTC over what a linear layer makes, with lengths in tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, lengths: torch.Tensor) -> Any:
+        return nn.functional.ctc_loss(self.linear(x).log_softmax(-1), targets, sizes, lengths, zero_infinity=True)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_one_plan_of_ctc_is_for_targets_of_all_lengths(padded: bool) -> None:
+    model, count = Speech(), torch.tensor([6, 2, 4])
+    plain = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(1, 5, (3, 7) if padded else (12,), generator=generator)
+    x, sizes = torch.randn(20, 3, 8, generator=generator), torch.tensor([20, 15, 18])
+    planned = tight(model, (x, targets, sizes, count))
+    for lengths in (count, count.roll(1), torch.tensor([4, 4, 4])):
+        sample = (x, targets, sizes, lengths)
+        assert differences(run_step(plain, plain, sample), run_step(planned.module, model, sample)) == []
+        model.zero_grad()
+        peak = planned.static_bytes + measure_peak(lambda sample=sample: planned.module(*sample).backward())
+        assert peak <= planned.peak_bytes
+    assert len(planned.module._plan_state.cache) == 1
+
+
+def test_the_weights_of_a_smoothed_cross_entropy_are_not_trained() -> None:
+    labels, smoothed = torch.arange(4), nn.functional.cross_entropy
+    model = Scaled(lambda w: smoothed(torch.eye(4), labels, w, label_smoothing=0.1), values(4))
+    with pytest.raises(Unsupported, match="class weights require gradients.*label_smoothing=0"):
+        auto_checkpoint(model, values(4), progress=False)

@@ -42,6 +42,7 @@ class Lowered:
         rng_state: for each random op (index) the tensor that holds the generator's state before it ran.
         tangents: the tensors that the backward starts from, in order.
         tangent_op: index of the op that stands for the backward's start.
+        accumulated_bytes: gradients from before the step, part of the Problem's static bytes.
     """
 
     problem: Problem
@@ -52,6 +53,7 @@ class Lowered:
     tangent_op: int
     node_op: dict[fx.Node, int]
     storage_tensor: dict[Storage, int]
+    accumulated_bytes: int = 0
 
 
 def split_nodes(traced: Traced) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -151,19 +153,19 @@ class _Lowering:
         pinned = dict.fromkeys([*kept, *(t for t in outputs if t not in let_go), *tangent_tensors, *copies])
         pinned = self._add_end(pinned, let_go, tangent_tensors, step_bytes)
         static = sum(self._bytes(self.aliases.of[p]) for p in self._distinct(primals))
-        static += sum(round_up(value.numel() * value.element_size(), self.granule) for value in self.accumulated)
+        accumulated = sum(round_up(value.numel() * value.element_size(), self.granule) for value in self.accumulated)
         problem = Problem(
             ops=tuple(self.ops),
             tensors=tuple(self.tensors),
             num_forward=num_forward,
             outputs=tuple(pinned),
-            static_bytes=static + reserve_bytes,
+            static_bytes=static + accumulated + reserve_bytes,
         )
         order = backward_order(problem, self._movable(num_forward))
         nodes = tuple(self.nodes[i] for i in order)
         return Lowered(
             in_order(problem, order), nodes, tuple(self.storages), self.rng_state, tangent_tensors, num_forward,
-            {n: i for i, n in enumerate(nodes) if n is not None}, self.storage_tensor,
+            {n: i for i, n in enumerate(nodes) if n is not None}, self.storage_tensor, accumulated,
         )  # fmt: skip
 
     def _movable(self, num_forward: int) -> list[int]:

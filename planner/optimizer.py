@@ -61,7 +61,7 @@ def measure_update(optimizer: Any, model: nn.Module, device: torch.device) -> Up
     if not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         raise BudgetError(
             f"optimizer={brief(optimizer)} is not an optimizer: pass an instance, a class such as torch.optim.AdamW, "
-            "or set reserve_mb to the bytes its state needs."
+            "or set reserve_mb to the MiB that its state needs."
         )
     groups = _groups(optimizer, [p for p in model.parameters() if p.requires_grad])
     devices = [device] if device.type == "cuda" else []
@@ -140,7 +140,7 @@ def _step(
     peak = measure_peak(lambda: kind.step(twin), device)
     real, small = ([p for _, own in each for p in own] for each in (groups, made))
     elements = [max(1, sum(p.numel() for p in each)) for each in (real, small)]
-    ratio = {s: p.numel() / max(1, s.numel()) for p, s in zip(real, small, strict=True)}
+    ratio: dict[Any, float] = {s: p.numel() / max(1, s.numel()) for p, s in zip(real, small, strict=True)}
     state = [
         round_up(math.ceil(t.nbytes() * (ratio.get(key, 1.0) if t.nbytes() > _SCALAR else 1)), granule(device))
         for key, held in twin.state.items() for t in _storages(held, device)

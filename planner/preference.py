@@ -164,8 +164,8 @@ def _below_update(error: BudgetError, prepared: Prepared) -> BudgetError:
     if error.budget_bytes is None or error.budget_bytes >= needed:
         return error
     message = (
-        f"{error}. optimizer.step() alone peaks at {needed / MIB:.3f} MiB (parameters, gradients, the optimizer's state "
-        f"and {prepared.options.update.step_bytes / MIB:.3f} MiB of temporaries), which no recompute lowers: an "
+        f"{error}. optimizer.step() alone peaks at {needed / MIB:.3f} MiB (parameters, gradients, the optimizer's "
+        f"state and {prepared.options.update.step_bytes / MIB:.3f} MiB of temporaries), which no recompute lowers: an "
         "optimizer with foreach=False or fused=True may need less."
     )
     return BudgetError(

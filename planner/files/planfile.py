@@ -25,8 +25,8 @@ from passes.trace.arguments import bind_sample
 from planner.decided import Decided
 from planner.errors import PlanFileError
 from planner.hints import make_hints
-from planner.options import GRADIENTS, ON_NEW_SHAPE, Options
 from planner.optimizer import Update
+from planner.options import GRADIENTS, ON_NEW_SHAPE, Options
 from planner.pipeline import emit
 from planner.prepared import Prepared, check_model, prepare
 from planner.progress import Progress

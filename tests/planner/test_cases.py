@@ -957,6 +957,7 @@ def test_a_wrapper_that_saves_nothing_is_said_once(wrapped: Callable[..., Any], 
     chosen = tight(model, x)
     with pytest.warns(UserWarning, match=f"under {owner}, which saves no memory there: .* leave the wrapper out"):
         squares(wrapped(chosen.module, x)).backward()
+    model.zero_grad()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         squares(wrapped(chosen.module, x)).backward()

@@ -109,7 +109,7 @@ def test_stand_ins_of_large_parameters_are_scaled_up(name: str, monkeypatch: pyt
 
 
 def test_an_instance_is_measured_with_its_own_groups_and_left_as_it_was() -> None:
-    model, x = perceptron()
+    model, _ = perceptron()
     first, *others = model.parameters()
     optimizer = torch.optim.SGD([{"params": [first], "momentum": 0.9}, {"params": others}], lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps step()

@@ -29,6 +29,7 @@ from .profile import OpProfile
 from .run.replay import is_counter
 from .trace.capture import Traced
 
+UPDATE = "optimizer_step"  # the op that stands for the update of the parameters
 RNG_STATE_BYTES = 5056  # the CPU generator's state; a CUDA generator's is 16 bytes, kept on the CPU
 
 
@@ -42,6 +43,7 @@ class Lowered:
         rng_state: for each random op (index) the tensor that holds the generator's state before it ran.
         tangents: the tensors that the backward starts from, in order.
         tangent_op: index of the op that stands for the backward's start.
+        accumulated_bytes: gradients from before the step, part of the Problem's static bytes.
     """
 
     problem: Problem
@@ -52,6 +54,7 @@ class Lowered:
     tangent_op: int
     node_op: dict[fx.Node, int]
     storage_tensor: dict[Storage, int]
+    accumulated_bytes: int = 0
 
 
 def split_nodes(traced: Traced) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -94,14 +97,19 @@ def lower(
     reserve_bytes: int = 0,
     keep_outputs: bool = True,
     once: Collection[fx.Node] = (),
+    accumulate: bool = False,
+    step_bytes: int = 0,
 ) -> Lowered:
     """Make the Problem of a traced step.
 
     Args:
         keep_outputs: whether what the model returns stays alive through the backward, besides what it starts from.
         once: kernels that the user does not want to run again.
+        accumulate: whether parameters have a gradient already, to which this step's is added.
+        step_bytes: what the update of the parameters, an op of its own at the end, holds for a moment.
     """
-    return _Lowering(traced, aliases, profiles, cost, device, frozenset(once)).build(reserve_bytes, keep_outputs)
+    lowering = _Lowering(traced, aliases, profiles, cost, device, frozenset(once), accumulate)
+    return lowering.build(reserve_bytes, keep_outputs, step_bytes)
 
 
 class _Lowering:
@@ -113,9 +121,10 @@ class _Lowering:
         cost: Callable[[OpProfile], float],
         device: torch.device,
         once: frozenset[fx.Node],
+        accumulate: bool,
     ) -> None:
         self.traced, self.aliases, self.profiles, self.cost, self.device = traced, aliases, profiles, cost, device
-        self.once = once
+        self.once, self.accumulate = once, accumulate
         self.granule = granule(device)
         self.ops: list[Op] = []
         self.tensors: list[Tensor] = []
@@ -124,8 +133,9 @@ class _Lowering:
         self.storage_tensor: dict[Storage, int] = {}
         self.rng_state: dict[int, int] = {}
         self.returned: dict[Storage, None] = {}
+        self.accumulated: list[torch.Tensor] = []  # parameters that have a gradient from before
 
-    def build(self, reserve_bytes: int, keep_outputs: bool) -> Lowered:
+    def build(self, reserve_bytes: int, keep_outputs: bool, step_bytes: int) -> Lowered:
         forward, backward = split_nodes(self.traced)
         self.returned = self._returned()
         placeholders = self.traced.placeholders
@@ -141,19 +151,22 @@ class _Lowering:
             self._add_node(node, False, mutated)
         outputs = self._outputs(keep_outputs)
         copies, let_go = self._add_gradient_copies(primals)
+        pinned = dict.fromkeys([*kept, *(t for t in outputs if t not in let_go), *tangent_tensors, *copies])
+        pinned = self._add_end(pinned, let_go, tangent_tensors, step_bytes)
         static = sum(self._bytes(self.aliases.of[p]) for p in self._distinct(primals))
+        accumulated = sum(round_up(value.numel() * value.element_size(), self.granule) for value in self.accumulated)
         problem = Problem(
             ops=tuple(self.ops),
             tensors=tuple(self.tensors),
             num_forward=num_forward,
-            outputs=tuple(dict.fromkeys([*kept, *(t for t in outputs if t not in let_go), *tangent_tensors, *copies])),
-            static_bytes=static + reserve_bytes,
+            outputs=tuple(pinned),
+            static_bytes=static + accumulated + reserve_bytes,
         )
         order = backward_order(problem, self._movable(num_forward))
         nodes = tuple(self.nodes[i] for i in order)
         return Lowered(
             in_order(problem, order), nodes, tuple(self.storages), self.rng_state, tangent_tensors, num_forward,
-            {n: i for i, n in enumerate(nodes) if n is not None}, self.storage_tensor,
+            {n: i for i, n in enumerate(nodes) if n is not None}, self.storage_tensor, accumulated,
         )  # fmt: skip
 
     def _movable(self, num_forward: int) -> list[int]:
@@ -259,7 +272,8 @@ class _Lowering:
         """`AccumulateGrad` copies a gradient that is no dense tensor of its own (shared, expanded, other strides).
 
         Returns:
-            The copies, and the tensors of which nothing but copies stays: each is let go when its last copy is made.
+            The copies, and the tensors of which nothing but copies stays, or nothing at all where the gradient is added
+            to one from before: each is let go when its last copy is made.
         """
         outputs: Any = self.traced.graph_module.graph.output_node().args[0]
         gradients = outputs[self.traced.num_forward_outputs :]
@@ -267,15 +281,20 @@ class _Lowering:
         copies = []
         copied: set[int] = set()
         kept = {self.storage_tensor[s] for s in self.returned if s in self.storage_tensor}
-        for primal, gradient in zip(primals, gradients, strict=False):
+        parameters = {i for i, entry in enumerate(self.traced.state) if entry.is_parameter}
+        for position, (primal, gradient) in enumerate(zip(primals, gradients, strict=False)):
             if not isinstance(gradient, fx.Node):
                 continue
             storage = self.aliases.of[gradient]
             assert isinstance(storage, Storage)
-            shared = storage in seen or storage.static
-            seen.add(storage)
             index = self.storage_tensor.get(storage)
             read = () if index is None else (index,)
+            if self.accumulate and position in parameters:
+                self.accumulated.append(primal.meta["val"])
+                copied.update(read)
+                continue
+            shared = storage in seen or storage.static
+            seen.add(storage)
             if shared or not _stolen(gradient.meta["val"], primal.meta["val"]):
                 value = gradient.meta["val"]
                 size = round_up(value.numel() * value.element_size(), self.granule)
@@ -286,6 +305,23 @@ class _Lowering:
             else:
                 kept.update(read)
         return copies, frozenset(copied - kept)
+
+    def _add_end(
+        self, pinned: dict[int, None], let_go: frozenset[int], tangents: tuple[int, ...], step_bytes: int
+    ) -> dict[int, None]:
+        """What follows the backward; returns what is still there then, of `pinned`.
+
+        The backward hands out all gradients at its end, so those that are added to others live until then.
+        """
+        if self.accumulate:
+            self._add_op(Op("accumulate_gradients", tuple(sorted({*let_go, *tangents})), (), 0, 0, False), None)
+        elif step_bytes:
+            self._add_op(Op("return_gradients", tangents, (), 0, 0, False), None)
+        else:
+            return pinned
+        if step_bytes:
+            self._add_op(Op(UPDATE, (), (), 0, step_bytes, False), None)
+        return {t: None for t in pinned if t not in tangents}
 
     def _add_tensor(self, name: str, storage: Storage, forward: bool) -> int:
         suffix = f"[{storage.index}]" if isinstance(self.aliases.of[storage.node], tuple) else ""

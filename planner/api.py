@@ -12,7 +12,7 @@ from solvers.errors import MIB
 
 from .budget import Budget
 from .check.record import Check
-from .options import OnNewShape
+from .options import Gradients, OnNewShape
 from .plan import Plan
 from .session import open_session
 
@@ -36,6 +36,7 @@ def auto_checkpoint(
     never_recompute: Sequence[str] = (),
     recompute: Sequence[str] = (),
     check: Check = "auto",
+    gradients: Gradients = "fresh",
 ) -> Plan:
     """Plan a training step of `model` that stays under `budget_mb`, at the lowest recompute cost found.
 
@@ -55,7 +56,9 @@ def auto_checkpoint(
             or a function of an `OpProfile`.
         loss_fn: `loss_fn(output)` or `loss_fn(output, target, ...)`; planned as part of the step, and what
             `plan.module` returns. Its further required arguments become arguments of the module.
-        optimizer: an instance or class whose state (after its first step) is to fit into the budget too.
+        optimizer: an instance, class or function that makes one from a list of parameters. Its state is resident
+            throughout, and what its `step()` holds for a moment has to fit as well, once the activations are gone; both
+            are measured by stepping stand-ins of the parameters (`planner.optimizer`).
         reserve_mb: MiB to leave free for anything else.
         time_limit: seconds the solver may take.
         gap: stop when recompute is proved to be within this share of the step's cost of the optimum.
@@ -81,6 +84,8 @@ def auto_checkpoint(
             compared bit for bit before the plan is handed over; `plan.checked` tells. "auto" does so where the memory
             is free, and for no longer than planning took: with one step instead of two, or not at all. True does so
             always, also when a call with other shapes is planned anew.
+        gradients: "fresh" counts on `.grad` being None before the step, "accumulated" on `.grad` being there and added
+            to: the gradients from before are resident, and those of the step live until its backward ends.
 
     Raises:
         BudgetError: the budget is not one, or nothing found fits; carries the smallest that works. Where hints
@@ -96,6 +101,7 @@ def auto_checkpoint(
         model, sample, solver=solver, cost=cost, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb,
         time_limit=time_limit, gap=gap, progress=progress, on_new_shape=on_new_shape, keep_outputs=keep_outputs,
         save=save, never_recompute=never_recompute, recompute=recompute, check=check,
+        gradients=gradients,
     )  # fmt: skip
     return session.plan(budget.to_bytes(session.prepared.device, session.plain_peak_bytes))
 
@@ -112,6 +118,7 @@ def minimum_budget(
     keep_outputs: bool = True,
     save: Sequence[str] = (),
     never_recompute: Sequence[str] = (),
+    gradients: Gradients = "fresh",
 ) -> tuple[float, float]:
     """`(minimum_mb, floor_mb)`: the smallest budget known to work, and the proved floor below which none does.
 
@@ -119,6 +126,6 @@ def minimum_budget(
     """
     found = open_session(
         model, sample, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb, time_limit=time_limit,
-        progress=progress, keep_outputs=keep_outputs, save=save, never_recompute=never_recompute,
+        progress=progress, keep_outputs=keep_outputs, save=save, never_recompute=never_recompute, gradients=gradients,
     ).minimum()  # fmt: skip
     return found.minimum_bytes / MIB, found.floor_bytes / MIB

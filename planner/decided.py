@@ -25,8 +25,10 @@ from solvers.solution import Solution
 
 from .check.record import NOT_RUN, Checked
 from .hints import hint_notes
+from .optimizer import NO_UPDATE
 from .prepared import Prepared
 from .timeline import Timeline, timeline
+from .units import show_bytes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -110,7 +112,23 @@ class Decided:
     def notes(self) -> tuple[str, ...]:
         """Hints in force, fallbacks taken and limits hit."""
         prepared = self.prepared
-        return (*hint_notes(prepared.hinted), *prepared.traced.notes, *self.solution.notes)
+        return (*hint_notes(prepared.hinted), *prepared.traced.notes, *self.solution.notes, *self._loop_notes)
+
+    @property
+    def _loop_notes(self) -> tuple[str, ...]:
+        """The whole loop where an optimizer is counted: forward, backward, step."""
+        options, prepared = self.prepared.options, self.prepared
+        if options.update == NO_UPDATE:
+            return ()
+        line, count = self.timeline, len(self.timeline.labels) - bool(prepared.update_peak_bytes)
+        halves = line.total[: line.backward_from], line.total[line.backward_from : count]
+        forward, backward = (max(half, default=0) for half in halves)
+        update = prepared.update_peak_bytes or line.total[-1]
+        return (
+            f"the whole loop: forward {show_bytes(forward)}, backward {show_bytes(backward)}, optimizer.step() "
+            f"{show_bytes(update)} (state {show_bytes(options.update.state_bytes)}, temporaries "
+            f"{show_bytes(options.update.step_bytes)})",
+        )
 
     def run(self, primals: Sequence[torch.Tensor], fallback: Fallback) -> Any:
         """Run the planned step on parameters, buffers and inputs; its output, built like the model's."""

@@ -13,9 +13,12 @@ from solvers.errors import PlannerError
 
 from .check.record import Check, check_mode
 from .hints import NO_HINTS, Hints
+from .optimizer import NO_UPDATE, Update
 
 OnNewShape = Literal["replan", "eager", "error"]
 ON_NEW_SHAPE: tuple[str, ...] = get_args(OnNewShape)
+Gradients = Literal["fresh", "accumulated"]
+GRADIENTS: tuple[str, ...] = get_args(Gradients)
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Options:
     keep_outputs: bool = True
     hints: Hints = NO_HINTS
     check: Check = False
+    gradients: Gradients = "fresh"
+    update: Update = NO_UPDATE
 
     def __post_init__(self) -> None:
         get_solver(self.solver)
@@ -46,10 +51,22 @@ class Options:
             cost_function(self.cost)
         if self.on_new_shape not in ON_NEW_SHAPE:
             raise PlannerError(f"on_new_shape={self.on_new_shape!r} is unknown: it takes 'replan', 'eager' or 'error'.")
+        if self.gradients == "consumed":
+            raise PlannerError(
+                'gradients="consumed" is not available: a planned step hands out all gradients at the end of its '
+                'backward, so freeing each in a hook saves nothing. Plan with "fresh" or "accumulated".'
+            )
+        if self.gradients not in GRADIENTS:
+            raise PlannerError(f"gradients={self.gradients!r} is unknown: it takes 'fresh' or 'accumulated'.")
         if not _is_number(self.time_limit) or not self.time_limit > 0:
             raise PlannerError(f"time_limit={self.time_limit!r} must be a positive number of seconds.")
         if not _is_number(self.gap) or not self.gap >= 0:
             raise PlannerError(f"gap={self.gap!r} must not be negative: it is a share of the plain step's cost.")
+
+    @property
+    def set_aside_bytes(self) -> int:
+        """Resident throughout, besides what the step itself needs."""
+        return self.reserve_bytes + self.update.state_bytes
 
     @property
     def cost_function(self) -> Callable[[OpProfile], float]:

@@ -50,7 +50,7 @@ def solve_step(
     try:
         found = solve_preferring(problem, preferred, budget_bytes, options, report, warm_starts)
     except BudgetError as error:
-        raise _under_hints(error, prepared) from error
+        raise _under_hints(_below_update(error, prepared), prepared) from error
     binding = options.hints.binding
     if binding and found.bound is not None and found.added_cost:
         found = replace(found, family=f"{found.family}, under {binding}")
@@ -156,6 +156,21 @@ def _first_read(live: Live, i: int) -> int | None:
         if before >= 0 and after >= 0 and not after & 1 and t not in live.problem.pinned:
             slots.append((after >> 1) // live.stride)
     return min(slots, default=None)
+
+
+def _below_update(error: BudgetError, prepared: Prepared) -> BudgetError:
+    """Say that updating the parameters alone takes more than the budget, where it does."""
+    needed = prepared.update_peak_bytes
+    if error.budget_bytes is None or error.budget_bytes >= needed:
+        return error
+    message = (
+        f"{error}. optimizer.step() alone peaks at {needed / MIB:.3f} MiB (parameters, gradients, the optimizer's "
+        f"state and {prepared.options.update.step_bytes / MIB:.3f} MiB of temporaries), which no recompute lowers: an "
+        "optimizer with foreach=False or fused=True may need less."
+    )
+    return BudgetError(
+        message, budget_bytes=error.budget_bytes, minimum_bytes=error.minimum_bytes, floor_bytes=error.floor_bytes
+    )
 
 
 def _under_hints(error: BudgetError, prepared: Prepared) -> BudgetError:

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from passes.alias import Aliases, alias
-from passes.lower import Lowered, lower
+from passes.lower import UPDATE, Lowered, lower
 from passes.printable import printable
 from passes.profile import Measured, OpProfile, profile
 from passes.trace.capture import Traced, capture
@@ -53,6 +53,14 @@ class Prepared:
     def problem(self) -> Problem:
         """The step as the solvers see it."""
         return self.lowered.problem
+
+    @property
+    def update_peak_bytes(self) -> int:
+        """What `optimizer.step()` peaks at, which no recompute lowers; 0 where it holds nothing for a moment."""
+        problem = self.problem
+        if problem.ops[-1].name != UPDATE:
+            return 0
+        return problem.static_bytes + sum(problem.tensors[t].bytes for t in problem.pinned) + problem.ops[-1].workspace
 
     @property
     def preferred(self) -> tuple[int, ...]:
@@ -138,8 +146,9 @@ def lower_step(
 ) -> Lowered:  # fmt: skip
     """The Problem of a profiled step; `once` are the kernels that hints keep from running again."""
     return lower(
-        traced, aliases, profiles, options.cost_function, device=device, reserve_bytes=options.reserve_bytes,
-        keep_outputs=options.keep_outputs, once=once,
+        traced, aliases, profiles, options.cost_function, device=device, reserve_bytes=options.set_aside_bytes,
+        keep_outputs=options.keep_outputs, once=once, accumulate=options.gradients == "accumulated",
+        step_bytes=options.update.step_bytes,
     )  # fmt: skip
 
 

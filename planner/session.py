@@ -14,13 +14,14 @@ from solvers.problem import Problem
 from solvers.schedule import Schedule
 from solvers.solution import Solution
 
-from .budget import optimizer_state_bytes, reserve_to_bytes
+from .budget import reserve_to_bytes
 from .hints import make_hints
+from .optimizer import measure_update
 from .options import Options
 from .pipeline import decide
 from .plan import Plan
 from .preference import solve_step
-from .prepared import Prepared, check_model, prepare
+from .prepared import Prepared, check_model, model_device, prepare
 from .progress import Progress
 
 
@@ -90,7 +91,7 @@ def open_session(
     check_model(model)
     reserve_bytes = reserve_to_bytes(reserve_mb)
     asked = Options(**options, reserve_bytes=reserve_bytes, hints=make_hints(save, never_recompute, recompute))
-    asked = replace(asked, reserve_bytes=reserve_bytes + optimizer_state_bytes(optimizer, model))
+    asked = replace(asked, update=measure_update(optimizer, model, model_device(model)))
     arguments = bind_sample(model, sample, asked.loss_fn)
     progress = Progress(asked.progress)
     return Session(model, arguments, prepare(model, arguments, asked, progress, ceiling_bytes=ceiling_bytes), progress)

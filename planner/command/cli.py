@@ -33,7 +33,9 @@ Once = Annotated[list[str], typer.Option(help="Op, module or ATen op that must r
 Prefer = Annotated[list[str], typer.Option(help="Op, module or ATen op to recompute where possible; repeatable.")]
 Reserve = Annotated[str, typer.Option(metavar="SIZE", help="A size to leave free for anything else: 512MiB.")]
 Optimizer = Annotated[str, typer.Option(
-    metavar="NAME", help="Leave room for the state of this optimizer of torch.optim: AdamW.")]
+    metavar="NAME", help="Leave room for the state and the step of this optimizer of torch.optim: AdamW.")]
+Gradients = Annotated[str, typer.Option(
+    metavar="MODE", help="fresh, or accumulated where .grad is there before the step and added to.")]
 DropOutputs = Annotated[bool, typer.Option(
     "--drop-outputs", help="Nobody holds what the model returns besides its loss (logits, ...).")]
 
@@ -73,6 +75,7 @@ def plan(
     gap: Annotated[float, typer.Option(help="Stop within this share of the step's cost of the optimum.")] = 0.01,
     reserve: Reserve = "",
     optimizer: Optimizer = "",
+    gradients: Gradients = "fresh",
     drop_outputs: DropOutputs = False,
     save: Save = [],  # noqa: B006
     never_recompute: Once = [],  # noqa: B006
@@ -90,6 +93,7 @@ def plan(
     """
     session = make_session(
         factory, solver=solver, cost=cost, time_limit=time_limit, gap=gap, reserve=reserve, optimizer=optimizer,
+        gradients=gradients,
         drop_outputs=drop_outputs, save=save, never_recompute=never_recompute, recompute=recompute,
         check="auto" if check is None else check,
     )  # fmt: skip
@@ -163,6 +167,7 @@ def frontier(
     time_limit: TimeLimit = 10.0,
     reserve: Reserve = "",
     optimizer: Optimizer = "",
+    gradients: Gradients = "fresh",
     drop_outputs: DropOutputs = False,
     save: Save = [],  # noqa: B006
     never_recompute: Once = [],  # noqa: B006
@@ -180,6 +185,7 @@ def frontier(
 
     session = make_session(
         factory, solver=solver, cost=cost, time_limit=time_limit, reserve=reserve, optimizer=optimizer,
+        gradients=gradients,
         drop_outputs=drop_outputs, save=save, never_recompute=never_recompute,
     )  # fmt: skip
     found = frontier_of(session, points)
@@ -199,6 +205,7 @@ def min_budget(
     time_limit: TimeLimit = 30.0,
     reserve: Reserve = "",
     optimizer: Optimizer = "",
+    gradients: Gradients = "fresh",
     drop_outputs: DropOutputs = False,
     save: Save = [],  # noqa: B006
     never_recompute: Once = [],  # noqa: B006
@@ -214,6 +221,7 @@ def min_budget(
     """
     session = make_session(
         factory, time_limit=time_limit, reserve=reserve, optimizer=optimizer, drop_outputs=drop_outputs, save=save,
+        gradients=gradients,
         never_recompute=never_recompute,
     )  # fmt: skip
     found = session.minimum()
@@ -238,6 +246,7 @@ def max_batch(
     time_limit: TimeLimit = 10.0,
     reserve: Reserve = "",
     optimizer: Optimizer = "",
+    gradients: Gradients = "fresh",
     drop_outputs: DropOutputs = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan of that batch here.")] = None,
     as_json: Json = False,
@@ -258,7 +267,7 @@ def max_batch(
     size = parse_size(budget) / MIB
     found = search(
         model, lambda n: make(build, n)[1], size, limit=limit, solver=solver, cost=cost,
-        time_limit=time_limit, **set_aside(reserve, optimizer, drop_outputs),
+        time_limit=time_limit, gradients=gradients, **set_aside(reserve, optimizer, drop_outputs),
     )  # fmt: skip
     if out is not None:
         found.plan.save(out)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
+import time
 import warnings
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,28 +23,33 @@ from passes.errors import InputMismatch
 from passes.run.random import set_rng_state
 from passes.trace.arguments import argument_names, run_model, state_tensors
 from passes.trace.capture import Traced
-from passes.trace.layouts import Layouts, gradient_key
+from passes.trace.layouts import gradient_key
 from passes.trace.matching import Differs, match
 from passes.trace.reads import Matched, Reads
 from passes.trace.structure import flatten, unflatten
 from planner.decided import Decided
 from planner.pipeline import Replan
-from solvers.errors import PlannerError
+from solvers.errors import MIB, PlannerError
 
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
 
-CACHE_SIZE = 8
+CACHE_SIZE = 32
+SLOW_REPLANS = 5  # after so many, and each time they have doubled, it is said what they cost
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter})
 _DECIDES = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
-    """A plan and what it holds for; `matched` are its reads as found on the model of the `PlanState` that has it."""
+    """A plan and what it holds for; `matched` are its reads as found on the model of the `PlanState` that has it.
+
+    `starts` are the outputs that its backward was to start from when it was planned.
+    """
 
     key: Key
     state: list[Any]
     planned: Decided
+    starts: tuple[str, ...]
     outdated: bool = False
     matched: Matched | None = None
 
@@ -82,9 +90,10 @@ class PlanState:
         self.model, self.loss_fn, self.replan, self.on_new_shape = model, loss_fn, replan, on_new_shape
         self.signature = signature
         self.cache: list[Entry] = []
-        self.differentiated: tuple[str, ...] | None = None
+        self.losses = Losses()
         self.unplanned = False
-        self.noticed_hooks = self.still_eval = False
+        self.noticed_hooks = self.noticed_gradients = self.still_eval = False
+        self.replans, self.replan_seconds, self.next_slow = Counter[str](), 0.0, SLOW_REPLANS
 
     def start(self, bound: Mapping[str, Any], planned: Decided) -> None:
         """Remember the first plan, made for calls that look like `bound`."""
@@ -97,13 +106,14 @@ class PlanState:
         new = PlanState(model, self.loss_fn, self.replan, self.on_new_shape, self.signature)
         new.cache = [replace(entry, matched=None) for entry in self.cache]
         new.first, new.latest, new.traced_forward = self.first, self.latest, None
-        new.differentiated = self.differentiated
+        new.losses.expected = self.losses.expected
         return new
 
-    def _add(self, key: Key, planned: Decided) -> Entry:
+    def _add(self, key: Key, planned: Decided, starts: tuple[str, ...] | None = None) -> Entry:
         """Remember a plan; the one used longest ago is dropped when there are too many."""
         state = state_tensors(self.model, planned.prepared.traced.state)
-        entry = Entry(key, list(map(state_key, state)), planned)
+        starts = _starts(planned.prepared.traced) if starts is None else starts
+        entry = Entry(key, list(map(state_key, state)), planned, starts)
         self.latest = planned
         self.cache = [entry, *self.cache][:CACHE_SIZE]
         return entry
@@ -113,21 +123,28 @@ class PlanState:
         self.still_eval = False
         tensors, template = flatten(dict(bound))
         key = call_key(tensors, template)
-        entry, state = self.find(key, tensors)
-        if entry is None or entry.outdated:
+        starts = self.losses.predict()
+        entry, state = self.find(key, tensors, starts)
+        if entry is None or entry.outdated or entry.starts != (starts or entry.starts):
             trained = any(t.requires_grad for t in (*self.model.parameters(), *tensors))
             if not trained or (entry is None and not self._may_plan(key, tensors)):
                 return plain(bound)
-            entry, state = self._plan(key, bound, entry)
-        return self._execute(entry.planned, [*state, *tensors])
+            entry, state = self._plan(key, bound, entry, starts)
+        return self._execute(entry, [*state, *tensors])
 
-    def find(self, key: Key, inputs: Sequence[torch.Tensor]) -> tuple[Entry | None, list[torch.Tensor]]:
-        """The plan that holds for such a call of the model as it is now, with the model's parameters and buffers."""
-        for i, entry in enumerate(self.cache):
+    def find(
+        self, key: Key, inputs: Sequence[torch.Tensor], starts: tuple[str, ...] | None = None
+    ) -> tuple[Entry | None, list[torch.Tensor]]:
+        """The plan that holds for such a call of the model as it is now, with the model's parameters and buffers.
+
+        One for a backward from `starts` where there is one; else one for another backward, if any holds.
+        """
+        for entry in sorted(self.cache, key=lambda e: e.outdated or e.starts != (starts or e.starts)):
             if entry.key == key:
                 state = entry.holds(self.model, self.loss_fn, inputs)
                 if state is not None:
-                    self.cache.insert(0, self.cache.pop(i))
+                    self.cache.remove(entry)
+                    self.cache.insert(0, entry)
                     return entry, state
         return None, []
 
@@ -135,24 +152,65 @@ class PlanState:
         mismatch = self.difference(key)
         if self.on_new_shape == "error":
             raise mismatch
+        self.replans[mismatch.argument] += 1
         planned = self.on_new_shape == "replan"
         said = "planning anew" if planned else "planned step not used"
         warnings.warn(f"{said}: {mismatch}", stacklevel=_user_frame())
         return planned
 
-    def _plan(self, key: Key, bound: Mapping[str, Any], outdated: Entry | None) -> tuple[Entry, list[torch.Tensor]]:
+    def _plan(
+        self, key: Key, bound: Mapping[str, Any], other: Entry | None, starts: tuple[str, ...] | None
+    ) -> tuple[Entry, list[torch.Tensor]]:
+        begin = time.monotonic()
         # A surrounding torch.utils.checkpoint counts the tensors that autograd saves: tracing must not add to them.
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), self.set_aside():
-            planned = self.replan(self.model, dict(bound), self.differentiated)
+            planned = self.replan(self.model, dict(bound), starts)
         # An entry whose model was changed since finds its objects again when it is next looked at.
-        self.cache = [replace(e, matched=None) for e in self.cache if e is not outdated]
-        return self._add(key, planned), state_tensors(self.model, planned.prepared.traced.state)
+        self.cache = [replace(e, matched=None) for e in self.cache if not (e is other and e.outdated)]
+        self._notice_replans(time.monotonic() - begin)
+        return self._add(key, planned, starts), state_tensors(self.model, planned.prepared.traced.state)
 
-    def _execute(self, planned: Decided, primals: list[torch.Tensor]) -> Any:
-        traced = planned.prepared.traced
-        _check_materialized(traced, primals)
+    def _execute(self, entry: Entry, primals: list[torch.Tensor]) -> Any:
+        planned = entry.planned
+        _check_materialized(planned.prepared.traced, primals)
         self._notice_hooks()
-        return planned.run(primals, _Fallback(self, traced, planned.prepared.layouts))
+        self._notice_gradients(planned, primals)
+        return planned.run(primals, _Fallback(self, entry))
+
+    def _notice_replans(self, seconds: float) -> None:
+        """Say after several replans, and rarely after that, what is slowing training."""
+        self.replan_seconds += seconds
+        count = self.replans.total()
+        if count < self.next_slow:
+            return
+        self.next_slow = 2 * count
+        what = "; ".join(f"{name}: {times}" for name, times in self.replans.most_common(3))
+        warnings.warn(
+            f"{count} calls were planned anew so far, which took {self.replan_seconds:.1f} s of training, as they "
+            f"differ from the sample in {what}. {CACHE_SIZE} plans are kept: pad or bucket the inputs to fewer shapes, "
+            'or pass on_new_shape="eager".',
+            stacklevel=_user_frame(),
+        )
+
+    def _notice_gradients(self, planned: Decided, primals: Sequence[torch.Tensor]) -> None:
+        """Say once that there are gradients from before the step which its plan does not count."""
+        if self.noticed_gradients or planned.budget_bytes is None:
+            return
+        held = [p.grad for p in primals if p.is_leaf and p.grad is not None]
+        if not held:
+            return
+        options = planned.prepared.options
+        counted = options.reserve_bytes + planned.prepared.lowered.accumulated_bytes
+        extra = sum(g.numel() * g.element_size() for g in held if g.layout == torch.strided) - counted
+        if extra <= 0:
+            return
+        self.noticed_gradients = True
+        remedy = 'plan with gradients="accumulated"' if options.gradients == "fresh" else "raise reserve_mb"
+        warnings.warn(
+            f"this step holds {extra / MIB:.3f} MiB of gradients that the plan did not count: {remedy} or "
+            f"reserve_mb={math.ceil((options.reserve_bytes + extra) / MIB)}, or call zero_grad() before the forward.",
+            stacklevel=_user_frame(),
+        )
 
     def notice_eval(self) -> None:
         """Say once that a model planned in eval mode runs plain as long as it is in it, gradients or not."""
@@ -224,11 +282,46 @@ class PlanState:
             if applied is not None:
                 own["forward"] = applied
 
-    def expect(self, paths: tuple[str, ...]) -> None:
-        """From now on plan for gradients of these outputs."""
-        self.differentiated = paths
-        for entry in self.cache:
-            entry.outdated = True
+
+class Losses:
+    """From which outputs the backward of the next call will start, told by the calls before.
+
+    A loss that alternates is followed: what came after the outputs of the last two calls, or of the last one, comes
+    again.
+
+    Attributes:
+        expected: the outputs of the call made last; None until a backward started from others than planned for.
+    """
+
+    def __init__(self) -> None:
+        self.expected: Started | None = None
+        self.recent: deque[Started] = deque(maxlen=3)
+        self.followers: dict[tuple[tuple[str, ...], ...], tuple[str, ...]] = {}
+
+    def predict(self) -> tuple[str, ...] | None:
+        """The outputs that the next call's backward will start from; None where nothing was learned yet."""
+        if self.expected is None:
+            return None
+        *before, last = (started.paths for started in self.recent) if self.recent else (self.expected.paths,)
+        for i in range(len(before)):
+            self.followers[tuple(before[i:])] = last
+        return self.followers.get((*before[-1:], last)) or self.followers.get((last,), last)
+
+    def called(self, paths: tuple[str, ...]) -> Started:
+        """Note a call whose backward is to start from `paths`, until it is seen to start elsewhere."""
+        self.recent.append(Started(paths))
+        return self.recent[-1]
+
+
+@dataclass
+class Started:
+    """The outputs that one call's backward starts from."""
+
+    paths: tuple[str, ...]
+
+
+def _starts(traced: Traced) -> tuple[str, ...]:
+    return tuple(leaf.path for leaf in traced.outputs if leaf.differentiated)
 
 
 class _Fallback:
@@ -237,8 +330,10 @@ class _Fallback:
     The plain model replays the forward; later calls are replanned.
     """
 
-    def __init__(self, state: PlanState, traced: Traced, layouts: Layouts) -> None:
-        self.state, self.traced, self.layouts = state, traced, layouts
+    def __init__(self, state: PlanState, entry: Entry) -> None:
+        prepared = entry.planned.prepared
+        self.state, self.traced, self.layouts = state, prepared.traced, prepared.layouts
+        self.started = state.losses.called(entry.starts)
 
     def __call__(
         self,
@@ -250,8 +345,9 @@ class _Fallback:
         paths = tuple(leaf.path for leaf in wanted.values())
         if not paths:
             return [None] * len(primals)
-        expected = paths == tuple(leaf.path for leaf in self.traced.outputs if leaf.differentiated)
-        new = not expected or self._learn({wanted[i].path: g for i, g in gradients.items()})
+        expected = paths == _starts(self.traced)
+        learned = self._learn({wanted[i].path: g for i, g in gradients.items()})
+        new = learned or not expected
         warnings.warn(
             f"backward started from {', '.join(p or 'the output' for p in paths)}"
             f"{' with a gradient in other strides' if expected else ''}, which the plan did not expect: this step "
@@ -260,8 +356,11 @@ class _Fallback:
             stacklevel=2,
         )
         result = self._replay(primals, generators, gradients)
-        if new:
-            self.state.expect(paths)
+        if learned:
+            for entry in self.state.cache:
+                entry.outdated = entry.outdated or entry.starts == paths
+        self.started.paths = paths
+        self.state.losses.expected = self.started
         return result
 
     def _learn(self, gradients: Mapping[str, torch.Tensor]) -> bool:

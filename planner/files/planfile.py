@@ -25,7 +25,8 @@ from passes.trace.arguments import bind_sample
 from planner.decided import Decided
 from planner.errors import PlanFileError
 from planner.hints import make_hints
-from planner.options import ON_NEW_SHAPE, Options
+from planner.optimizer import Update
+from planner.options import GRADIENTS, ON_NEW_SHAPE, Options
 from planner.pipeline import emit
 from planner.prepared import Prepared, check_model, prepare
 from planner.progress import Progress
@@ -46,12 +47,13 @@ FIELDS: dict[str, dict[str, Any]] = {
     "model": {"class": str, "device": str, "torch": str, "fingerprint": str, "problem": str},
     "options": {"budget_bytes": int | None, "reserve_bytes": int, "cost": str, "loss_fn": str | None,
                 "on_new_shape": str, "differentiated": list,
-                "keep_outputs": bool, "hints": dict},
+                "keep_outputs": bool, "hints": dict, "gradients": str, "state_bytes": int, "step_bytes": int},
     "result": {"peak_bytes": int, "plain_peak_bytes": int, "static_bytes": int, "added_cost": int, "step_cost": int,
                "bound": int | None, "bound_family": str, "status": str, "solver": str, "notes": list},
     "schedule": {"frees": str, "recompute": list, "steps": list},
 }  # fmt: skip
 LISTS = ("tensors", "ops")
+SINCE = {"gradients": "fresh", "state_bytes": 0, "step_bytes": 0}  # options that the first files do not have
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,9 @@ def to_data(plan: Decided) -> dict[str, Any]:
             "on_new_shape": options.on_new_shape,
             "keep_outputs": options.keep_outputs,
             "hints": options.hints.to_dict(),
+            "gradients": options.gradients,
+            "state_bytes": options.update.state_bytes,
+            "step_bytes": options.update.step_bytes,
             "differentiated": [leaf.path for leaf in prepared.traced.outputs if leaf.differentiated],
         },
         "result": _result(plan, plan.solution),
@@ -229,6 +234,8 @@ def read(path: str | os.PathLike[str]) -> PlanFile:
         raise file.error("version", f"its version is {_brief(version)}, this library reads version {VERSION}")
     if file.data.get("checksum") != _checksum(file.data):
         raise file.error("checksum", "damaged or edited: its content does not have the checksum that it states")
+    if isinstance(data.get("options"), dict):
+        data["options"] = {**SINCE, **data["options"]}
     _check_types(file)
     return file
 
@@ -293,6 +300,8 @@ def _check_types(file: PlanFile) -> None:
         raise file.error("schedule.frees", "'schedule.frees' must be 'earliest' or 'listed'")
     if file["options"]["on_new_shape"] not in ON_NEW_SHAPE:
         raise file.error("options.on_new_shape", f"'options.on_new_shape' must be one of {', '.join(ON_NEW_SHAPE)}")
+    if file["options"]["gradients"] not in GRADIENTS:
+        raise file.error("options.gradients", f"'options.gradients' must be one of {', '.join(GRADIENTS)}")
     _check_runs(file)
 
 
@@ -335,7 +344,8 @@ def _options(file: PlanFile, loss_fn: Any, cost: Any, progress: bool | None) -> 
     return Options(
         cost=cost if cost is not None else recorded, loss_fn=loss_fn, reserve_bytes=saved["reserve_bytes"],
         progress=progress, on_new_shape=saved["on_new_shape"], keep_outputs=saved["keep_outputs"],
-        hints=make_hints(**saved["hints"]),
+        hints=make_hints(**saved["hints"]), gradients=saved["gradients"],
+        update=Update(saved["state_bytes"], saved["step_bytes"]),
     )  # fmt: skip
 
 

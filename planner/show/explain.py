@@ -31,6 +31,14 @@ def explain(plan: Decided, name: str = "") -> str:
     return "\n".join([*lines, "", *at_peak(plan)])
 
 
+def _static(plan: Decided) -> str:
+    """What is resident throughout."""
+    prepared = plan.prepared
+    gradients = ", gradients from before" if prepared.lowered.accumulated_bytes else ""
+    aside = ", what was set aside" if prepared.options.set_aside_bytes else ""
+    return f"parameters, buffers{gradients}{aside} and inputs"
+
+
 def at_peak(plan: Decided, count: int = 6) -> list[str]:
     """What binds at the peak, one line each."""
     step, label, size = plan.timeline.peak
@@ -38,7 +46,7 @@ def at_peak(plan: Decided, count: int = 6) -> list[str]:
     first = f"The peak of {show_bytes(size)} is in the {phase}, at {place(plan, label)}"
     if plan.budget_bytes is not None:
         first += f"; {show_bytes(plan.budget_bytes - size)} of the budget are left"
-    lines = [f"{first}. Resident then:", f"- {show_bytes(plan.static_bytes)} parameters, buffers and inputs"]
+    lines = [f"{first}. Resident then:", f"- {show_bytes(plan.static_bytes)} {_static(plan)}"]
     live = live_at_peak(plan)
     for row in live[:count]:
         where = f" of {row.module}" if row.module else ""

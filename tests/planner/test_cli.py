@@ -181,7 +181,7 @@ def test_what_is_set_aside_counts_everywhere(factory: Path, capsys: pytest.Captu
     def sizes(*options: str) -> dict[str, int]:
         return dict(json.loads(run(capsys, "min-budget", "mine:small", "--json", *options)[1]))
 
-    plain, state = sizes(), 2 * 4 * (4 * (64 * 64 + 64) + 65)  # Adam's two moments
+    plain, state = sizes(), 2 * (4 * 4 * (64 * 64 + 64) + 4 * 64 + 64) + 10 * 64  # Adam's two moments and counters
     for options, reserved in ((("--reserve", "1MiB"), MIB), (("--optimizer", "AdamW"), state)):
         more = sizes(*options)
         assert {k: more[k] - plain[k] for k in plain} == dict.fromkeys(plain, reserved)

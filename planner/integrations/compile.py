@@ -13,6 +13,7 @@ from passes.rates import cost_function
 from planner.budget import Budget
 
 from ._torch_compile import Halves, compile_eager, compile_inductor
+from .kernels import compiled_cost
 from .partition import prepare_joint
 
 
@@ -22,7 +23,7 @@ def checkpoint_planner(
     options = options or {}
     budget = Budget(options.get("budget_mb")).to_bytes(torch.device("cpu"), None)
     def partition(joint: fx.GraphModule, n: int) -> Halves:
-        ready = prepare_joint(joint, n, cost_function("roofline"), {})
+        ready = prepare_joint(joint, n, compiled_cost if options.get("fusing") else cost_function("roofline"), {}, fusing=options.get("fusing",False))
         s = ready.decide(budget, solver="auto", time_limit=30, gap=.01)
         f = ready.figures(s)
         print("PLAN", ready.problem.static_bytes, f, ready.seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import fx
 
@@ -17,11 +18,13 @@ from passes.verify import verify
 from solvers import minimum_budget, solve
 from solvers.problem import Problem
 from solvers.schedule import Schedule, plain_order, with_frees
-from solvers.simulate import Simulation, simulate
+from solvers.simulate import simulate
 
 from ._torch_compile import Halves, outside_modes
+from .fusion import Fused, fuse
 from .halves import make_halves
 from .joint import Joint, read_joint
+from .kernels import kinds
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,18 @@ class Ready:
     joint: Joint
     aliases: Aliases
     lowered: Lowered
+    fused: Fused | None
     seconds: float
 
     @property
     def problem(self) -> Problem:
-        return self.lowered.problem
+        """The step as the solvers see it: as the compiler will fuse it, where it does."""
+        return self.fused.problem if self.fused else self.lowered.problem
+
+    @cached_property
+    def tangent_op(self) -> int:
+        """Where the backward starts in `problem`."""
+        return self.fused.ops.index(self.lowered.tangent_op) if self.fused else self.lowered.tangent_op
 
     def decide(self, budget_bytes: int | None, *, solver: str, time_limit: float, gap: float) -> Schedule:
         """The cheapest schedule found under a budget in which the graph's own inputs are counted.
@@ -69,6 +79,8 @@ class Ready:
 
     def halves(self, schedule: Schedule) -> Halves:
         """The schedule as two graphs, proved."""
+        if self.fused:
+            schedule = self.fused.unfused(schedule)
         rewritten = rewrite(self.joint.traced, self.aliases, self.lowered, schedule)
         verify(self.joint.traced, rewritten)
         return make_halves(self.joint, rewritten)
@@ -76,7 +88,7 @@ class Ready:
     def figures(self, schedule: Schedule) -> Figures:
         """What the schedule holds, as simulated."""
         found = simulate(self.problem, schedule)
-        boundary = next(p for p, s in enumerate(schedule) if s == ("compute", self.lowered.tangent_op))
+        boundary = next(p for p, s in enumerate(schedule) if s == ("compute", self.tangent_op))
         static = self.problem.static_bytes
         return Figures(
             forward=max(found.moment_bytes[:boundary], default=static) - static,
@@ -85,13 +97,10 @@ class Ready:
             gradients=found.resident_bytes[-1] - static,
         )
 
-    def simulate(self, schedule: Schedule) -> Simulation:
-        return simulate(self.problem, schedule)
-
 
 def prepare_joint(
     gm: fx.GraphModule, num_fwd_outputs: int, cost: Callable[[OpProfile], float], sizes: Mapping[str, int],
-    *, reserve_bytes: int = 0, timed: bool = False,
+    *, reserve_bytes: int = 0, timed: bool = False, fusing: bool = False,
 ) -> Ready:  # fmt: skip
     """Everything before the decision; `sizes` are what symbols are planned for.
 
@@ -112,7 +121,9 @@ def prepare_joint(
         joint.traced, aliases, profiles, cost, device=device, reserve_bytes=reserve_bytes,
         once=[n for n in nodes if is_random(n)],
     )  # fmt: skip
-    return Ready(joint, aliases, _out_of_place(lowered), time.perf_counter() - start)
+    lowered = _out_of_place(lowered)
+    fused = fuse(lowered.problem, kinds(lowered, profiles)) if fusing else None
+    return Ready(joint, aliases, lowered, fused, time.perf_counter() - start)
 
 
 def _out_of_place(lowered: Lowered) -> Lowered:

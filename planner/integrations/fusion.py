@@ -54,25 +54,26 @@ class Fused:
     def unfused(self, schedule: Schedule) -> Schedule:
         """A schedule of `problem` as one of `whole`."""
         order: list[int] = []
-        latest: dict[int, int] = {}  # when each inlined op last ran, in library kernels run so far
+        latest: dict[int, int] = {}  # when each op last ran, in library kernels run so far
         now, first = 0, 0
 
         def run(i: int) -> None:
+            for j in self._chain(i):
+                if latest[j] != now and self.whole.ops[j].recomputable:
+                    order.append(j)
+                    latest[j] = now
             order.append(i)
             latest[i] = now
 
         for k in computes(schedule):
             i = self.ops[k]
             while first < i:  # all before it run for the first time, in order
-                if first in self.inlined and first not in latest:
+                if first in self.inlined:
                     run(first)
                 first += 1
-            for j in self._chain(i):
-                if latest.get(j) != now and self.whole.ops[j].recomputable:
-                    run(j)
-            order.append(i)
+            run(i)
+            first = max(first, i + 1)
             now += self.runs[i] < 0
-        order += [j for j in sorted(self.inlined) if j not in latest]
         return with_frees(self.whole, order)
 
     def _chain(self, i: int) -> list[int]:

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 # (joint graph, number of its outputs that belong to the forward) -> forward, backward
 Partition = Callable[[fx.GraphModule, int], Halves]
-Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -37,14 +36,21 @@ class _Partitioner(CustomPartitionerFn):
         return None
 
 
-def compile_eager(gm: fx.GraphModule, inputs: Sequence[Any], partition: Partition, run: Compile) -> Callable[..., Any]:
-    """AOT autograd with our partition, each half made callable by `run`."""
+def compile_eager(
+    gm: fx.GraphModule, inputs: Sequence[Any], partition: Partition,
+    run: Callable[[fx.GraphModule, bool], Callable[..., Any]],
+) -> Callable[..., Any]:  # fmt: skip
+    """AOT autograd with our partition; `run(half, is_backward)` makes each half callable."""
 
     def split(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Halves:
         return partition(joint, num_fwd_outputs)
 
     with functorch_config.patch(enable_autograd_cache=False):
-        compiled: Callable[..., Any] = aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=split)(gm, inputs)
+        made = aot_autograd(
+            fw_compiler=lambda half, _: run(half, False), bw_compiler=lambda half, _: run(half, True),
+            partition_fn=split,
+        )  # fmt: skip
+        compiled: Callable[..., Any] = made(gm, inputs)
     return compiled
 
 
@@ -65,10 +71,34 @@ def compile_inductor(
     return compiled
 
 
-def tracing_context() -> contextlib.AbstractContextManager[Any]:
-    """Dynamo's context of the present compilation, to be entered again when the same graph is compiled once more."""
-    context = TracingContext.try_get()
-    return contextlib.nullcontext() if context is None else tracing(context)
+def tracing_context() -> TracingContext | None:
+    """Dynamo's context of the present compilation."""
+    return TracingContext.try_get()
+
+
+def reentered(context: TracingContext | None) -> contextlib.AbstractContextManager[Any]:
+    """That context once more, when the same graph is compiled again later."""
+    present = TracingContext.try_get()
+    return contextlib.nullcontext() if context is None or present is context else tracing(context)
+
+
+def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as Dynamo calls it without looking into it."""
+    hidden: Callable[..., Any] = torch._dynamo.disable(function, reason="runs compiled graphs")
+    return hidden
+
+
+def is_profiling() -> bool:
+    """Whether somebody records events already."""
+    return bool(torch.autograd._profiler_enabled())
+
+
+def symbol_name(value: Any) -> str:
+    """The symbol that an input of a graph is; "" for what is not one."""
+    if not isinstance(value, torch.SymInt):
+        return ""
+    expression = value.node.expr
+    return str(expression) if expression.is_Symbol else ""
 
 
 @contextlib.contextmanager

@@ -77,6 +77,20 @@ class Ready:
         """The smallest budget known to work."""
         return minimum_budget(self.problem, time_limit=time_limit).minimum_bytes
 
+    @cached_property
+    def plain_peak(self) -> int:
+        """The peak without recompute, the graph's own inputs included."""
+        return simulate(self.problem, with_frees(self.problem, plain_order(self.problem))).peak_bytes
+
+    @property
+    def tangent_bytes(self) -> int:
+        """What the backward is handed."""
+        return sum(self.problem.tensors[t].bytes for t in self.problem.ops[self.tangent_op].outputs)
+
+    def overhead(self, schedule: Schedule) -> float:
+        """Recompute cost over the cost of the plain step."""
+        return self.problem.overhead(simulate(self.problem, schedule).added_cost)
+
     def halves(self, schedule: Schedule) -> Halves:
         """The schedule as two graphs, proved."""
         if self.fused:

@@ -1,0 +1,229 @@
+"""One budget over the graphs of a compiled model, which Dynamo hands over one by one.
+
+A step calls graphs 1..n forward and then n..1 backward. With H what a graph holds between its halves (saved tensors
+and outputs), F and B the highest points of its halves, G its gradients and S all parameters and inputs, the step's
+peak is the largest of
+
+    S + H(1) + ... + H(k-1) + F(k)    and    S + H(1) + ... + H(k-1) + B(k) + G(k+1) + ... + G(n).
+
+What comes after a graph is not known when it is compiled. So in the first step each graph may use what its
+predecessors leave of the budget, or else runs at its lowest peak. When a step has run, its graphs are known and, under
+Inductor, measured. If the peak is then above the budget, all of them are planned anew at one level between their
+lowest and their plain peaks, the highest at which the step fits. Promised from then on: the peak of what the graphs
+hold. What Python makes between graphs is `reserve_mb`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from solvers.errors import MIB, BudgetError
+from solvers.schedule import Schedule
+
+from .partition import Figures, Ready
+from .program import Program, Settings
+
+LOG = logging.getLogger("planner.integrations")
+ATTEMPTS = 6
+LEVELS = 5
+SHARE_OF_TIME = 0.3
+
+
+class Share:
+    """The graphs that one `torch.compile` made, and the step that is running."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.programs: list[Program] = []
+        self.sequence: list[Program] = []
+        self.leaves: dict[int, int] = {}
+        self.made: set[int] = set()
+        self.backward_ran = False
+        self.watching = True
+        self.attempts = 0
+
+    # Compiling ------------------------------------------------------------------------------------------------------
+
+    def add(self, program: Program) -> None:
+        """Compile a new program within what the step that is running leaves of the budget."""
+        if self.backward_ran:
+            self._begin()
+        program.backward_ran = self._note_backward
+        program.compile(self._within_the_rest)
+        self.programs.append(program)
+        self._watch()
+        self._tell(program)
+
+    def _within_the_rest(self, program: Program, ready: Ready) -> Schedule:
+        budget = self._budget()
+        if budget is None:
+            return self._decide(ready, None)
+        others = sum(self.leaves.values()) + sum(f.held for f in _figures(self.sequence))
+        try:
+            return self._decide(ready, budget - others)
+        except BudgetError:
+            if not self.sequence:
+                raise
+            return self._decide(ready, ready.lowest(self.settings.time_limit))
+
+    def _budget(self) -> int | None:
+        budget = self.settings.budget_bytes
+        return None if budget is None else budget - self.settings.reserve_bytes
+
+    def _decide(self, ready: Ready, budget: int | None, part: float = 1.0) -> Schedule:
+        settings = self.settings
+        return ready.decide(budget, solver=settings.solver, time_limit=settings.time_limit * part, gap=settings.gap)
+
+    @staticmethod
+    def _tell(program: Program) -> None:
+        peak = max(program.predicted.forward, program.predicted.backward) if program.predicted else 0
+        LOG.info(
+            "a graph of %d ops: peak %.1f MiB above its inputs, recompute %.1f %% of its cost; planned in %.1f s, "
+            "compiled in %.1f s", len(program.problem.ops) if program.problem else 0, peak / MIB,
+            100 * program.overhead, program.planning_seconds, program.compile_seconds,
+        )  # fmt: skip
+
+    # Running --------------------------------------------------------------------------------------------------------
+
+    def call(self, program: Program, args: Sequence[Any]) -> Any:
+        """Run a program's forward as the next of the step; settle the last step first, should one have ended."""
+        if not self.watching:
+            return program.run(*args)
+        if self.backward_ran:
+            self._settle()
+            self._begin()
+        if not self.watching:
+            return program.run(*args)
+        self._see(args)
+        result = program.run(*args)
+        self.sequence.append(program)
+        self.made.update(p for p, _ in _storages(result))
+        return result
+
+    def _see(self, args: Sequence[Any]) -> None:
+        """Parameters and inputs, once each; what an earlier graph made is counted there."""
+        self.leaves.update((p, size) for p, size in _storages(args) if p not in self.made)
+
+    def _note_backward(self) -> None:
+        self.backward_ran = True
+
+    def _begin(self) -> None:
+        self.sequence, self.leaves, self.made, self.backward_ran = [], {}, set(), False
+
+    def _watch(self) -> None:
+        self.watching = True
+        for program in self.programs:
+            program.watching = True
+
+    # Settling -------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """The step that has run fits, or its graphs are planned anew."""
+        budget, sequence = self._budget(), [p for p in self.sequence if p.predicted is not None]
+        if budget is None or not sequence or self._peak(_figures(sequence)) <= budget:
+            self.watching = any(p.measured is None and self.settings.inductor for p in sequence)
+        elif self.attempts >= ATTEMPTS:
+            self.watching = False
+            LOG.warning(
+                "the compiled step holds %.1f MiB, above its budget, after %d attempts",
+                self._peak(_figures(sequence)) / MIB, self.attempts,
+            )  # fmt: skip
+        else:
+            self.attempts += 1
+            self._plan_together(sequence, budget)
+        for program in sequence:
+            program.watching = self.watching
+
+    def _peak(self, figures: Sequence[Figures]) -> int:
+        """The step's peak (see above)."""
+        static, before, after = sum(self.leaves.values()), 0, sum(f.gradients for f in figures)
+        highest = static
+        for f in figures:
+            after -= f.gradients
+            highest = max(highest, static + before + f.forward, static + before + f.backward + after)
+            before += f.held
+        return highest
+
+    def _plan_together(self, sequence: list[Program], budget: int) -> None:
+        """Compile all graphs of the step at the highest common level at which it fits."""
+        distinct = list(dict.fromkeys(sequence))
+        corrections = {p: _excess(p) for p in distinct}
+        chosen: dict[Program, Schedule] | None = None
+        lowest = 0
+        for level in self._levels(distinct, corrections, budget):
+            found = {p: self._at_level(p, *level) for p in distinct}
+            figures = {p: _plus(_ready(p).figures(s), corrections[p]) for p, s in found.items()}
+            lowest = self._peak([figures[p] for p in sequence])
+            if lowest <= budget:
+                chosen = found
+                break
+        if chosen is None:
+            raise BudgetError(
+                f"the {len(sequence)} graphs of a compiled step hold {lowest / MIB:.1f} MiB together at their lowest; "
+                f"the budget is {budget / MIB:.1f} MiB. Ask for more, or for a smaller batch",
+                budget_bytes=budget, minimum_bytes=lowest,
+            )  # fmt: skip
+        for program in distinct:
+            schedule, problem = chosen[program], program.problem
+            program.compile(lambda p, ready, s=schedule, q=problem: self._as_chosen(ready, q, s))  # type: ignore[misc]
+            self._tell(program)
+
+    def _as_chosen(self, ready: Ready, problem: Any, schedule: Schedule) -> Schedule:
+        return schedule if ready.problem == problem else self._decide(ready, ready.lowest(self.settings.time_limit))
+
+    def _levels(
+        self, programs: list[Program], corrections: dict[Program, Figures], budget: int
+    ) -> Iterator[tuple[float, int]]:
+        """Shares of the way from the lowest to the plain peak, from above; one graph by itself is told its bytes."""
+        if len(programs) == 1 and len(self.sequence) == 1:
+            (program,) = programs
+            over = corrections[program]
+            static, own = sum(self.leaves.values()), _ready(program).problem.static_bytes
+            yield 1.0, budget - max(over.forward, over.backward, 0) - static + own
+        for step in range(LEVELS, -1, -1):
+            yield step / (LEVELS + 1), -1
+
+    def _at_level(self, program: Program, level: float, exact: int) -> Schedule:
+        ready = _ready(program)
+        try:
+            if exact >= 0:
+                return self._decide(ready, exact)
+            lowest, plain = ready.lowest(self.settings.time_limit), ready.plain_peak
+            return self._decide(ready, lowest + int(level * (plain - lowest)), SHARE_OF_TIME)
+        except BudgetError:
+            return self._decide(ready, ready.lowest(self.settings.time_limit))
+
+
+def _ready(program: Program) -> Ready:
+    assert program.ready is not None
+    return program.ready
+
+
+def _figures(sequence: Sequence[Program]) -> list[Figures]:
+    return [f for p in sequence if (f := p.figures) is not None]
+
+
+def _excess(program: Program) -> Figures:
+    """By how much more a program was measured to hold than predicted."""
+    found, told = program.measured, program.predicted
+    if found is None or told is None:
+        return Figures(0, 0, 0, 0)
+    return Figures(*(max(0, getattr(found, n) - getattr(told, n)) for n in ("forward", "backward", "held", "gradients")))
+
+
+def _plus(a: Figures, b: Figures) -> Figures:
+    return Figures(a.forward + b.forward, a.backward + b.backward, a.held + b.held, a.gradients + b.gradients)
+
+
+def _storages(values: Any) -> Iterator[tuple[int, int]]:
+    for value in pytree.tree_leaves(values):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            storage = value.untyped_storage()
+            yield storage.data_ptr(), storage.nbytes()
+
+

@@ -27,6 +27,9 @@ from .joint import Joint, read_joint
 from .kernels import kinds
 
 
+SECONDS_FOR_MINIMUM = 10.0
+
+
 @dataclass(frozen=True)
 class Figures:
     """What one call of a graph holds, in bytes above its own inputs.
@@ -73,9 +76,29 @@ class Ready:
             return with_frees(self.problem, plain_order(self.problem))
         return solve(self.problem, budget_bytes, solver=solver, time_limit=time_limit, gap=gap).schedule
 
-    def lowest(self, time_limit: float) -> int:
-        """The smallest budget known to work."""
-        return minimum_budget(self.problem, time_limit=time_limit).minimum_bytes
+    def decide_held(self, level: float, *, solver: str, time_limit: float, gap: float) -> Schedule:
+        """The cheapest schedule found that holds little between the halves, whatever else they need.
+
+        Args:
+            level: 0 holds the least known to work, 1 what the step without recompute holds.
+        """
+        least, plain = self._held_range
+        return solve(
+            self._strained, least + int(level * max(0, plain - least)), solver=solver, time_limit=time_limit, gap=gap
+        ).schedule
+
+    @cached_property
+    def _strained(self) -> Problem:
+        """The step with as much again as its plain peak in use between the halves."""
+        ops = list(self.problem.ops)
+        ops[self.tangent_op] = replace(ops[self.tangent_op], workspace=self.plain_peak)
+        return replace(self.problem, ops=tuple(ops))
+
+    @cached_property
+    def _held_range(self) -> tuple[int, int]:
+        """The smallest peak of the strained step known to work, and the one without recompute."""
+        plain = simulate(self._strained, with_frees(self.problem, plain_order(self.problem))).peak_bytes
+        return minimum_budget(self._strained, time_limit=SECONDS_FOR_MINIMUM).minimum_bytes, plain
 
     @cached_property
     def plain_peak(self) -> int:

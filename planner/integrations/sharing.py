@@ -8,8 +8,8 @@ peak is the largest of
 
 What comes after a graph is not known when it is compiled. So in the first step each graph may use what its
 predecessors leave of the budget, or else runs at its lowest peak. When a step has run, its graphs are known and, under
-Inductor, measured. If the peak is then above the budget, all of them are planned anew at one level between their
-lowest and their plain peaks, the highest at which the step fits. Promised from then on: the peak of what the graphs
+Inductor, measured. If the peak is then above the budget, all of them are planned anew at one level between the
+least that they can hold between their halves and what they hold without recompute, the highest at which the step fits. Promised from then on: the peak of what the graphs
 hold. What Python makes between graphs is `reserve_mb`'s.
 """
 
@@ -46,6 +46,8 @@ class Share:
         self.backward_ran = False
         self.watching = True
         self.attempts = 0
+        self.target: int | None = None
+        self.exhausted = False
 
     # Compiling ------------------------------------------------------------------------------------------------------
 
@@ -69,15 +71,21 @@ class Share:
         except BudgetError:
             if not self.sequence:
                 raise
-            return self._decide(ready, ready.lowest(self.settings.time_limit))
+            return self._hold(ready, 0.0)
 
     def _budget(self) -> int | None:
         budget = self.settings.budget_bytes
         return None if budget is None else budget - self.settings.reserve_bytes
 
-    def _decide(self, ready: Ready, budget: int | None, part: float = 1.0) -> Schedule:
+    def _decide(self, ready: Ready, budget: int | None) -> Schedule:
         settings = self.settings
-        return ready.decide(budget, solver=settings.solver, time_limit=settings.time_limit * part, gap=settings.gap)
+        return ready.decide(budget, solver=settings.solver, time_limit=settings.time_limit, gap=settings.gap)
+
+    def _hold(self, ready: Ready, level: float) -> Schedule:
+        settings = self.settings
+        return ready.decide_held(
+            level, solver=settings.solver, time_limit=settings.time_limit * SHARE_OF_TIME, gap=settings.gap
+        )
 
     @staticmethod
     def _tell(program: Program) -> None:
@@ -125,19 +133,25 @@ class Share:
     def _settle(self) -> None:
         """The step that has run fits, or its graphs are planned anew."""
         budget, sequence = self._budget(), [p for p in self.sequence if p.predicted is not None]
-        if budget is None or not sequence or self._peak(_figures(sequence)) <= budget:
-            self.watching = any(p.measured is None and self.settings.inductor for p in sequence)
-        elif self.attempts >= ATTEMPTS:
+        peak = self._peak(_figures(sequence))
+        if budget is None or not sequence or peak <= budget:
             self.watching = False
-            LOG.warning(
-                "the compiled step holds %.1f MiB, above its budget, after %d attempts",
-                self._peak(_figures(sequence)) / MIB, self.attempts,
+        elif self.attempts >= ATTEMPTS or self.exhausted:
+            raise BudgetError(
+                f"the compiled step was measured to hold {peak / MIB:.1f} MiB at the lowest peak planned for; the "
+                f"budget is {budget / MIB:.1f} MiB: ask for more, or for a smaller batch",
+                budget_bytes=budget, minimum_bytes=peak,
             )  # fmt: skip
         else:
             self.attempts += 1
-            self._plan_together(sequence, budget)
+            self.target = (self.target or budget) - self._surplus(peak, budget, sequence)
+            self._plan_together(sequence, self.target)
         for program in sequence:
             program.watching = self.watching
+
+    def _surplus(self, peak: int, budget: int, sequence: list[Program]) -> int:
+        """By how much to aim lower: what was measured above the budget. What was predicted above it needs no more."""
+        return peak - max(budget, min(peak, self._peak(_told(sequence))))
 
     def _peak(self, figures: Sequence[Figures]) -> int:
         """The step's peak (see above)."""
@@ -149,54 +163,38 @@ class Share:
             before += f.held
         return highest
 
-    def _plan_together(self, sequence: list[Program], budget: int) -> None:
-        """Compile all graphs of the step at the highest common level at which it fits."""
+    def _plan_together(self, sequence: list[Program], target: int) -> None:
+        """Compile all graphs of the step at the highest common level at which it fits, or at their lowest."""
         distinct = list(dict.fromkeys(sequence))
-        corrections = {p: _excess(p) for p in distinct}
-        chosen: dict[Program, Schedule] | None = None
-        lowest = 0
-        for level in self._levels(distinct, corrections, budget):
+        for level in self._levels(distinct, target):
             found = {p: self._at_level(p, *level) for p in distinct}
-            figures = {p: _plus(_ready(p).figures(s), corrections[p]) for p, s in found.items()}
-            lowest = self._peak([figures[p] for p in sequence])
-            if lowest <= budget:
-                chosen = found
+            if self._peak([_ready(p).figures(found[p]) for p in sequence]) <= target:
                 break
-        if chosen is None:
-            raise BudgetError(
-                f"the {len(sequence)} graphs of a compiled step hold {lowest / MIB:.1f} MiB together at their lowest; "
-                f"the budget is {budget / MIB:.1f} MiB. Ask for more, or for a smaller batch",
-                budget_bytes=budget, minimum_bytes=lowest,
-            )  # fmt: skip
+        else:
+            self.exhausted = True
         for program in distinct:
-            schedule, problem = chosen[program], program.problem
+            schedule, problem = found[program], program.problem
             program.compile(lambda p, ready, s=schedule, q=problem: self._as_chosen(ready, q, s))  # type: ignore[misc]
             self._tell(program)
 
     def _as_chosen(self, ready: Ready, problem: Any, schedule: Schedule) -> Schedule:
-        return schedule if ready.problem == problem else self._decide(ready, ready.lowest(self.settings.time_limit))
+        return schedule if ready.problem == problem else self._hold(ready, 0.0)
 
-    def _levels(
-        self, programs: list[Program], corrections: dict[Program, Figures], budget: int
-    ) -> Iterator[tuple[float, int]]:
+    def _levels(self, programs: list[Program], target: int) -> Iterator[tuple[float, int]]:
         """Shares of the way from the lowest to the plain peak, from above; one graph by itself is told its bytes."""
         if len(programs) == 1 and len(self.sequence) == 1:
-            (program,) = programs
-            over = corrections[program]
-            static, own = sum(self.leaves.values()), _ready(program).problem.static_bytes
-            yield 1.0, budget - max(over.forward, over.backward, 0) - static + own
+            yield 1.0, target - sum(self.leaves.values()) + _ready(programs[0]).problem.static_bytes
         for step in range(LEVELS, -1, -1):
             yield step / (LEVELS + 1), -1
 
     def _at_level(self, program: Program, level: float, exact: int) -> Schedule:
         ready = _ready(program)
+        if exact < 0:
+            return self._hold(ready, level)
         try:
-            if exact >= 0:
-                return self._decide(ready, exact)
-            lowest, plain = ready.lowest(self.settings.time_limit), ready.plain_peak
-            return self._decide(ready, lowest + int(level * (plain - lowest)), SHARE_OF_TIME)
+            return self._decide(ready, exact)
         except BudgetError:
-            return self._decide(ready, ready.lowest(self.settings.time_limit))
+            return self._hold(ready, 0.0)
 
 
 def _ready(program: Program) -> Ready:
@@ -208,16 +206,8 @@ def _figures(sequence: Sequence[Program]) -> list[Figures]:
     return [f for p in sequence if (f := p.figures) is not None]
 
 
-def _excess(program: Program) -> Figures:
-    """By how much more a program was measured to hold than predicted."""
-    found, told = program.measured, program.predicted
-    if found is None or told is None:
-        return Figures(0, 0, 0, 0)
-    return Figures(*(max(0, getattr(found, n) - getattr(told, n)) for n in ("forward", "backward", "held", "gradients")))
-
-
-def _plus(a: Figures, b: Figures) -> Figures:
-    return Figures(a.forward + b.forward, a.backward + b.backward, a.held + b.held, a.gradients + b.gradients)
+def _told(sequence: Sequence[Program]) -> list[Figures]:
+    return [f for p in sequence if (f := p.predicted) is not None]
 
 
 def _storages(values: Any) -> Iterator[tuple[int, int]]:

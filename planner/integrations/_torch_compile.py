@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 import torch._inductor.config as inductor_config
 from torch import fx
@@ -82,6 +83,12 @@ def reentered(context: TracingContext | None) -> contextlib.AbstractContextManag
     return contextlib.nullcontext() if context is None or present is context else tracing(context)
 
 
+def traced_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """What stands for the inputs in Dynamo's own trace: sizes without data, good for compiling once more later."""
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    return [n.meta.get("example_value", given) for n, given in zip(placeholders, inputs, strict=True)]
+
+
 def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as Dynamo calls it without looking into it."""
     hidden: Callable[..., Any] = torch._dynamo.disable(function, reason="runs compiled graphs")
@@ -144,12 +151,11 @@ def concrete(value: Any, sizes: Mapping[str, int]) -> Any:
         return value
     node = value.node
     expression = node.expr
-    known = {s: sizes[str(s)] for s in expression.free_symbols if str(s) in sizes}
-    found = expression.xreplace(known)
-    if not found.free_symbols:
-        return _number(found, value)
-    values = {s: _first_seen(node.shape_env, s) for s in found.free_symbols}
-    return _number(found.xreplace(values), value)
+    values = {
+        s: sympy.Integer(sizes[str(s)] if str(s) in sizes else _first_seen(node.shape_env, s))
+        for s in expression.free_symbols
+    }
+    return _number(expression.xreplace(values), value)
 
 
 def _first_seen(shape_env: Any, symbol: Any) -> Any:

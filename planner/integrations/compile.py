@@ -26,7 +26,7 @@ from planner.budget import Budget, reserve_to_bytes
 from solvers import get_solver
 from solvers.errors import PlannerError
 
-from ._torch_compile import opaque, symbol_name
+from ._torch_compile import concrete, opaque, symbol_name, traced_inputs
 from .kernels import compiled_cost
 from .program import Program, Settings
 from .sharing import Share
@@ -111,7 +111,8 @@ class CompiledGraph:
     """One graph of Dynamo's, with a program for each range of sizes that it was called with."""
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], share: Share) -> None:
-        self.gm, self.inputs, self.share = gm, inputs, share
+        self.gm, self.share = gm, share
+        self.inputs = traced_inputs(gm, inputs)
         self.symbols = tuple((i, name) for i, v in enumerate(inputs) if (name := symbol_name(v)))
         self.programs: list[Program] = []
 
@@ -121,8 +122,6 @@ class CompiledGraph:
 
     def hints(self) -> dict[str, int]:
         """The sizes that Dynamo saw."""
-        from ._torch_compile import concrete
-
         return {name: concrete(self.inputs[i], {}) for i, name in self.symbols}
 
     def program(self, sizes: dict[str, int]) -> Program:

@@ -29,6 +29,7 @@ from solvers.errors import PlannerError
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
 
 CACHE_SIZE = 8
+OPAQUE = 'a planned step runs as it is; torch.compile(model, backend="checkpoint_planner") compiles under a budget'
 _DECIDES = attrgetter("shape", "dtype", "device", "requires_grad")
 
 

@@ -164,7 +164,7 @@ def _with_signature(signature: inspect.Signature) -> Callable[..., Any]:
         return PlannedModule.forward(self, *args, **kwargs)
 
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # type: ignore[attr-defined]
+    forward.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])
     forward.__doc__ = PlannedModule.forward.__doc__
     return forward
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -68,7 +68,7 @@ def compile_inductor(
 
     patches = {**options, "custom_partitioner_fn": _Partitioner(partition), "fx_graph_cache": False}
     with functorch_config.patch(enable_autograd_cache=False), inductor_config.patch(patches):
-        compiled: Callable[..., Any] = compile_fx(gm, list(inputs), inner_compile=inner)
+        compiled: Callable[..., Any] = cast(Any, compile_fx)(gm, list(inputs), inner_compile=inner)
     return compiled
 
 

@@ -57,7 +57,8 @@ class _Half:
             self.image[node] = new
             return
         original = self.nodes[source]
-        new = self.graph.create_node(original.op, original.target, *self._arguments(original, node), name=node.name)
+        args, kwargs = self._arguments(original, node)
+        new = self.graph.create_node(original.op, original.target, args, kwargs, name=node.name)
         new.meta = dict(original.meta)
         if backward:
             new.meta["autograd_backward"] = True
@@ -82,7 +83,8 @@ class _Half:
             if node.op != "call_function" or not all(is_symbolic(a.meta.get("val")) for a in node.all_input_nodes):
                 raise Unsupported(
                     f"a size that is read off an intermediate result ({node.target})", node.name,
-                    "it is not known where it is needed again", "Mark the size as static, or compile with dynamic=False.",
+                    "it is not known where it is needed again",
+                    "Mark the size as static, or compile with dynamic=False.",
                 )  # fmt: skip
             new = self.graph.node_copy(node, self.number)
             new.meta = dict(node.meta)
@@ -123,8 +125,8 @@ class _Translation:
             if node.op in ("call_function", "get_attr"):
                 half.copy(node, False)
         returned: Any = self.rewritten.forward.graph.output_node().args[0]
-        placeholders = [n for n in self.rewritten.forward.graph.nodes if n.op == "placeholder"]
-        return [*returned[self.rewritten.num_forward_outputs :], *(placeholders[i] for i in self.rewritten.saved_primals)]
+        given = [n for n in self.rewritten.forward.graph.nodes if n.op == "placeholder"]
+        return [*returned[self.rewritten.num_forward_outputs :], *(given[i] for i in self.rewritten.saved_primals)]
 
     def _close(self, half: _Half, saved: Sequence[fx.Node]) -> list[fx.Node]:
         """Close the forward with its outputs and all that it saves; the saved numbers as nodes of the original."""
@@ -133,7 +135,7 @@ class _Translation:
         returned: Any = self.rewritten.forward.graph.output_node().args[0]
         values = [half.image[n] for n in returned[:copies]]
         for node, value in zip(self.joint.copies, values, strict=True):
-            new = half.graph.call_function(node.target, (half.image[self._placeholder(node)], value))
+            new = half.graph.create_node("call_function", node.target, (half.image[self._placeholder(node)], value))
             new.meta = dict(node.meta)
         tensors = iter(returned[copies : self.rewritten.num_forward_outputs])
         outputs = [self._output(half, v, tensors) for v in self.outputs[: self.joint.num_fwd_outputs]]

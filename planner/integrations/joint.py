@@ -75,13 +75,19 @@ class _Reader:
         self._mark_backward()
         image = fx.GraphModule(self.gm, self.graph)
         tensors = [self.image[n] for n in primals if isinstance(self.image[n], fx.Node)]
-        mutated = tuple(tensors.index(self.image[n.args[0]]) for n in self.copies)
+        mutated = tuple(tensors.index(self._of(n, 0)) for n in self.copies)
         traced = Traced(
             graph_module=image, state=(), input_template=_UNUSED, input_names=(), num_inputs=len(tensors),
             output_template=_UNUSED, outputs=(), mutated=mutated, num_outputs=outputs - len(mutated), reads=_UNUSED,
         )  # fmt: skip
         symbols = dict.fromkeys(s for n in nodes for s in _symbols(n))
         return Joint(self.gm, self.num_fwd_outputs, traced, tuple(self.copies), {s: self._size(s) for s in symbols})
+
+    def _of(self, copy: fx.Node, position: int) -> fx.Node:
+        """The image of an argument of a copy."""
+        node: Any = copy.args[position]
+        image: fx.Node = self.image[node]
+        return image
 
     def _placeholder(self, node: fx.Node) -> None:
         value = node.meta.get("val")
@@ -115,25 +121,24 @@ class _Reader:
             self.image[node] = new
 
     def _meta(self, node: fx.Node) -> dict[str, Any]:
-        kept = {k: node.meta[k] for k in ("nn_module_stack", "fwd_nn_module_stack", "partitioner_tag") if k in node.meta}
+        names = ("nn_module_stack", "fwd_nn_module_stack", "partitioner_tag")
+        kept: dict[str, Any] = {k: node.meta[k] for k in names if k in node.meta}
         return {**kept, "val": pytree.tree_map(self._concrete, node.meta["val"])}
 
     def _concrete(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return concrete(value, self.sizes)
-        size, stride, offset, elements = (
-            pytree.tree_map(lambda n: concrete(n, self.sizes), part)
-            for part in (tuple(value.shape), tuple(value.stride()), value.storage_offset(), value.untyped_storage().nbytes())
-        )
+        parts = (tuple(value.shape), tuple(value.stride()), value.storage_offset(), value.untyped_storage().nbytes())
+        size, stride, offset, size_bytes = (pytree.tree_map(lambda n: concrete(n, self.sizes), part) for part in parts)
         with self.mode:
-            flat = torch.empty(elements // value.element_size(), dtype=value.dtype, device=value.device)
+            flat = torch.empty(size_bytes // value.element_size(), dtype=value.dtype, device=value.device)
             return flat.as_strided(size, stride, offset)
 
     def _outputs(self) -> int:
         """Set the image's outputs: new values of inputs, the forward's tensors, the gradients. How many are forward."""
         values = pytree.tree_leaves(self.gm.graph.output_node().args[0], is_leaf=lambda v: v is None)
-        forward = [self.image.get(v) if isinstance(v, fx.Node) else None for v in values[: self.num_fwd_outputs]]
-        forward = [self.image[n.args[1]] for n in self.copies] + [v for v in forward if isinstance(v, fx.Node)]
+        returned = [self.image.get(v) if isinstance(v, fx.Node) else None for v in values[: self.num_fwd_outputs]]
+        forward = [self._of(n, 1) for n in self.copies] + [v for v in returned if isinstance(v, fx.Node)]
         gradients = [
             self.image[g] if isinstance(g, fx.Node) else None
             for p, g in zip(self._primals(), values[self.num_fwd_outputs :], strict=True)
@@ -146,7 +151,7 @@ class _Reader:
         return [n for n in self.gm.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
 
     def _mark_backward(self) -> None:
-        """What reads a gradient, or serves no forward output, belongs to the backward; passes may have lost the tags."""
+        """What reads a gradient, or serves no forward output, is of the backward; passes may have lost the tags."""
         late: set[fx.Node] = set()
         for node in self.graph.nodes:
             if (node.op == "placeholder" and is_tangent(node)) or not late.isdisjoint(node.all_input_nodes):
@@ -191,5 +196,6 @@ def _copies_over_input(node: fx.Node) -> bool:
 
 def _place(node: fx.Node) -> str:
     """The user's file and line, where the trace kept it."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")]
-    return f"{node.name} ({lines[-1]})" if lines else node.name
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    files = [line for line in lines if line.startswith("File")]
+    return f"{node.name} ({files[-1]})" if files else node.name

@@ -26,7 +26,6 @@ from .halves import make_halves
 from .joint import Joint, read_joint
 from .kernels import kinds
 
-
 SECONDS_FOR_MINIMUM = 10.0
 
 

@@ -8,9 +8,9 @@ peak is the largest of
 
 What comes after a graph is not known when it is compiled. So in the first step each graph may use what its
 predecessors leave of the budget, or else runs at its lowest peak. When a step has run, its graphs are known and, under
-Inductor, measured. If the peak is then above the budget, all of them are planned anew at one level between the
-least that they can hold between their halves and what they hold without recompute, the highest at which the step fits. Promised from then on: the peak of what the graphs
-hold. What Python makes between graphs is `reserve_mb`'s.
+Inductor, measured. If the peak is then above the budget, all of them are planned anew at one level between
+the least that they can hold between their halves and what they hold without recompute, the highest at which the step
+fits. Promised from then on: the peak of what the graphs hold. What Python makes between graphs is `reserve_mb`'s.
 """
 
 from __future__ import annotations

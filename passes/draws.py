@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .fuse import library
+from .fuse import records
 from .run import kernels
 from .run.random import get_rng_state, set_rng_state
 
@@ -20,15 +20,13 @@ aten = torch.ops.aten
 
 
 def drawing_privately(target: Any, args: Any, kwargs: Any, device: torch.device) -> Callable[[], Any]:
-    """The call of an op, with equal memory and work, that leaves the default generator where it is.
+    """The call of a random op, with equal memory and work, that leaves the default generator where it is.
 
     Of ops that take no generator (an LSTM's dropout, CUDA's attention) the draw is undone right after each run.
     """
-    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
-        return partial(target, *args, **kwargs)
     generator = torch.Generator(device)
-    if target is library.DROPOUT.default:
-        return partial(kernels.dropout, *args, **kwargs, generator=generator)
+    if target is records.DROPOUT.op:
+        return partial(kernels.dropout, args[0], args[1], generator)
     if target is aten.native_dropout.default and device.type == "cpu" and args[2] is not False and 0 < args[1] < 1:
         return partial(_native_dropout, args[0], args[1], generator)
     if (same := _with_generator(target)) is not None:

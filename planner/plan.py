@@ -42,7 +42,7 @@ class Plan(Decided):
         options = decided.prepared.options
         with Progress(options.progress).stage("check"):
             checked = check_step(model, decided, arguments, options.loss_fn, options.check)
-        replan = replanner(options, decided.budget_bytes)
+        replan = replanner(options, decided.budget_bytes, decided.prepared.layouts)
         module = PlannedModule(model, decided, arguments, replan, options.loss_fn, options.on_new_shape)
         figures = {f.name: getattr(decided, f.name) for f in fields(Decided)}
         return cls(**{**figures, "checked": checked}, module=module)

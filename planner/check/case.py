@@ -45,6 +45,7 @@ class Case:
         self.originals = [*state_tensors(model, traced.state), *inputs]
         roots = [model, loss_fn, *constants(self.template)]
         self.snapshot = Snapshot(roots, self.originals)
+        self.remembers = False  # whether the plain step, which runs first, left anything on the model
         indices = sorted({t.device.index or 0 for t in self.originals if t.device.type == "cuda"})
         self.generators = Generators(tuple(indices))
         self.start = self.generators.state()
@@ -93,6 +94,7 @@ class Case:
                 self.model.train()
             while len(observed) < steps and not (observed and enough()):
                 if observed:
+                    self.remembers = self.remembers or bool(self.snapshot.changed())
                     self._move_on(tensors)
                 observed.append(self._observe(run, tensors, len(observed)))
         finally:
@@ -106,7 +108,12 @@ class Case:
             return self.originals[i].detach()
         if i >= self.count:
             return self.other_batch[i - self.count].detach()
-        return nudged(self.originals[i], self.traced.state[i].is_parameter)
+        return self._nudged(i, self.originals[i])
+
+    def _nudged(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter or buffer as another step may find it; a forward that remembers things may have read buffers."""
+        is_parameter = self.traced.state[i].is_parameter
+        return nudged(tensor, is_parameter) if is_parameter or not self.remembers else tensor.detach()
 
     def _move_on(self, tensors: Tensors) -> None:
         """Between two steps: as after an optimizer's step and with another batch, the same for every run."""
@@ -116,10 +123,11 @@ class Case:
                 tensor.grad = None
                 if span(tensor) == tensor.numel():  # not expanded
                     own = i < self.count
-                    tensor.copy_(nudged(tensor, self.traced.state[i].is_parameter) if own else self._at(i, 1))
+                    tensor.copy_(self._nudged(i, tensor) if own else self._at(i, 1))
 
     def _observe(self, run: Run, tensors: Tensors, step: int) -> Observed:
         given = list(tensors)
+        before = self.generators.state()
         torch.clear_autocast_cache()  # under autocast around both steps, the second would see the first one's weights
         output, template = run(tensors, step, lambda output: self._backward(output, step))
         own = {t.untyped_storage().data_ptr() for t in given}
@@ -135,7 +143,9 @@ class Case:
             memory=_memory([*self.names, *(p or "the output" for p in paths)], [*given, *output], paths),
             gradients={n: None if t.grad is None else self._kept(t.grad, False)
                        for n, t in zip(self.names, given, strict=True)},
-            state={n: self._after(i, step, t) for i, (n, t) in enumerate(zip(self.names, tensors, strict=True))},
+            state={n: self._after(i, step, t) for i, (n, t) in enumerate(zip(self.names, tensors, strict=True))
+                   if n not in self.traced.repeated},
+            generators_before=before,
             generators=self.generators.state(),
         )  # fmt: skip
 
@@ -155,21 +165,18 @@ class Case:
         chosen = [t for t, leaf in zip(leaves, self.traced.outputs, strict=False)
                   if leaf.differentiated and t.requires_grad]  # fmt: skip
         if chosen:
-            torch.autograd.backward(chosen, [tangent(t, t.device, step) for t in chosen])
+            planned = self.traced.placeholders[self.traced.num_primals :]
+            strides = [p.meta["val"].stride() for p in planned]
+            torch.autograd.backward(chosen, [tangent(t, s, step) for t, s in zip(chosen, strides, strict=True)])
         return leaves, template
 
 
-def tangent(like: torch.Tensor, device: torch.device, step: int) -> torch.Tensor:
-    """The gradient of an output: one for the loss at the first step, and numbers for other outputs.
-
-    They are laid out like the output at the first step, without gaps at the second: losses give the one or the other.
-    """
+def tangent(like: torch.Tensor, strides: Sequence[int], step: int) -> torch.Tensor:
+    """The gradient of an output, in the strides that are planned for: one for a loss, numbers for other outputs."""
     if like.dim() == 0:
-        return torch.full((), 1 - step / 4, dtype=like.dtype, device=device)
-    numbers = torch.arange(like.numel(), dtype=torch.float32, device=device).mul_(0.37).add_(step).cos_()
-    alike = not step and span(like) == like.numel()
-    result = (torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device) if alike
-              else torch.empty(like.shape, dtype=like.dtype, device=device))  # fmt: skip
+        return torch.full((), 1 - step / 4, dtype=like.dtype, device=like.device)
+    numbers = torch.arange(like.numel(), dtype=torch.float32, device=like.device).mul_(0.37).add_(step).cos_()
+    result = torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
     return result.copy_(numbers.reshape(like.shape))
 
 

@@ -83,6 +83,11 @@ def reentered(context: TracingContext | None) -> contextlib.AbstractContextManag
     return contextlib.nullcontext() if context is None or present is context else tracing(context)
 
 
+def mode_options(mode: str) -> dict[str, Any]:
+    """Inductor's options for `torch.compile(mode=...)`."""
+    return dict(torch._inductor.list_mode_options(mode))
+
+
 def traced_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """What stands for the inputs in Dynamo's own trace: sizes without data, good for compiling once more later."""
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from planner.budget import Budget, reserve_to_bytes
 from solvers import get_solver
 from solvers.errors import PlannerError
 
-from ._torch_compile import concrete, opaque, symbol_name, traced_inputs
+from ._torch_compile import concrete, mode_options, opaque, symbol_name, traced_inputs
 from .kernels import compiled_cost
 from .program import Program, Settings
 from .sharing import Share
@@ -81,7 +81,7 @@ def checkpoint_planner(
         Unsupported: the graph holds something that a partition would not keep.
     """
     device = next((t.device for t in inputs if isinstance(t, torch.Tensor)), torch.device("cpu"))
-    graph = CompiledGraph(gm, inputs, _share(options, device))
+    graph = CompiledGraph(gm, inputs, _share(options, mode, device))
     graph.program(graph.hints())
     return opaque(graph)
 
@@ -92,7 +92,14 @@ def plans(options: Mapping[str, Any]) -> tuple[Program, ...]:
     return tuple(found[1].programs) if found else ()
 
 
-def _share(options: Mapping[str, Any] | None, device: torch.device) -> Share:
+def _reset() -> None:
+    _SHARES.clear()
+
+
+checkpoint_planner.reset = _reset  # type: ignore[attr-defined]  # what torch._dynamo.reset() calls
+
+
+def _share(options: Mapping[str, Any] | None, mode: str | None, device: torch.device) -> Share:
     """What the graphs of one `torch.compile` share: it hands all of them the same `options`."""
     known = _SHARES.get(id(options)) if options is not None else None
     if known is not None:
@@ -101,7 +108,10 @@ def _share(options: Mapping[str, Any] | None, device: torch.device) -> Share:
     if unknown:
         names = ", ".join(CompileOptions.__dataclass_fields__)
         raise PlannerError(f"option {unknown[0]!r} of the backend checkpoint_planner is unknown: it takes {names}.")
-    share = Share(CompileOptions(**(options or {})).settings(device))
+    asked = CompileOptions(**(options or {}))
+    if mode is not None:
+        asked = replace(asked, inductor={**mode_options(mode), **asked.inductor})
+    share = Share(asked.settings(device))
     if options is not None:
         _SHARES[id(options)] = options, share  # holds the dict, so that its id stays its own
     return share

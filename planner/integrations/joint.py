@@ -78,7 +78,8 @@ class _Reader:
         mutated = tuple(tensors.index(self._of(n, 0)) for n in self.copies)
         traced = Traced(
             graph_module=image, pristine=self.graph, state=(), input_template=_UNUSED, input_names=(),
-            num_inputs=len(tensors), output_template=_UNUSED, outputs=(), mutated=mutated, num_outputs=outputs - len(mutated), reads=_UNUSED,
+            num_inputs=len(tensors), output_template=_UNUSED, outputs=(), mutated=mutated,
+            num_outputs=outputs - len(mutated), reads=_UNUSED,
         )  # fmt: skip
         symbols = dict.fromkeys(s for n in nodes for s in _symbols(n))
         return Joint(self.gm, self.num_fwd_outputs, traced, tuple(self.copies), {s: self._size(s) for s in symbols})

@@ -31,6 +31,7 @@ from .program import Program, Settings
 LOG = logging.getLogger("planner.integrations")
 ATTEMPTS = 6
 LEVELS = 5
+LONGEST_STEP = 10_000  # calls without a backward between them are no step
 SHARE_OF_TIME = 0.3
 
 
@@ -109,7 +110,8 @@ class Share:
             return program.run(*args)
         self._see(args)
         result = program.run(*args)
-        self.sequence.append(program)
+        if program.predicted is not None and len(self.sequence) < LONGEST_STEP:
+            self.sequence.append(program)
         self.made.update(p for p, _ in _storages(result))
         return result
 
@@ -132,7 +134,7 @@ class Share:
 
     def _settle(self) -> None:
         """The step that has run fits, or its graphs are planned anew."""
-        budget, sequence = self._budget(), [p for p in self.sequence if p.predicted is not None]
+        budget, sequence = self._budget(), self.sequence
         peak = self._peak(_figures(sequence))
         if budget is None or not sequence or peak <= budget:
             self.watching = False
@@ -146,7 +148,7 @@ class Share:
             self.attempts += 1
             self.target = (self.target or budget) - self._surplus(peak, budget, sequence)
             self._plan_together(sequence, self.target)
-        for program in sequence:
+        for program in self.programs:
             program.watching = self.watching
 
     def _surplus(self, peak: int, budget: int, sequence: list[Program]) -> int:

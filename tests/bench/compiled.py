@@ -30,7 +30,7 @@ def gpt2(dropout: float = 0.1) -> Case:
         n_layer=4, n_embd=256, n_head=4, vocab_size=2000, n_positions=256, resid_pdrop=dropout, embd_pdrop=dropout,
         attn_pdrop=dropout, use_cache=False,
     )  # fmt: skip
-    ids = torch.randint(0, 2000, (2, 128))
+    ids = torch.randint(0, 2000, (4, 256))
     return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
 
 
@@ -41,7 +41,7 @@ def llama() -> Case:
         num_hidden_layers=4, hidden_size=256, intermediate_size=688, num_attention_heads=4, num_key_value_heads=4,
         vocab_size=2000, use_cache=False,
     )  # fmt: skip
-    ids = torch.randint(0, 2000, (2, 128))
+    ids = torch.randint(0, 2000, (4, 256))
     return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
 
 
@@ -52,13 +52,13 @@ def vit() -> Case:
         num_hidden_layers=4, hidden_size=192, intermediate_size=768, num_attention_heads=3, image_size=112,
         num_labels=10,
     )  # fmt: skip
-    return ViTForImageClassification(config), {"pixel_values": torch.randn(4, 3, 112, 112), "labels": torch.arange(4)}
+    return ViTForImageClassification(config), {"pixel_values": torch.randn(16, 3, 112, 112), "labels": torch.arange(16) % 10}
 
 
 def resnet() -> Case:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    inputs = {"pixel_values": torch.randn(4, 3, 96, 96), "labels": torch.arange(4)}
+    inputs = {"pixel_values": torch.randn(8, 3, 96, 96), "labels": torch.arange(8)}
     return ResNetForImageClassification(ResNetConfig(num_labels=10)), inputs
 
 
@@ -90,7 +90,10 @@ class _Run:
 
 def _ours(model: nn.Module, inputs: dict[str, Any], budget_mb: float) -> tuple[_Run, Any]:
     options = {"budget_mb": budget_mb, "time_limit": 15.0}
-    run = _Run(model, inputs, torch.compile(model, backend=checkpoint_planner, options=options))
+    try:
+        run = _Run(model, inputs, torch.compile(model, backend=checkpoint_planner, options=options))
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        raise error.inner_exception from None
     return run, plans(options)[-1]
 
 

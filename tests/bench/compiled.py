@@ -52,7 +52,8 @@ def vit() -> Case:
         num_hidden_layers=4, hidden_size=192, intermediate_size=768, num_attention_heads=3, image_size=112,
         num_labels=10,
     )  # fmt: skip
-    return ViTForImageClassification(config), {"pixel_values": torch.randn(16, 3, 112, 112), "labels": torch.arange(16) % 10}
+    inputs = {"pixel_values": torch.randn(16, 3, 112, 112), "labels": torch.arange(16) % 10}
+    return ViTForImageClassification(config), inputs
 
 
 def resnet() -> Case:

@@ -49,6 +49,7 @@ class Share:
         self.attempts = 0
         self.target: int | None = None
         self.exhausted = False
+        self.lowest = 0
 
     # Compiling ------------------------------------------------------------------------------------------------------
 
@@ -136,13 +137,15 @@ class Share:
         """The step that has run fits, or its graphs are planned anew."""
         budget, sequence = self._budget(), self.sequence
         peak = self._peak(_figures(sequence))
+        self.lowest = min(self.lowest or peak, peak)
         if budget is None or not sequence or peak <= budget:
             self.watching = False
         elif self.attempts >= ATTEMPTS or self.exhausted:
             raise BudgetError(
-                f"the compiled step was measured to hold {peak / MIB:.1f} MiB at the lowest peak planned for; the "
-                f"budget is {budget / MIB:.1f} MiB: ask for more, or for a smaller batch",
-                budget_bytes=budget, minimum_bytes=peak,
+                f"of {self.attempts + 1} programs of the compiled step the lowest was measured to hold "
+                f"{self.lowest / MIB:.1f} MiB; the budget is {budget / MIB:.1f} MiB: ask for more, or for a smaller "
+                "batch",
+                budget_bytes=budget, minimum_bytes=self.lowest,
             )  # fmt: skip
         else:
             self.attempts += 1

@@ -72,10 +72,18 @@ def _mixed_devices(model: nn.Module) -> Iterator[str]:
 
 
 def _compiled(model: nn.Module) -> Iterator[str]:
+    return _of_kinds(model, ("OptimizedModule",))
+
+
+def _wrapped(model: nn.Module) -> Iterator[str]:
     kinds = (
-        "OptimizedModule", "ScriptModule", "RecursiveScriptModule", "TopLevelTracedModule", "DataParallel",
+        "ScriptModule", "RecursiveScriptModule", "TopLevelTracedModule", "DataParallel",
         "DistributedDataParallel", "FullyShardedDataParallel",
     )  # fmt: skip
+    return _of_kinds(model, kinds)
+
+
+def _of_kinds(model: nn.Module, kinds: tuple[str, ...]) -> Iterator[str]:
     for name, module in model.named_modules():
         if type(module).__name__ in kinds:
             yield f"{name or 'the model'} ({type(module).__name__})"
@@ -89,8 +97,13 @@ def _runs_a_plan(model: nn.Module) -> Iterator[str]:
 
 TABLE: tuple[Refusal, ...] = (
     Refusal(
-        "compiled, scripted or data-parallel module", "its Python cannot be traced",
-        "Plan the module inside it, and compile or wrap plan.module afterwards.", _compiled,
+        "compiled module", "a plan replaces what the compiler would compile",
+        "Plan the module inside it (its attribute _orig_mod), or compile that one under a budget: "
+        'torch.compile(module, backend="checkpoint_planner", options={"budget_mb": ...}).', _compiled,
+    ),
+    Refusal(
+        "scripted or data-parallel module", "its Python cannot be traced",
+        "Plan the module inside it, and wrap plan.module afterwards.", _wrapped,
     ),
     Refusal(
         "module that runs a plan", "its planned step cannot be traced",

@@ -32,7 +32,7 @@ from planner.errors import ModelMismatch
 from planner.files.fingerprint import describe_value, fingerprint, node_lines, tensor_lines
 from solvers.errors import PlannerError
 
-from .cache import PlanState
+from .cache import OPAQUE, PlanState
 from .module import PlannedModule
 
 
@@ -99,6 +99,7 @@ class PlannedForward:
         self.__doc__ = inspect.getdoc(type(model).forward)
         self.__signature__ = state.signature
 
+    @torch.compiler.disable(reason=OPAQUE)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = self.state
         if state.unplanned:

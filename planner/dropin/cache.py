@@ -35,6 +35,7 @@ from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_k
 
 CACHE_SIZE = 32
 SLOW_REPLANS = 5  # after so many, and each time they have doubled, it is said what they cost
+OPAQUE = 'a planned step runs as it is; torch.compile(model, backend="checkpoint_planner") compiles under a budget'
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter})
 _DECIDES = attrgetter("shape", "dtype", "device", "requires_grad")
 

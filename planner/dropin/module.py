@@ -18,7 +18,7 @@ from planner.decided import Decided
 from planner.pipeline import Replan
 from solvers.errors import PlannerError
 
-from .cache import PlanState
+from .cache import OPAQUE, PlanState
 
 
 class PlannedModule(fx.GraphModule):
@@ -67,6 +67,7 @@ class PlannedModule(fx.GraphModule):
             cls.forward = _with_signature(state.signature)
         return code
 
+    @torch.compiler.disable(reason=OPAQUE)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own call: planned in training, the original forward under `eval()` or `no_grad`."""
         state = self._plan_state
@@ -177,11 +178,12 @@ class PlannedModule(fx.GraphModule):
 def _with_signature(signature: inspect.Signature) -> Callable[..., Any]:
     """`PlannedModule.forward` as trainers look at it, who ask a model's signature which columns of a batch it takes."""
 
+    @torch.compiler.disable(reason=OPAQUE)
     def forward(self: PlannedModule, *args: Any, **kwargs: Any) -> Any:
         return PlannedModule.forward(self, *args, **kwargs)
 
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # type: ignore[attr-defined]
+    forward.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])
     forward.__doc__ = PlannedModule.forward.__doc__
     return forward
 

@@ -338,10 +338,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
     "generator": (
         own_generator, batch, "random generator of its own at rand", "Draw from the default generator"),
     "scripted": (
-        lambda: torch.jit.trace(linear(), batch()), batch, "compiled, scripted or data-parallel",
+        lambda: torch.jit.trace(linear(), batch()), batch, "scripted or data-parallel",
         "Plan the module inside it"),
     "data parallel": (
-        lambda: nn.DataParallel(linear()), batch, "the model (DataParallel)", "compile or wrap plan.module afterwards"),
+        lambda: nn.DataParallel(linear()), batch, "the model (DataParallel)", "wrap plan.module afterwards"),
     "lazy": (lambda: nn.LazyLinear(3), batch, "lazy parameter at weight", "Run the model once on a sample"),
     "unregistered parameter": (Unregistered, batch, "no parameter of the model", "Register it: nn.Parameter"),
     "plain tensor changed": (PlainState, batch, "no buffer at self.steps", "Register it: self.register_buffer"),
@@ -358,7 +358,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
         lambda: Wrap(lambda self, x: (self.layer(x), self.layer.weight.t()), layer=linear()), batch,
         "view of an input or parameter returned at output [1]", "Return a clone() of it"),
     "compiled": (
-        lambda: torch.compile(linear(), backend="eager"), batch, "compiled, scripted or data-parallel",
+        lambda: torch.compile(linear(), backend="eager"), batch, "compiled module",
         "Plan the module inside it"),
 }  # fmt: skip
 

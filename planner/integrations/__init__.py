@@ -1,0 +1,1 @@
+"""The planner inside other tools: as a backend of `torch.compile`."""

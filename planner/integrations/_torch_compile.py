@@ -1,0 +1,187 @@
+"""What the compiler's side of torch keeps private and this folder relies on (torch 2.11 and newer)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import sympy
+import torch
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
+from torch._functorch import partitioners
+from torch._guards import TracingContext, tracing
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx.experimental.symbolic_shapes import find_symbol_binding_fx_nodes, free_symbols
+from torch.utils._python_dispatch import _disable_current_modes
+
+Halves = tuple[fx.GraphModule, fx.GraphModule]
+# (joint graph, number of its outputs that belong to the forward) -> forward, backward
+Partition = Callable[[fx.GraphModule, int], Halves]
+
+
+class _Partitioner(CustomPartitionerFn):
+    """Our partition as Inductor takes it; without a `uuid`, so that no cache hands out another budget's program."""
+
+    def __init__(self, partition: Partition) -> None:
+        self.partition = partition
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Halves:
+        return self.partition(gm, kwargs["num_fwd_outputs"])
+
+    def uuid(self) -> Any | None:
+        return None
+
+
+def compile_eager(
+    gm: fx.GraphModule, inputs: Sequence[Any], partition: Partition,
+    run: Callable[[fx.GraphModule, bool], Callable[..., Any]],
+) -> Callable[..., Any]:  # fmt: skip
+    """AOT autograd with our partition; `run(half, is_backward)` makes each half callable."""
+
+    def split(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Halves:
+        return partition(joint, num_fwd_outputs)
+
+    with functorch_config.patch(enable_autograd_cache=False):
+        made = aot_autograd(
+            fw_compiler=lambda half, _: run(half, False), bw_compiler=lambda half, _: run(half, True),
+            partition_fn=split,
+        )  # fmt: skip
+        compiled: Callable[..., Any] = made(gm, inputs)
+    return compiled
+
+
+def compile_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], partition: Partition, options: Mapping[str, Any],
+    seen: Callable[[Callable[..., Any], bool], Callable[..., Any]],
+) -> Callable[..., Any]:  # fmt: skip
+    """Inductor with our partition; `seen(half, is_backward)` may wrap each compiled half."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    def inner(half: fx.GraphModule, half_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        compiled = compile_fx_inner(half, half_inputs, **kwargs)
+        return seen(compiled, bool(kwargs.get("is_backward", False)))
+
+    patches = {**options, "custom_partitioner_fn": _Partitioner(partition), "fx_graph_cache": False}
+    with functorch_config.patch(enable_autograd_cache=False), inductor_config.patch(patches):
+        compiled: Callable[..., Any] = cast(Any, compile_fx)(gm, list(inputs), inner_compile=inner)
+    return compiled
+
+
+def tracing_context() -> TracingContext | None:
+    """Dynamo's context of the present compilation."""
+    return TracingContext.try_get()
+
+
+def reentered(context: TracingContext | None) -> contextlib.AbstractContextManager[Any]:
+    """That context once more, when the same graph is compiled again later."""
+    present = TracingContext.try_get()
+    return contextlib.nullcontext() if context is None or present is context else tracing(context)
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """Inductor's options for `torch.compile(mode=...)`."""
+    return dict(torch._inductor.list_mode_options(mode))
+
+
+def traced_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """What stands for the inputs in Dynamo's own trace: sizes without data, good for compiling once more later."""
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    return [n.meta.get("example_value", given) for n, given in zip(placeholders, inputs, strict=True)]
+
+
+def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as Dynamo calls it without looking into it."""
+    hidden: Callable[..., Any] = torch._dynamo.disable(function, reason="runs compiled graphs")
+    return hidden
+
+
+def is_profiling() -> bool:
+    """Whether somebody records events already."""
+    return bool(torch.autograd._profiler_enabled())
+
+
+def symbol_name(value: Any) -> str:
+    """The symbol that an input of a graph is; "" for what is not one."""
+    if not isinstance(value, torch.SymInt):
+        return ""
+    expression = value.node.expr
+    return str(expression) if expression.is_Symbol else ""
+
+
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """Run real ops while a compilation is under way."""
+    with _disable_current_modes():
+        yield
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder of a joint graph is the gradient of an output."""
+    return bool(partitioners._is_tangent(node))
+
+
+def is_plain_primal(node: fx.Node) -> bool:
+    """Whether a placeholder of a joint graph is an input of the forward: not a seed, an offset or backward state."""
+    return bool(partitioners._is_primal(node)) and not partitioners._is_backward_state(node)
+
+
+def output_descriptions(graph: fx.Graph, count: int) -> list[Any]:
+    """What AOT autograd notes about each output of its joint graph."""
+    descriptions = graph.output_node().meta.get("desc")
+    return list(descriptions) if descriptions is not None and len(descriptions) == count else [None] * count
+
+
+def saved_description(index: int) -> Any:
+    """The note of a value that the forward saves for the backward."""
+    try:
+        from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+    except ImportError:  # pragma: no cover - depends on the installed torch
+        return None
+    return SavedForBackwardsAOTOutput(index)
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a value of a graph is a number rather than a tensor, symbolic or not."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+
+
+def concrete(value: Any, sizes: Mapping[str, int]) -> Any:
+    """A number without its symbols: those in `sizes` as given there, others as first seen. Adds no guard."""
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value
+    node = value.node
+    expression = node.expr
+    values = {
+        s: sympy.Integer(sizes[str(s)] if str(s) in sizes else _first_seen(node.shape_env, s))
+        for s in expression.free_symbols
+    }
+    return _number(expression.xreplace(values), value)
+
+
+def _first_seen(shape_env: Any, symbol: Any) -> Any:
+    for table in ("backed_var_to_val", "var_to_val"):
+        known = getattr(shape_env, table, None)
+        if known is not None and symbol in known:
+            return known[symbol]
+    raise KeyError(str(symbol))
+
+
+def _number(expression: Any, like: Any) -> Any:
+    if isinstance(like, torch.SymBool):
+        return bool(expression)
+    return float(expression) if isinstance(like, torch.SymFloat) else int(expression)
+
+
+def symbols_of(value: Any) -> tuple[str, ...]:
+    """Names of the symbols in a number or a tensor's sizes, sorted."""
+    return tuple(sorted(str(s) for s in free_symbols(value))) if value is not None else ()
+
+
+def symbol_nodes(graph: fx.Graph) -> dict[str, fx.Node]:
+    """The node that first names each symbol."""
+    return {str(symbol): node for symbol, node in find_symbol_binding_fx_nodes(graph).items()}

@@ -1,0 +1,168 @@
+"""A joint graph and a budget in, its two halves out: read, profiled, solved, rewritten, proved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import fx
+
+from passes.alias import Aliases, alias, device_of
+from passes.lower import Lowered, lower
+from passes.ops import is_random
+from passes.profile import OpProfile, profile
+from passes.rewrite import rewrite
+from passes.verify import verify
+from solvers import minimum_budget, solve
+from solvers.problem import Problem
+from solvers.schedule import Schedule, plain_order, with_frees
+from solvers.simulate import simulate
+
+from ._torch_compile import Halves, outside_modes
+from .fusion import Fused, fuse
+from .halves import make_halves
+from .joint import Joint, read_joint
+from .kernels import kinds
+
+SECONDS_FOR_MINIMUM = 10.0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one call of a graph holds, in bytes above its own inputs.
+
+    Attributes:
+        forward, backward: the highest point of either half.
+        held: what stays between them: saved tensors and outputs.
+        gradients: what stays after the backward.
+    """
+
+    forward: int
+    backward: int
+    held: int
+    gradients: int
+
+
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """A joint graph before any decision."""
+
+    joint: Joint
+    aliases: Aliases
+    lowered: Lowered
+    fused: Fused | None
+    seconds: float
+
+    @property
+    def problem(self) -> Problem:
+        """The step as the solvers see it: as the compiler will fuse it, where it does."""
+        return self.fused.problem if self.fused else self.lowered.problem
+
+    @cached_property
+    def tangent_op(self) -> int:
+        """Where the backward starts in `problem`."""
+        return self.fused.ops.index(self.lowered.tangent_op) if self.fused else self.lowered.tangent_op
+
+    def decide(self, budget_bytes: int | None, *, solver: str, time_limit: float, gap: float) -> Schedule:
+        """The cheapest schedule found under a budget in which the graph's own inputs are counted.
+
+        Raises:
+            BudgetError: nothing found fits.
+        """
+        if budget_bytes is None:
+            return with_frees(self.problem, plain_order(self.problem))
+        return solve(self.problem, budget_bytes, solver=solver, time_limit=time_limit, gap=gap).schedule
+
+    def decide_held(self, level: float, *, solver: str, time_limit: float, gap: float) -> Schedule:
+        """The cheapest schedule found that holds little between the halves, whatever else they need.
+
+        Args:
+            level: 0 holds the least known to work, 1 what the step without recompute holds.
+        """
+        least, plain = self._held_range
+        return solve(
+            self._strained, least + int(level * max(0, plain - least)), solver=solver, time_limit=time_limit, gap=gap
+        ).schedule
+
+    @cached_property
+    def _strained(self) -> Problem:
+        """The step with as much again as its plain peak in use between the halves."""
+        ops = list(self.problem.ops)
+        ops[self.tangent_op] = replace(ops[self.tangent_op], workspace=self.plain_peak)
+        return replace(self.problem, ops=tuple(ops))
+
+    @cached_property
+    def _held_range(self) -> tuple[int, int]:
+        """The smallest peak of the strained step known to work, and the one without recompute."""
+        plain = simulate(self._strained, with_frees(self.problem, plain_order(self.problem))).peak_bytes
+        return minimum_budget(self._strained, time_limit=SECONDS_FOR_MINIMUM).minimum_bytes, plain
+
+    @cached_property
+    def plain_peak(self) -> int:
+        """The peak without recompute, the graph's own inputs included."""
+        return simulate(self.problem, with_frees(self.problem, plain_order(self.problem))).peak_bytes
+
+    @property
+    def tangent_bytes(self) -> int:
+        """What the backward is handed."""
+        return sum(self.problem.tensors[t].bytes for t in self.problem.ops[self.tangent_op].outputs)
+
+    def overhead(self, schedule: Schedule) -> float:
+        """Recompute cost over the cost of the plain step."""
+        return self.problem.overhead(simulate(self.problem, schedule).added_cost)
+
+    def halves(self, schedule: Schedule) -> Halves:
+        """The schedule as two graphs, proved."""
+        if self.fused:
+            schedule = self.fused.unfused(schedule)
+        rewritten = rewrite(self.joint.traced, self.aliases, self.lowered, schedule)
+        verify(self.joint.traced, rewritten)
+        return make_halves(self.joint, rewritten)
+
+    def figures(self, schedule: Schedule) -> Figures:
+        """What the schedule holds, as simulated."""
+        found = simulate(self.problem, schedule)
+        boundary = next(p for p, s in enumerate(schedule) if s == ("compute", self.tangent_op))
+        static = self.problem.static_bytes
+        return Figures(
+            forward=max(found.moment_bytes[:boundary], default=static) - static,
+            backward=max(found.moment_bytes[boundary:], default=static) - static,
+            held=found.resident_bytes[boundary - 1] - static if boundary else 0,
+            gradients=found.resident_bytes[-1] - static,
+        )
+
+
+def prepare_joint(
+    gm: fx.GraphModule, num_fwd_outputs: int, cost: Callable[[OpProfile], float], sizes: Mapping[str, int],
+    *, reserve_bytes: int = 0, timed: bool = False, fusing: bool = False,
+) -> Ready:  # fmt: skip
+    """Everything before the decision; `sizes` are what symbols are planned for.
+
+    Random ops run once: what they draw is kept, or its seed where the compiler draws from seeds.
+
+    Raises:
+        Unsupported: the graph holds something that a partition of ours would not keep.
+    """
+    start = time.perf_counter()
+    joint = read_joint(gm, num_fwd_outputs, sizes)
+    graph = joint.traced.graph_module.graph
+    aliases = alias(graph)
+    with outside_modes():
+        profiles = profile(graph, timed=timed)
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    device = device_of(next((n for n in graph.nodes if n.op != "output"), nodes[0]))
+    lowered = lower(
+        joint.traced, aliases, profiles, cost, device=device, reserve_bytes=reserve_bytes,
+        once=[n for n in nodes if is_random(n)],
+    )  # fmt: skip
+    lowered = _out_of_place(lowered)
+    fused = fuse(lowered.problem, kinds(lowered, profiles)) if fusing else None
+    return Ready(joint, aliases, lowered, fused, time.perf_counter() - start)
+
+
+def _out_of_place(lowered: Lowered) -> Lowered:
+    """AOT autograd and Inductor take functional graphs: what runs in place is theirs to decide."""
+    ops = tuple(replace(op, reuse=()) for op in lowered.problem.ops)
+    return replace(lowered, problem=replace(lowered.problem, ops=ops))

@@ -1,0 +1,157 @@
+"""A captured graph compiled for given sizes under a given limit, and what its two halves hold."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.codegen import boxed
+from passes.memory import granule, round_up
+from passes.profile import OpProfile
+from solvers.problem import Problem
+from solvers.schedule import Schedule
+
+from ._torch_compile import Halves, compile_eager, compile_inductor, is_profiling, reentered, tracing_context
+from .partition import Figures, Ready, prepare_joint
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """The backend's options, resolved."""
+
+    budget_bytes: int | None
+    inductor: bool
+    solver: str
+    time_limit: float
+    gap: float
+    cost: Callable[[OpProfile], float]
+    timed: bool
+    reserve_bytes: int
+    inductor_options: dict[str, Any] = field(default_factory=dict)
+
+
+class Program:
+    """One graph compiled for `sizes`.
+
+    Attributes:
+        problem, schedule: what was decided; None for a graph without gradients.
+        predicted: what it holds, as simulated; `measured` as seen in a first step, None where nobody looked.
+        planning_seconds, compile_seconds: of the latest compilation, the second without the first.
+        recomputes: added cost as a share of the step's.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], sizes: dict[str, int], settings: Settings
+    ) -> None:
+        self.gm, self.inputs, self.sizes, self.settings = gm, inputs, sizes, settings
+        self.context = tracing_context()
+        self.problem: Problem | None = None
+        self.ready: Ready | None = None
+        self.schedule: Schedule | None = None
+        self.predicted: Figures | None = None
+        self.measured: Figures | None = None
+        self.watching = True
+        self.backward_ran: Callable[[], None] = lambda: None
+        self.planning_seconds = self.compile_seconds = 0.0
+        self.run: Callable[..., Any] = self._not_compiled
+
+    @staticmethod
+    def _not_compiled(*_: Any) -> Any:
+        raise RuntimeError("a graph is called before it is compiled")
+
+    def compile(self, choose: Callable[[Program, Ready], Schedule]) -> None:
+        """Trace, decide by `choose` and compile; what was compiled before is dropped."""
+        start = time.perf_counter()
+        self.measured, self.watching, self.planning_seconds = None, True, 0.0
+
+        def partition(joint: fx.GraphModule, num_fwd_outputs: int) -> Halves:
+            began = time.perf_counter()
+            halves = self._partition(joint, num_fwd_outputs, choose)
+            self.planning_seconds += time.perf_counter() - began
+            return halves
+
+        gm = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
+        gm.meta = dict(self.gm.meta)
+        with reentered(self.context):
+            if self.settings.inductor:
+                options = self.settings.inductor_options
+                self.run = compile_inductor(gm, self.inputs, partition, options, self._watched)
+            else:
+                self.run = compile_eager(gm, self.inputs, partition, self._op_by_op)
+        self.compile_seconds = time.perf_counter() - start - self.planning_seconds
+
+    def _partition(
+        self, joint: fx.GraphModule, num_fwd_outputs: int, choose: Callable[[Program, Ready], Schedule]
+    ) -> Halves:
+        settings = self.settings
+        ready = prepare_joint(
+            joint, num_fwd_outputs, settings.cost, self.sizes, timed=settings.timed, fusing=settings.inductor
+        )
+        self.ready, self.problem = ready, ready.problem
+        self.schedule = choose(self, ready)
+        self.predicted = ready.figures(self.schedule)
+        return ready.halves(self.schedule)
+
+    @property
+    def figures(self) -> Figures | None:
+        """What is known best: measured where it was, else predicted."""
+        return self.measured or self.predicted
+
+    @property
+    def overhead(self) -> float:
+        """Recompute cost over the cost of the plain step."""
+        if self.ready is None or self.schedule is None:
+            return 0.0
+        return self.ready.overhead(self.schedule)
+
+    # Running the halves ---------------------------------------------------------------------------------------------
+
+    def _op_by_op(self, half: fx.GraphModule, is_backward: bool) -> Callable[..., Any]:
+        return self._watched(boxed(half.graph, half, "Half").forward, is_backward)
+
+    def _watched(self, half: Callable[..., Any], is_backward: bool) -> Callable[..., Any]:
+        """Measure the half while the program is watched; then it runs as it is."""
+
+        def run(values: list[Any]) -> Any:
+            if is_backward:
+                self.backward_ran()
+            if not (self.watching and self.settings.inductor) or is_profiling():
+                return half(values)
+            return self._measure(half, values, is_backward)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def _measure(self, half: Callable[..., Any], values: list[Any], is_backward: bool) -> Any:
+        if any(isinstance(v, torch.Tensor) and v.device.type != "cpu" for v in values) or self.predicted is None:
+            return half(values)  # an accelerator's peak cannot be read without disturbing the user's own statistics
+        result: list[Any] = []
+        peak, left = high_and_left(lambda: result.append(half(values)))
+        known = self.measured or self.predicted
+        if is_backward:
+            tangents = self.ready.tangent_bytes if self.ready else 0
+            start = known.held + tangents
+            self.measured = replace(known, backward=start + peak, gradients=max(known.gradients, start + left))
+        else:
+            self.measured = replace(known, forward=peak, held=left)
+        return result.pop()
+
+
+def high_and_left(run: Callable[[], Any]) -> tuple[int, int]:
+    """Highest point and end level of the CPU's memory, above the start, while `run()` executes."""
+    from passes._torch import allocator_events
+
+    level = peak = 0
+    multiple = granule(torch.device("cpu"))
+    for change in allocator_events(run):
+        level += round_up(change, multiple) if change > 0 else -round_up(-change, multiple)
+        peak = max(peak, level)
+    return peak, level
+
+

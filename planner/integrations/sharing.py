@@ -1,0 +1,224 @@
+"""One budget over the graphs of a compiled model, which Dynamo hands over one by one.
+
+A step calls graphs 1..n forward and then n..1 backward. With H what a graph holds between its halves (saved tensors
+and outputs), F and B the highest points of its halves, G its gradients and S all parameters and inputs, the step's
+peak is the largest of
+
+    S + H(1) + ... + H(k-1) + F(k)    and    S + H(1) + ... + H(k-1) + B(k) + G(k+1) + ... + G(n).
+
+What comes after a graph is not known when it is compiled. So in the first step each graph may use what its
+predecessors leave of the budget, or else runs at its lowest peak. When a step has run, its graphs are known and, under
+Inductor, measured. If the peak is then above the budget, all of them are planned anew at one level between
+the least that they can hold between their halves and what they hold without recompute, the highest at which the step
+fits. Promised from then on: the peak of what the graphs hold. What Python makes between graphs is `reserve_mb`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from solvers.errors import MIB, BudgetError
+from solvers.schedule import Schedule
+
+from .partition import Figures, Ready
+from .program import Program, Settings
+
+LOG = logging.getLogger("planner.integrations")
+ATTEMPTS = 6
+LEVELS = 5
+LONGEST_STEP = 10_000  # calls without a backward between them are no step
+SHARE_OF_TIME = 0.3
+
+
+class Share:
+    """The graphs that one `torch.compile` made, and the step that is running."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.programs: list[Program] = []
+        self.sequence: list[Program] = []
+        self.leaves: dict[int, int] = {}
+        self.made: set[int] = set()
+        self.backward_ran = False
+        self.watching = True
+        self.attempts = 0
+        self.target: int | None = None
+        self.exhausted = False
+        self.lowest = 0
+
+    # Compiling ------------------------------------------------------------------------------------------------------
+
+    def add(self, program: Program) -> None:
+        """Compile a new program within what the step that is running leaves of the budget."""
+        if self.backward_ran:
+            self._begin()
+        program.backward_ran = self._note_backward
+        program.compile(self._within_the_rest)
+        self.programs.append(program)
+        self._watch()
+        self._tell(program)
+
+    def _within_the_rest(self, program: Program, ready: Ready) -> Schedule:
+        budget = self._budget()
+        if budget is None:
+            return self._decide(ready, None)
+        others = sum(self.leaves.values()) + sum(f.held for f in _figures(self.sequence))
+        try:
+            return self._decide(ready, budget - others)
+        except BudgetError:
+            if not self.sequence:
+                raise
+            return self._hold(ready, 0.0)
+
+    def _budget(self) -> int | None:
+        budget = self.settings.budget_bytes
+        return None if budget is None else budget - self.settings.reserve_bytes
+
+    def _decide(self, ready: Ready, budget: int | None) -> Schedule:
+        settings = self.settings
+        return ready.decide(budget, solver=settings.solver, time_limit=settings.time_limit, gap=settings.gap)
+
+    def _hold(self, ready: Ready, level: float) -> Schedule:
+        settings = self.settings
+        return ready.decide_held(
+            level, solver=settings.solver, time_limit=settings.time_limit * SHARE_OF_TIME, gap=settings.gap
+        )
+
+    @staticmethod
+    def _tell(program: Program) -> None:
+        peak = max(program.predicted.forward, program.predicted.backward) if program.predicted else 0
+        LOG.info(
+            "a graph of %d ops: peak %.1f MiB above its inputs, recompute %.1f %% of its cost; planned in %.1f s, "
+            "compiled in %.1f s", len(program.problem.ops) if program.problem else 0, peak / MIB,
+            100 * program.overhead, program.planning_seconds, program.compile_seconds,
+        )  # fmt: skip
+
+    # Running --------------------------------------------------------------------------------------------------------
+
+    def call(self, program: Program, args: Sequence[Any]) -> Any:
+        """Run a program's forward as the next of the step; settle the last step first, should one have ended."""
+        if not self.watching:
+            return program.run(*args)
+        if self.backward_ran:
+            self._settle()
+            self._begin()
+        if not self.watching:
+            return program.run(*args)
+        self._see(args)
+        result = program.run(*args)
+        if program.predicted is not None and len(self.sequence) < LONGEST_STEP:
+            self.sequence.append(program)
+        self.made.update(p for p, _ in _storages(result))
+        return result
+
+    def _see(self, args: Sequence[Any]) -> None:
+        """Parameters and inputs, once each; what an earlier graph made is counted there."""
+        self.leaves.update((p, size) for p, size in _storages(args) if p not in self.made)
+
+    def _note_backward(self) -> None:
+        self.backward_ran = True
+
+    def _begin(self) -> None:
+        self.sequence, self.leaves, self.made, self.backward_ran = [], {}, set(), False
+
+    def _watch(self) -> None:
+        self.watching = True
+        for program in self.programs:
+            program.watching = True
+
+    # Settling -------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """The step that has run fits, or its graphs are planned anew."""
+        budget, sequence = self._budget(), self.sequence
+        peak = self._peak(_figures(sequence))
+        self.lowest = min(self.lowest or peak, peak)
+        if budget is None or not sequence or peak <= budget:
+            self.watching = False
+        elif self.attempts >= ATTEMPTS or self.exhausted:
+            raise BudgetError(
+                f"of {self.attempts + 1} programs of the compiled step the lowest was measured to hold "
+                f"{self.lowest / MIB:.1f} MiB; the budget is {budget / MIB:.1f} MiB: ask for more, or for a smaller "
+                "batch",
+                budget_bytes=budget, minimum_bytes=self.lowest,
+            )  # fmt: skip
+        else:
+            self.attempts += 1
+            self.target = (self.target or budget) - self._surplus(peak, budget, sequence)
+            self._plan_together(sequence, self.target)
+        for program in self.programs:
+            program.watching = self.watching
+
+    def _surplus(self, peak: int, budget: int, sequence: list[Program]) -> int:
+        """By how much to aim lower: what was measured above the budget. What was predicted above it needs no more."""
+        return peak - max(budget, min(peak, self._peak(_told(sequence))))
+
+    def _peak(self, figures: Sequence[Figures]) -> int:
+        """The step's peak (see above)."""
+        static, before, after = sum(self.leaves.values()), 0, sum(f.gradients for f in figures)
+        highest = static
+        for f in figures:
+            after -= f.gradients
+            highest = max(highest, static + before + f.forward, static + before + f.backward + after)
+            before += f.held
+        return highest
+
+    def _plan_together(self, sequence: list[Program], target: int) -> None:
+        """Compile all graphs of the step at the highest common level at which it fits, or at their lowest."""
+        distinct = list(dict.fromkeys(sequence))
+        for level in self._levels(distinct, target):
+            found = {p: self._at_level(p, *level) for p in distinct}
+            if self._peak([_ready(p).figures(found[p]) for p in sequence]) <= target:
+                break
+        else:
+            self.exhausted = True
+        for program in distinct:
+            schedule, problem = found[program], program.problem
+            program.compile(lambda p, ready, s=schedule, q=problem: self._as_chosen(ready, q, s))  # type: ignore[misc]
+            self._tell(program)
+
+    def _as_chosen(self, ready: Ready, problem: Any, schedule: Schedule) -> Schedule:
+        return schedule if ready.problem == problem else self._hold(ready, 0.0)
+
+    def _levels(self, programs: list[Program], target: int) -> Iterator[tuple[float, int]]:
+        """Shares of the way from the lowest to the plain peak, from above; one graph by itself is told its bytes."""
+        if len(programs) == 1 and len(self.sequence) == 1:
+            yield 1.0, target - sum(self.leaves.values()) + _ready(programs[0]).problem.static_bytes
+        for step in range(LEVELS, -1, -1):
+            yield step / (LEVELS + 1), -1
+
+    def _at_level(self, program: Program, level: float, exact: int) -> Schedule:
+        ready = _ready(program)
+        if exact < 0:
+            return self._hold(ready, level)
+        try:
+            return self._decide(ready, exact)
+        except BudgetError:
+            return self._hold(ready, 0.0)
+
+
+def _ready(program: Program) -> Ready:
+    assert program.ready is not None
+    return program.ready
+
+
+def _figures(sequence: Sequence[Program]) -> list[Figures]:
+    return [f for p in sequence if (f := p.figures) is not None]
+
+
+def _told(sequence: Sequence[Program]) -> list[Figures]:
+    return [f for p in sequence if (f := p.predicted) is not None]
+
+
+def _storages(values: Any) -> Iterator[tuple[int, int]]:
+    for value in pytree.tree_leaves(values):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            storage = value.untyped_storage()
+            yield storage.data_ptr(), storage.nbytes()
+
+

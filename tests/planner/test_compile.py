@@ -1,0 +1,272 @@
+"""torch.compile: the backend, a planned module that is compiled, and a compiled model that is planned."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from passes.errors import Unsupported
+from passes.memory import measure_peak
+from planner import auto_checkpoint
+from planner.integrations.compile import checkpoint_planner, plans
+from planner.integrations.fusion import Kind, fuse
+from solvers import minimum_budget, simulate, solve
+from solvers.errors import MIB, BudgetError, PlannerError
+from solvers.problem import Op, Problem, Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Blocks, a batch norm (a buffer that the forward changes) and a loss; graph breaks after some blocks."""
+
+    def __init__(self, width: int = 32, blocks: int = 4, dropout: float = 0.0, breaks: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(blocks))
+        self.norm, self.breaks = nn.BatchNorm1d(width), breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i in self.breaks:
+                torch._dynamo.graph_break()
+        return self.norm(x).exp().mean()
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Any:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def _step(run: Any, *inputs: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(1)
+    loss = run(*inputs)
+    loss.backward()
+    return loss.detach()
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def _static(model: nn.Module, *inputs: torch.Tensor) -> int:
+    return sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *inputs))
+
+
+def _plain_peak(model: nn.Module, *inputs: torch.Tensor) -> int:
+    compiled = torch.compile(model, backend="aot_eager")
+    _step(compiled, *inputs)
+    model.zero_grad()
+    peak = measure_peak(lambda: _step(compiled, *inputs)) + _static(model, *inputs)
+    model.zero_grad()
+    torch._dynamo.reset()
+    return peak
+
+
+def test_it_is_an_entry_point_of_dynamo() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    found = re.search(r'\[project.entry-points.torch_dynamo_backends\]\ncheckpoint_planner = "(.*):(.*)"\n', text)
+    assert found is not None
+    assert getattr(import_module(found[1]), found[2]) is checkpoint_planner
+
+
+def test_op_by_op_it_keeps_the_bits_and_every_budget_with_dropout_and_buffers() -> None:
+    model, x = Net(dropout=0.1), torch.randn(64, 32)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    loss = _step(torch.compile(model, backend="aot_eager"), x)
+    expected, after = _gradients(model), {k: v.clone() for k, v in model.state_dict().items()}
+    plain = _plain_peak(model, x)
+    peaks = []
+    for share in (1.0, 0.85, 0.7):
+        torch._dynamo.reset()
+        model.load_state_dict(state)
+        options = {"budget_mb": share * plain / MIB, "inner": "eager"}
+        compiled = torch.compile(model, backend=checkpoint_planner, options=options)
+        assert torch.equal(_step(compiled, x), loss)
+        assert all(map(torch.equal, _gradients(model), expected))
+        assert all(torch.equal(after[k], v) for k, v in model.state_dict().items())
+        peaks.append(measure_peak(lambda: _step(compiled, x)) + _static(model, x))  # noqa: B023
+        model.zero_grad()
+        (program,) = plans(options)
+        assert (program.overhead > 0) == (share < 1)
+        assert peaks[-1] <= share * plain
+    assert all(a > b for a, b in pairwise(peaks))
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_gradient_of_dropout_is_that_of_what_was_drawn(inner: str) -> None:
+    """For loss = sum(dropout(x) * exp(a)), the sum of a's gradient is the loss, whatever was drawn."""
+
+    class Witness(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.zeros(4096))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                x = nn.functional.dropout(x, 0.5).sin() + 1
+            return (nn.functional.dropout(x, 0.5) * self.a.exp()).sum()
+
+    model, x = Witness(), torch.rand(64, 4096)
+    options = {"budget_mb": 3.5 if inner == "inductor" else 5.0, "inner": inner}
+    compiled = torch.compile(model, backend=checkpoint_planner, options=options)
+    for _ in range(3):
+        loss = compiled(x)
+        loss.backward()
+        assert model.a.grad is not None
+        torch.testing.assert_close(model.a.grad.sum(), loss.detach(), rtol=1e-4, atol=0)
+        model.zero_grad()
+
+
+def test_graph_breaks_share_the_budget_and_train_as_eager_does() -> None:
+    torch.manual_seed(0)
+    model, twin, x = Net(48, 6, breaks=(1, 3)), Net(48, 6), torch.randn(256, 48)
+    twin.load_state_dict(model.state_dict())
+    peak = measure_peak(lambda: _step(twin, x)) + _static(twin, x)
+    twin.zero_grad()
+    twin.load_state_dict(model.state_dict())
+    options = {"budget_mb": 0.75 * peak / MIB, "inner": "eager"}
+    compiled = torch.compile(model, backend=checkpoint_planner, options=options)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.05) for m in (model, twin)]
+    for _ in range(10):
+        torch.testing.assert_close(_step(compiled, x), _step(twin, x))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(plans(options)) > 1
+    assert measure_peak(lambda: _step(compiled, x)) + _static(model, x) <= options["budget_mb"] * MIB
+
+
+def test_sizes_that_vary_are_planned_for_in_ranges_without_recompiling_in_dynamo() -> None:
+    torch.manual_seed(0)
+    model, twin = Net(blocks=2), Net(blocks=2)
+    twin.load_state_dict(model.state_dict())
+    options = {"budget_mb": 3.0, "inner": "eager"}
+    compiled = torch.compile(model, backend=checkpoint_planner, options=options)
+    graphs = []
+    for size in (64, 96, 128, 100, 300, 70, 290, 64, 128, 97):
+        x = torch.randn(size, 32)
+        torch.testing.assert_close(_step(compiled, x), _step(twin, x))
+        for a, b in zip(_gradients(model), _gradients(twin), strict=True):
+            torch.testing.assert_close(a, b)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[1:] == [graphs[1]] * 9
+    planned = [p.sizes for p in plans(options)]
+    assert len(planned) == len({str(s) for s in planned}) <= 6
+
+
+def test_two_budgets_in_one_process_give_two_programs() -> None:
+    model, x = Net(), torch.randn(64, 32)
+    plain = _plain_peak(model, x)
+    found = []
+    for share in (1.0, 0.7):
+        torch._dynamo.reset()
+        options = {"budget_mb": share * plain / MIB, "inner": "eager"}
+        _step(torch.compile(model, backend=checkpoint_planner, options=options), x)
+        found.append(plans(options)[0].schedule)
+    assert found[0] != found[1]
+
+
+def test_what_it_cannot_do_it_says() -> None:
+    model, x = Net(), torch.randn(64, 32)
+    for options, error in (
+        ({"budget_mb": 0.1, "inner": "eager"}, BudgetError), ({"budget": 4000}, PlannerError),
+        ({"inner": "fast"}, PlannerError),
+    ):  # fmt: skip
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+            torch.compile(model, backend=checkpoint_planner, options=options)(x)
+        assert isinstance(caught.value.inner_exception, error)
+
+
+def test_an_evaluation_runs_too() -> None:
+    model, x = Net().eval(), torch.randn(64, 32)
+    compiled = torch.compile(model, backend=checkpoint_planner, options={"budget_mb": 1.0, "inner": "eager"})
+    with torch.no_grad():
+        assert torch.equal(compiled(x), model(x))
+
+
+def test_a_planned_module_compiled_is_one_opaque_step() -> None:
+    model, x = Net(dropout=0.1), torch.randn(64, 32)
+    plan = auto_checkpoint(model, x, "80%", progress=False, check=False)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    loss, expected = _step(plan.module, x), _gradients(model)
+    counters.clear()
+    for target in (plan.module, plan.apply(model)):
+        model.load_state_dict(state)
+        assert torch.equal(_step(torch.compile(target), x), loss)
+        assert all(map(torch.equal, _gradients(model), expected))
+        assert counters["stats"]["unique_graphs"] == 0
+    plan.remove(model)
+
+
+def test_a_compiled_model_is_refused_with_a_remedy_that_works() -> None:
+    model, x = Net(), torch.randn(64, 32)
+    compiled = torch.compile(model)
+    with pytest.raises(Unsupported, match="_orig_mod"):
+        auto_checkpoint(compiled, x, progress=False)
+    assert auto_checkpoint(compiled._orig_mod, x, progress=False).peak_bytes > 0
+
+
+def test_what_is_fused_takes_no_memory_and_its_schedules_hold_for_the_whole_problem() -> None:
+    """x -> exp -> cos -> matmul, and a backward that reads exp: exp needs no memory of its own."""
+    sizes = {"x": 64, "exp": 64, "cos": 64, "y": 64, "g": 64}
+    ops = (
+        Op("x", (), (0,), 10), Op("exp", (0,), (1,), 1), Op("cos", (1,), (2,), 1), Op("matmul", (2,), (3,), 10),
+        Op("tangents", (), (), 0, 0, False), Op("g", (1, 3), (4,), 1, 0, False),
+    )  # fmt: skip
+    problem = Problem(ops, tuple(Tensor(n, s) for n, s in sizes.items()), 4, (4,))
+    library, pointwise = Kind(False, False), Kind(True, True)
+    fused = fuse(problem, (library, pointwise, pointwise, library, library, Kind(True, False)))
+    assert set(fused.inlined) == {1}  # cos is read by a library kernel
+    assert [o.name for o in fused.problem.ops] == ["x", "cos", "matmul", "tangents", "g"]
+    found = solve(fused.problem, minimum_budget(fused.problem).minimum_bytes)
+    assert simulate(problem, fused.unfused(found.schedule)).added_cost >= 1
+
+
+@pytest.mark.slow
+def test_inductor_keeps_the_budget_within_float32_of_float64() -> None:
+    torch.manual_seed(0)
+    model, x = Net(64, 3), torch.randn(512, 64)
+    exact = Net(64, 3).double()
+    exact.load_state_dict(model.state_dict())
+    _step(exact, x.double())
+    compiled = torch.compile(model)
+    _step(compiled, x)
+    model.zero_grad()
+    plain = measure_peak(lambda: _step(compiled, x)) + _static(model, x)
+    model.zero_grad()
+    torch._dynamo.reset()
+    options = {"budget_mb": 0.8 * plain / MIB}
+    planned = torch.compile(model, backend=checkpoint_planner, options=options)
+    for _ in range(6):
+        model.zero_grad()
+        _step(planned, x)
+    for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        torch.testing.assert_close(p.grad.double(), q.grad, rtol=1e-3, atol=1e-5)
+    model.zero_grad()
+    assert measure_peak(lambda: _step(planned, x)) + _static(model, x) <= 0.8 * plain

@@ -303,7 +303,7 @@ def _made_up(value: Any) -> Any:
         numbers.uniform_(0.25, 0.75, generator=torch.Generator(value.device))
     made = flat.as_strided(value.shape, value.stride())
     made = made.conj() if value.is_conj() else made  # which a kernel that knows no conjugates copies first
-    return torch._neg_view(made) if value.is_neg() else made
+    return aten._neg_view.default(made) if value.is_neg() else made
 
 
 def _identities(value: Any) -> Any:

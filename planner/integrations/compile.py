@@ -96,7 +96,7 @@ def _reset() -> None:
     _SHARES.clear()
 
 
-checkpoint_planner.reset = _reset  # type: ignore[attr-defined]  # what torch._dynamo.reset() calls
+checkpoint_planner.reset = _reset  # type: ignore[attr-defined]  # what Dynamo's reset() calls
 
 
 def _share(options: Mapping[str, Any] | None, mode: str | None, device: torch.device) -> Share:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
+from passes._torch import OpOverload
 from passes.lower import Lowered
 from passes.ops import is_random
 from passes.profile import OpProfile, roofline

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from passes._torch import pytree
 from passes.errors import Unsupported
 from passes.rewrite import Rewritten
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from passes._torch import FakeTensorMode
+from passes._torch import FakeTensorMode, pytree
 from passes.errors import Unsupported
 from passes.trace.capture import Traced
 

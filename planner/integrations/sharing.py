@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from passes._torch import pytree
 from solvers.errors import MIB, BudgetError
 from solvers.schedule import Schedule
 

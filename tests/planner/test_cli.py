@@ -227,7 +227,7 @@ class Endless:
 def test_ctrl_c_ends_the_engine_first() -> None:
     engine = Endless()
     with pytest.raises(KeyboardInterrupt):
-        _interruptible(engine)
+        _interruptible(engine, float("inf"))
     assert engine.ended
 
 

@@ -19,12 +19,14 @@ from torch.utils import _pytree as pytree
 
 from ._torch import FakeTensor, below_autograd
 from .alias import device_of, is_compute
+from .device import kind_of
 from .draws import drawing_privately
 from .exclusive import exclusive, interrupt_point
 from .flops import listed_flops, unlisted_flops
 from .fuse import library
 from .memory import high_water, span
 from .ops import OPAQUE_RESULTS
+from .tape import Tape, record
 
 Cost = str | Callable[["OpProfile"], float]
 RIDGE = 10.0
@@ -46,6 +48,7 @@ class OpProfile:
         seconds: shortest measured time, or None when it was not measured.
         workspace_bytes: memory above inputs and outputs while it runs, measured; 0 when it was not.
         result_bytes: measured size of each result's storage; None when it was not measured.
+        tape: what it asks the device's caching allocator for; None on the CPU, which has none, or when not measured.
         dtype: what it computes in, `bfloat16`: that of the first floating-point tensor read, else written; "" for none.
     """
 
@@ -60,6 +63,7 @@ class OpProfile:
     result_bytes: tuple[int, ...] | None = None
     dtype: str = ""
     unlisted_flops: int = 0
+    tape: Tape | None = None
 
     @property
     def work(self) -> int:
@@ -120,11 +124,9 @@ def profile(
     with exclusive(), below_autograd():
         for group in progress(groups, "profile") if progress else groups:
             interrupt_point()
-            workspace, results, seconds = _measure(group[0], timed)
+            found = _measure(group[0], timed)
             for node in group:
-                measured[node] = replace(
-                    static[node], seconds=seconds, workspace_bytes=workspace, result_bytes=results
-                )
+                measured[node] = replace(static[node], **found)
     return measured
 
 
@@ -166,8 +168,12 @@ def _dtype(tensors: Sequence[torch.Tensor]) -> str:
     return next((str(t.dtype).removeprefix("torch.") for t in tensors if t.is_floating_point()), "")
 
 
-def _measure(node: fx.Node, timed: bool) -> tuple[int, tuple[int, ...] | None, float | None]:
-    """Run the op on made-up data; an op that cannot run on it (an index out of range) counts nothing."""
+def _measure(node: fx.Node, timed: bool) -> dict[str, Any]:
+    """Run the op on made-up data; an op that cannot run on it (an index out of range) counts nothing.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room for this op alone.
+    """
     target: Any = node.target
     made: dict[fx.Node, Any] = {}
     try:
@@ -176,11 +182,21 @@ def _measure(node: fx.Node, timed: bool) -> tuple[int, tuple[int, ...] | None, f
         value = node.meta.get("val")
         expected = value if isinstance(value, (tuple, list)) else None
         run = drawing_privately(target, args, kwargs, device_of(node))
-        workspace, results = high_water(run, device_of(node), expected)
+        found = _memory(run, device_of(node), expected)
         seconds = _time(run, device_of(node)) if timed else None
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, IndexError, ValueError):
-        return 0, None, 0.0 if timed else None
-    return workspace, results, seconds
+        return {"workspace_bytes": 0, "seconds": 0.0 if timed else None}
+    return {**found, "seconds": seconds}
+
+
+def _memory(run: Callable[[], Any], device: torch.device, expected: Sequence[Any] | None) -> dict[str, Any]:
+    if kind_of(device).caches:
+        tape, sizes = record(run, expected)
+        return {"workspace_bytes": tape.workspace_bytes(kind_of(device).granule), "result_bytes": sizes, "tape": tape}
+    workspace, sizes = high_water(run, device, expected)
+    return {"workspace_bytes": workspace, "result_bytes": sizes}
 
 
 def _even_groups(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -240,14 +256,9 @@ def _time(run: Callable[[], Any], device: torch.device) -> float:
     others = torch.empty(OTHERS_BYTES, dtype=torch.uint8, device=device)
     for _ in range(REPEATS):
         others.zero_()  # in a step, other ops have used the cache since
-        _synchronize(device)
+        kind_of(device).synchronize(device)
         start = time.perf_counter()
         run()
-        _synchronize(device)
+        kind_of(device).synchronize(device)
         samples.append(time.perf_counter() - start)
     return min(samples)  # whatever else the machine does can only add to it
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import nn
 
 from planner import BudgetError, Plan, auto_checkpoint
-from planner.plan import MIB
+from solvers.errors import MIB
 from tests.zoo import compare
 from tests.zoo.compare import differences, forward_backward, measured_peak_bytes, run_step
 from tests.zoo.hazards import HAZARDS

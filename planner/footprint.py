@@ -1,0 +1,144 @@
+"""What a schedule makes the device's caching allocator hold: its own sequence of allocations, played step after step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from passes.allocator import Block, CachingAllocator, Segment
+from passes.lower import Lowered
+from passes.tape import NO_TAPE, Tape
+from solvers.schedule import Schedule
+from solvers.simulate import taken_over
+
+from .prepared import Prepared
+
+STEPS = 3  # the second finds what the first left cached; the third shows that nothing more is needed
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on the device, at their highest.
+
+    Attributes:
+        allocated_bytes: as `torch.cuda.max_memory_allocated` counts, without what was there besides the step.
+        reserved_bytes: as `torch.cuda.max_memory_reserved` counts.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """The allocator as the step finds it.
+
+    Attributes:
+        segments: what it has reserved.
+        others_bytes: what is allocated in them besides the step's parameters, buffers and inputs.
+    """
+
+    segments: tuple[Segment, ...]
+    others_bytes: int
+    expandable: bool
+
+
+def start_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Start:
+    """The allocator of a CUDA device with nothing cached, and `tensors` in it."""
+    torch.cuda.empty_cache()
+    snapshot = [s for s in torch.cuda.memory_snapshot() if s["device"] == (device.index or 0)]
+    segments = tuple(
+        Segment(s["address"], s["segment_type"] == "small", tuple((b["size"], b["state"] != "inactive") for b in s["blocks"]))
+        for s in snapshot
+    )  # fmt: skip
+    ours = {t.untyped_storage().data_ptr() for t in tensors if t.device.type == device.type}
+    used = [b for s in snapshot for b in s["blocks"] if b["state"] != "inactive"]
+    others = sum(b["size"] for b in used if b["address"] not in ours)
+    return Start(segments, others, any(s["is_expandable"] for s in snapshot))
+
+
+def footprint(prepared: Prepared, schedule: Schedule, start: Start) -> Footprint:
+    """Play `STEPS` steps, the gradients and outputs of each being dropped after it."""
+    allocator = CachingAllocator(expandable=start.expandable, segments=start.segments)
+    player = _Player(prepared, allocator)
+    for _ in range(STEPS):
+        player.step(schedule)
+    reserve = prepared.options.reserve_bytes
+    allocated = allocator.peak_allocated_bytes - start.others_bytes
+    return Footprint(allocated + reserve, allocator.peak_reserved_bytes + reserve)
+
+
+class _Player:
+    def __init__(self, prepared: Prepared, allocator: CachingAllocator) -> None:
+        self.lowered: Lowered = prepared.lowered
+        self.profiles, self.allocator = prepared.profiles, allocator
+        self.held: dict[int, Block] = {}
+        self.kept: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
+
+    def step(self, schedule: Schedule) -> None:
+        backward = False
+        for position, (kind, i) in enumerate(schedule):
+            if kind == "free":
+                self._drop(i)
+                continue
+            backward = backward or i == self.lowered.tangent_op
+            self._compute(i, taken_over(self.lowered.problem, schedule, position), backward)
+        for t in list(self.held):
+            self._drop(t)
+
+    def _drop(self, tensor: int) -> None:
+        block = self.held.pop(tensor, None)
+        if block is not None:
+            self.allocator.release(block)
+
+    def _compute(self, i: int, taken: int | None, backward: bool) -> None:
+        op, node = self.lowered.problem.ops[i], self.lowered.nodes[i]
+        profile = self.profiles.get(node) if node is not None else None
+        tape = profile.tape if profile is not None else None
+        self._keep(tape or NO_TAPE, backward)
+        given = None
+        if taken is not None and op.outputs[0] not in self.held and taken in self.held:
+            given = self.held.pop(taken)
+        made = self._play(tape, given) if tape else self._plain(op.workspace)
+        for t in op.outputs:
+            storage = self.lowered.storages[t]
+            k = tape.results[storage.index] if tape and storage and storage.index < len(tape.results) else None
+            block = made.pop(k, None) if k is not None else None
+            if block is None and t == op.outputs[0] and given is not None:
+                block, given = given, None
+            if block is None and self.lowered.problem.tensors[t].bytes:
+                block = self.allocator.allocate(self.lowered.problem.tensors[t].bytes)
+            if block is not None and t in self.held:
+                self.allocator.release(block)  # an output that was live keeps its old copy
+            elif block is not None:
+                self.held[t] = block
+        for block in made.values():
+            self.allocator.release(block)
+
+    def _play(self, tape: Tape, given: Block | None) -> dict[int, Block]:
+        """The allocations that are left at the op's end; the first result's is not made where memory is given."""
+        skipped = tape.results[0] if given is not None and tape.results else None
+        made: dict[int, Block] = {}
+        count = 0
+        for event in tape.events:
+            if event < 0:
+                if (block := made.pop(-1 - event, None)) is not None:
+                    self.allocator.release(block)
+                continue
+            if count != skipped:
+                made[count] = self.allocator.allocate(event)
+            count += 1
+        return made
+
+    def _plain(self, workspace: int) -> dict[int, Block]:
+        return {-1: self.allocator.allocate(workspace)} if workspace else {}
+
+    def _keep(self, tape: Tape, backward: bool) -> None:
+        """cuBLAS keeps a workspace for each thread that runs products: autograd's has its own."""
+        for size, count in Counter(tape.kept).items():
+            while self.kept[backward][size] < count:
+                self.allocator.allocate(size)
+                self.kept[backward][size] += 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._torch import allocator_events
+from ._torch import allocator_events, forget_cublas_workspaces
 
 aten = torch.ops.aten
 
@@ -48,6 +48,20 @@ class DeviceKind:
 def kind_of(device: torch.device) -> DeviceKind:
     """The record of a device's kind; of a kind that has none, the CPU's."""
     return KINDS.get(device.type, KINDS["cpu"])
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give back what the device's caching allocator holds and nobody uses, cuBLAS's workspaces included."""
+    if kind_of(device).caches:
+        forget_cublas_workspaces()
+        torch.cuda.empty_cache()
+
+
+def room_bytes(device: torch.device) -> int | None:
+    """What this process can have on the device, with all that it has reserved there; None on the CPU."""
+    if not kind_of(device).caches:
+        return None
+    return int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device))
 
 
 def round_up(size: int, multiple: int) -> int:

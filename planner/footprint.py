@@ -7,15 +7,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from passes.allocator import Block, CachingAllocator, Segment
+from passes.device import empty_cache, kind_of, room_bytes
 from passes.lower import Lowered
+from passes.profile import OpProfile
 from passes.tape import NO_TAPE, Tape
 from solvers.schedule import Schedule
 from solvers.simulate import taken_over
 
-from .prepared import Prepared
-
+Profiles = dict[fx.Node, OpProfile]
+IDLE = "inactive"
 STEPS = 3  # the second finds what the first left cached; the third shows that nothing more is needed
 
 
@@ -39,42 +42,50 @@ class Start:
     Attributes:
         segments: what it has reserved.
         others_bytes: what is allocated in them besides the step's parameters, buffers and inputs.
+        room_bytes: what can be reserved in all before the device is full.
     """
 
     segments: tuple[Segment, ...]
     others_bytes: int
+    room_bytes: int
     expandable: bool
 
 
-def start_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Start:
-    """The allocator of a CUDA device with nothing cached, and `tensors` in it."""
-    torch.cuda.empty_cache()
+def start_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Start | None:
+    """The allocator with nothing cached, and `tensors` in it; None on a device that has no caching allocator."""
+    if not kind_of(device).caches:
+        return None
+    empty_cache(device)
     snapshot = [s for s in torch.cuda.memory_snapshot() if s["device"] == (device.index or 0)]
     segments = tuple(
-        Segment(s["address"], s["segment_type"] == "small", tuple((b["size"], b["state"] != "inactive") for b in s["blocks"]))
+        Segment(s["address"], s["segment_type"] == "small", tuple((b["size"], b["state"] != IDLE) for b in s["blocks"]))
         for s in snapshot
-    )  # fmt: skip
-    ours = {t.untyped_storage().data_ptr() for t in tensors if t.device.type == device.type}
-    used = [b for s in snapshot for b in s["blocks"] if b["state"] != "inactive"]
+    )
+    ours = {t.untyped_storage().data_ptr() for t in tensors if t.device == device}
+    used = [b for s in snapshot for b in s["blocks"] if b["state"] != IDLE]
     others = sum(b["size"] for b in used if b["address"] not in ours)
-    return Start(segments, others, any(s["is_expandable"] for s in snapshot))
+    return Start(segments, others, room_bytes(device) or 0, any(s["is_expandable"] for s in snapshot))
 
 
-def footprint(prepared: Prepared, schedule: Schedule, start: Start) -> Footprint:
-    """Play `STEPS` steps, the gradients and outputs of each being dropped after it."""
+def footprint(
+    lowered: Lowered, profiles: Profiles, schedule: Schedule, start: Start, reserve_bytes: int = 0
+) -> Footprint:
+    """Play `STEPS` steps, the gradients and outputs of each being dropped after it.
+
+    Args:
+        reserve_bytes: what is set aside on top of both figures.
+    """
     allocator = CachingAllocator(expandable=start.expandable, segments=start.segments)
-    player = _Player(prepared, allocator)
+    player = _Player(lowered, profiles, allocator)
     for _ in range(STEPS):
         player.step(schedule)
-    reserve = prepared.options.reserve_bytes
     allocated = allocator.peak_allocated_bytes - start.others_bytes
-    return Footprint(allocated + reserve, allocator.peak_reserved_bytes + reserve)
+    return Footprint(allocated + reserve_bytes, allocator.peak_reserved_bytes + reserve_bytes)
 
 
 class _Player:
-    def __init__(self, prepared: Prepared, allocator: CachingAllocator) -> None:
-        self.lowered: Lowered = prepared.lowered
-        self.profiles, self.allocator = prepared.profiles, allocator
+    def __init__(self, lowered: Lowered, profiles: Profiles, allocator: CachingAllocator) -> None:
+        self.lowered, self.profiles, self.allocator = lowered, profiles, allocator
         self.held: dict[int, Block] = {}
         self.kept: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
 

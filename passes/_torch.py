@@ -8,7 +8,7 @@ import logging
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,9 +176,10 @@ def quiet_fake_errors() -> Iterator[None]:
 def mutation_count(tensor: torch.Tensor) -> int:
     """How often a tensor was changed in place so far, while it is traced; 0 where that is not counted."""
     elem = getattr(tensor, "elem", tensor)
-    counter = getattr(torch, "_functionalize_mutation_counter", None)
-    functional = counter is not None and torch._is_functional_tensor(elem)
-    return int(counter(elem)) if functional else int(tensor._version)
+    counter: Any = getattr(torch, "_functionalize_mutation_counter", None)
+    if counter is not None and torch._is_functional_tensor(elem):
+        return int(counter(elem))
+    return int(tensor._version)
 
 
 def allocator_events(run: Callable[[], Any]) -> list[int]:
@@ -310,18 +311,22 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
+_CHECKED: Any = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors")
+_EFFECT_OF_CHECKS = getattr(getattr(_CHECKED, "effect", None), "effect", None)
+
 # Python decompositions that tracing needs: without them the update of running statistics would be lost.
 _KEPT_DECOMPOSITIONS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "broadcast_tensors"})
 
 
 @contextlib.contextmanager
-def eager_kernels() -> Iterator[None]:
+def eager_kernels(stand_ins: Mapping[tuple[Any, Any], Callable[..., Any]]) -> Iterator[None]:
     """Trace what eager executes.
 
     While tracing, torch replaces some composite ops (lstm, matmul, upsample, dropout, ...) by Python decompositions
     whose results differ from the C++ ones in the last bits. They are set aside for the block, so that the graph
     holds the kernels that the plain step runs. Dropout is the exception: where both are equal bit for bit, the
-    fused `native_dropout` stands for it, whose mask takes a byte per element instead of four.
+    fused `native_dropout` stands for it, whose mask takes a byte per element instead of four. `stand_ins` are further
+    kernels, by op and key. And a check of a factorization, which torch would order by tokens, stays an op of the graph.
     """
     keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
     dropout = torch.ops.aten.dropout.default
@@ -337,18 +342,35 @@ def eager_kernels() -> Iterator[None]:
         if any(op is dropout for op, _, _ in saved):
             for key in keys:
                 dropout.py_kernels[key] = _dropout
+        for (op, key), kernel in stand_ins.items():
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+        _keep_checks(True)
         if grouped is not None:
             meta._meta_grouped_mm_common = _grouped_mm_of_any_type(grouped, meta)
         yield
     finally:
         if grouped is not None:
             meta._meta_grouped_mm_common = grouped
+        _keep_checks(False)
+        for op, key in stand_ins:
+            op.py_kernels.pop(key, None)
+            op._dispatch_cache.clear()
         for key in keys:
             dropout.py_kernels.pop(key, None)
         for op, key, kernel in saved:
             op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
         dropout._dispatch_cache.clear()
+
+
+def _keep_checks(keep: bool) -> None:
+    """Whether a traced graph holds checks of factorizations as ops without a result."""
+    check = torch.ops.aten._linalg_check_errors.default
+    (fx.node._side_effectful_functions.add if keep else fx.node._side_effectful_functions.discard)(check)
+    effects: Any = getattr(torch._library.simple_registry.singleton.find(check._name), "effect", None)
+    if effects is not None:  # torch >= 2.13, ordered by tokens
+        effects._effect = None if keep else _EFFECT_OF_CHECKS
 
 
 def _grouped_mm_of_any_type(original: Callable[..., Any], meta: Any) -> Callable[..., Any]:

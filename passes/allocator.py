@@ -68,16 +68,24 @@ class Pool:
 class CachingAllocator:
     """The allocator of one device and one stream.
 
+    Args:
+        expandable: `expandable_segments:True`.
+        segments: what is reserved already.
+        descending: whether the driver places a new segment below those before it; of free blocks of one size, that at
+            the lowest address is taken.
+
     Attributes:
         allocated_bytes, reserved_bytes: now.
         peak_allocated_bytes, peak_reserved_bytes: the highest so far.
     """
 
-    def __init__(self, *, expandable: bool = False, segments: Iterable[Segment] = ()) -> None:
-        self.expandable = expandable
+    def __init__(
+        self, *, expandable: bool = False, segments: Iterable[Segment] = (), descending: bool = False
+    ) -> None:
+        self.expandable, self.descending = expandable, descending
         self.small, self.large = Pool(True), Pool(False)
         self.allocated_bytes = self.reserved_bytes = 0
-        self.next_address = 0
+        self.next_address = self.lowest_address = 0
         self._load(sorted(segments, key=lambda s: s.address))
         self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
 
@@ -117,8 +125,11 @@ class CachingAllocator:
             reserved = pool.page
         else:
             reserved = -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
-        block = Block(self.next_address, reserved, pool)
-        self.next_address += reserved
+        if self.descending:
+            self.lowest_address -= reserved
+        block = Block(self.lowest_address if self.descending else self.next_address, reserved, pool)
+        if not self.descending:
+            self.next_address += reserved
         self.reserved_bytes += reserved
         pool.put(block)
         return block
@@ -168,6 +179,7 @@ class CachingAllocator:
         pool.put(block)
 
     def _load(self, segments: list[Segment]) -> None:
+        self.lowest_address = min((s.address for s in segments), default=0)
         last: dict[bool, Block] = {}
         for segment in segments:
             pool = self.small if segment.small else self.large

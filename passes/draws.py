@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .fuse import library
+from .fuse import records
 from .run import kernels
 from .run.random import get_rng_state, set_rng_state
 
@@ -27,8 +27,8 @@ def drawing_privately(target: Any, args: Any, kwargs: Any, device: torch.device)
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return partial(target, *args, **kwargs)
     generator = torch.Generator(device)
-    if target is library.DROPOUT.default:
-        return partial(kernels.dropout, *args, **kwargs, generator=generator)
+    if target is records.DROPOUT.op:
+        return partial(kernels.dropout, args[0], args[1], generator)
     if target is aten.native_dropout.default and device.type == "cpu" and args[2] is not False and 0 < args[1] < 1:
         return partial(_native_dropout, args[0], args[1], generator)
     if (same := _with_generator(target)) is not None:

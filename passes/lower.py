@@ -17,13 +17,13 @@ from .device import kind_of
 from .errors import Unsupported
 from .memory import granule, round_up, span
 from .ops import (
-    MINDS_THE_CALLER,
-    RUNNING_STATISTICS,
+    CHECKS_OWNER,
+    IGNORED_ARGUMENTS,
+    donations,
+    ignored_by,
     is_collective,
     is_random,
     must_run_once,
-    result_ignores,
-    takeovers,
 )
 from .profile import OpProfile
 from .run.replay import is_counter
@@ -196,7 +196,7 @@ class _Lowering:
 
     def _reuse(self, node: fx.Node, outputs: list[int]) -> tuple[int, ...]:
         """The tensors of arguments whose memory the op could write its result into."""
-        found = (self._taken(node, node.args[p], outputs) for p in sorted(takeovers(node)) if p < len(node.args))
+        found = (self._taken(node, node.args[p], outputs) for p in sorted(donations(node)) if p < len(node.args))
         return tuple(dict.fromkeys(t for t in found if t is not None))
 
     def _taken(self, node: fx.Node, source: Any, outputs: list[int]) -> int | None:
@@ -207,7 +207,7 @@ class _Lowering:
         others = [a for a in node.all_input_nodes if a is not source]
         if taken is None or any(storage in self.aliases.storages(a) for a in others):
             return None
-        if storage in self.returned and node.target not in MINDS_THE_CALLER:
+        if storage in self.returned and node.target not in CHECKS_OWNER:
             return None
         same = _same_layout(source.meta["val"], node.meta["val"])
         return taken if same and self.tensors[taken].bytes == self.tensors[outputs[0]].bytes else None
@@ -362,7 +362,7 @@ def stateful_primals(traced: Traced) -> tuple[int, ...]:
     found = []
     for i in traced.mutated:
         readers = [u for u in primals[i].users if u.op != "output"]
-        if not all(u.target in RUNNING_STATISTICS for u in readers):
+        if not all(u.target in IGNORED_ARGUMENTS for u in readers):
             found.append(i)
     return tuple(found)
 
@@ -376,20 +376,17 @@ def why_once(node: fx.Node, traced: Traced, aliases: Aliases, device: torch.devi
 
 def _reads_overwritten(node: fx.Node, mutated: set[Any], aliases: Aliases) -> bool:
     """Whether running the node after the forward would see a primal's new value where it matters."""
-    rule = RUNNING_STATISTICS.get(node.target)
-    ignored = result_ignores(node.target, node.args, min(rule[2]) if rule and rule[2] else None)
-    kept = fx.node.map_arg  # arguments may be nested in lists
-    read: list[fx.Node] = []
-    kept(tuple(a for i, a in enumerate(node.args) if i not in ignored), read.append)
-    kept(dict(node.kwargs), read.append)
+    rule = ignored_by(node.target, node.args)
+    read: list[fx.Node] = []  # arguments may be nested in lists
+    visit = fx.node.map_arg
+    visit(tuple(a for i, a in enumerate(node.args) if rule is None or i not in rule.positions), read.append)
+    visit(dict(node.kwargs), read.append)
     return any(s in mutated for a in read for s in aliases.storages(a))
 
 
 def _stolen(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether autograd keeps the gradient itself instead of a copy (`AccumulateGrad`, accumulate_grad.h)."""
     dense = torch._prims_common.is_non_overlapping_and_dense_or_false(gradient)
-    if gradient.storage_offset() or gradient.untyped_storage().nbytes() != gradient.numel() * gradient.element_size():
-        dense = dense and True
     if torch._prims_common.is_non_overlapping_and_dense_or_false(parameter):
         return dense and gradient.stride() == parameter.stride()
     return dense and gradient.is_contiguous()

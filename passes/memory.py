@@ -35,8 +35,8 @@ def measure_peak(run: Callable[[], Any], device: torch.device | None = None) -> 
 
 def high_water(
     run: Callable[[], Any], device: torch.device, expected: Sequence[Any] | None = None
-) -> tuple[int, tuple[int, ...]]:
-    """`(workspace, sizes)` of one op: its highest point above its start less what it returns, and what it returns.
+) -> tuple[int, Sequence[Any]]:
+    """`(workspace, results)` of one op: its highest point above its start less what it returns, and what it returns.
 
     Args:
         expected: the op's results by its shape rule. One that is no tensor there is not kept by anybody, so what the
@@ -45,9 +45,9 @@ def high_water(
     kept: list[Any] = []
     peak = measure_peak(lambda: kept.append(run()), device)
     result = kept[0] if isinstance(kept[0], (tuple, list)) else kept
-    sizes = tuple(t.untyped_storage().nbytes() if isinstance(t, torch.Tensor) else 0 for t in result)
-    distinct = {
-        t.untyped_storage().data_ptr(): size for i, (t, size) in enumerate(zip(result, sizes, strict=True))
-        if size and (expected is None or i >= len(expected) or isinstance(expected[i], torch.Tensor))
-    }  # fmt: skip
-    return max(0, peak - sum(round_up(s, granule(device)) for s in distinct.values())), sizes
+    storages = [
+        t.untyped_storage() for i, t in enumerate(result) if isinstance(t, torch.Tensor)
+        and (expected is None or i >= len(expected) or isinstance(expected[i], torch.Tensor))
+    ]  # fmt: skip
+    distinct = {s.data_ptr(): s.nbytes() for s in storages}
+    return max(0, peak - sum(round_up(size, granule(device)) for size in distinct.values())), result

@@ -10,21 +10,23 @@ from torch import fx
 from torch._ops import OpOverload
 
 from .device import kind_of
-from .fuse import library  # registers the ops that TAKEOVERS names
+from .fuse.fused import IgnoredArguments
+from .fuse.records import FUSED
 
 aten = torch.ops.aten
 
 # Batch norms in training mode read the running statistics only to update them, so results other than the updated
-# statistics do not depend on them: op -> (positions of the statistics, position of the training flag or None when the
-# op always trains, results that do not depend, or None for all of them).
-RUNNING_STATISTICS: dict[Any, tuple[frozenset[int], int | None, frozenset[int] | None]] = {
-    aten._native_batch_norm_legit_functional.default: (frozenset({3, 4}), 5, frozenset({0, 1, 2})),
-    library.BATCH_NORM_STATISTICS.default: (frozenset({1, 2}), None, frozenset({0, 1})),
-    aten._batch_norm_with_update_functional.default: (frozenset({3, 4}), None, frozenset({0, 1, 2, 3})),
-    aten.native_batch_norm_backward.default: (frozenset({3, 4}), 7, None),
-    aten.batch_norm_backward.default: (frozenset({3, 4}), 7, None),
-    aten.cudnn_batch_norm_backward.default: (frozenset({4, 5}), None, None),
-    aten.miopen_batch_norm_backward.default: (frozenset({4, 5}), None, None),
+# statistics do not depend on them.
+IGNORED_ARGUMENTS: dict[Any, IgnoredArguments] = {
+    aten._native_batch_norm_legit_functional.default: IgnoredArguments(frozenset({3, 4}), 5, frozenset({0, 1, 2})),
+    aten._batch_norm_with_update_functional.default: IgnoredArguments(
+        frozenset({3, 4}), None, frozenset({0, 1, 2, 3})
+    ),
+    aten.native_batch_norm_backward.default: IgnoredArguments(frozenset({3, 4}), 7, None),
+    aten.batch_norm_backward.default: IgnoredArguments(frozenset({3, 4}), 7, None),
+    aten.cudnn_batch_norm_backward.default: IgnoredArguments(frozenset({4, 5}), None, None),
+    aten.miopen_batch_norm_backward.default: IgnoredArguments(frozenset({4, 5}), None, None),
+    **{fused.op: fused.ignores for fused in FUSED if fused.ignores},
 }
 
 # Ops one of whose results is a blob that only their own backward understands: made-up bytes there can crash it, so
@@ -36,7 +38,7 @@ OPAQUE_RESULTS = frozenset(
 
 
 @dataclass(frozen=True)
-class Takeover:
+class Donation:
     """The op that writes the same bits into the memory of one of its arguments.
 
     Attributes:
@@ -48,9 +50,9 @@ class Takeover:
     out: str | None
 
 
-def _takeovers() -> dict[Any, dict[int, Takeover]]:
-    """Element-wise kernels read each element before they write it: op -> argument position -> who takes it over."""
-    table: dict[Any, dict[int, Takeover]] = {}
+def _donations() -> dict[Any, dict[int, Donation]]:
+    """Element-wise kernels read each element before they write it: op -> argument position -> who is given it."""
+    table: dict[Any, dict[int, Donation]] = {}
     in_place = {
         "Tensor": ("add", "sub", "mul", "div"),
         "Scalar": ("add", "sub", "mul", "div", "masked_fill"),
@@ -61,7 +63,7 @@ def _takeovers() -> dict[Any, dict[int, Takeover]]:
     }  # fmt: skip
     for overload, names in in_place.items():
         for name in names:
-            twin = Takeover(getattr(getattr(aten, name + "_"), overload), None)
+            twin = Donation(getattr(getattr(aten, name + "_"), overload), None)
             table[getattr(getattr(aten, name), overload)] = {0: twin}
     with_out: tuple[tuple[str, str, str, tuple[int, ...]], ...] = (
         *((name, "Tensor", "out", (1,)) for name in ("add", "sub", "mul", "div")),
@@ -74,31 +76,26 @@ def _takeovers() -> dict[Any, dict[int, Takeover]]:
         *((name, "default", "out", (0,)) for name in ("_softmax", "_log_softmax")),
         *((name, "default", "out", (0, 1)) for name in ("_softmax_backward_data", "_log_softmax_backward_data")),
     )  # fmt: skip
-    for packet, twin_overload, position in (
-        (library.CROSS_ENTROPY_BACKWARD, "out", 1), (library.CROSS_ENTROPY_LOGITS_BACKWARD, "over", 1),
-        (library.EMBEDDING_BACKWARD_ADD, "out", 3), (library.MUL_MASK, "out", 0),
-        (library.ADD_RELU, "out", 0), (library.ADD_RELU, "out", 1), (library.BATCH_NORM_ADD_RELU, "out", 5),
-    ):  # fmt: skip
-        twin = Takeover(getattr(packet, twin_overload), twin_overload)
-        table.setdefault(packet.default, {})[position] = twin
+    for fused in FUSED:
+        if fused.donates:
+            table[fused.op] = dict.fromkeys(fused.donates, Donation(fused.overloads[1], fused.written))
     for name, overload, twin_overload, positions in with_out:
         target = getattr(getattr(aten, name), twin_overload)
-        twin = Takeover(target, next(a.name for a in target._schema.arguments if a.kwarg_only and a.is_write))
+        twin = Donation(target, next(a.name for a in target._schema.arguments if a.kwarg_only and a.is_write))
         table.setdefault(getattr(getattr(aten, name), overload), {}).update(dict.fromkeys(positions, twin))
     return table
 
 
-TAKEOVERS = _takeovers()
-FUNCTIONAL: dict[Any, Any] = {twin.target: op for op, twins in TAKEOVERS.items() for twin in twins.values()}
+DONATIONS = _donations()
+FUNCTIONAL: dict[Any, Any] = {twin.target: op for op, twins in DONATIONS.items() for twin in twins.values()}
 
-# Writes over a value that the caller was given only if the caller let go of it, which it finds out as it runs.
-_FROM_LOGITS = library.CROSS_ENTROPY_LOGITS_BACKWARD
-MINDS_THE_CALLER = frozenset({_FROM_LOGITS.default, _FROM_LOGITS.over})
+# Write over a value that the caller was given only if the caller holds it no more, which they find out as they run.
+CHECKS_OWNER = frozenset(op for fused in FUSED if fused.checks_owner for op in fused.overloads)
 
 # Not element-wise, but the CPU's kernel is done reading a row before it writes it: op -> position of `dim`, None for
 # an op that always works along the last one.
-ROWWISE = {
-    library.CROSS_ENTROPY_BACKWARD.default: None,
+ROWWISE: dict[Any, int | None] = {
+    **{fused.op: None for fused in FUSED if fused.rowwise},
     aten._softmax.default: 1,
     aten._log_softmax.default: 1,
     aten._softmax_backward_data.default: 2,
@@ -135,24 +132,26 @@ def _dropout_probability(node: fx.Node) -> float | None:
     return None
 
 
-def takeovers(node: fx.Node) -> dict[int, Takeover]:
+def donations(node: fx.Node) -> dict[int, Donation]:
     """Which argument's memory the node's result could be written into, by position, whatever else reads it."""
     functional: Any = FUNCTIONAL.get(node.target, node.target)
-    found = TAKEOVERS.get(functional, {})
+    found = DONATIONS.get(functional, {})
+    value = node.meta["val"]
+    if not found or value.is_complex():  # complex kernels give other bits where they write over an argument
+        return {}
     if functional not in ROWWISE:
         return found
-    value = node.meta["val"]
     position = ROWWISE[functional]
     last = position is None or node.args[position] in (-1, value.dim() - 1)
     return found if last and kind_of(value.device).rowwise_in_place and value.is_contiguous() else {}
 
 
-def written_argument(node: fx.Node) -> fx.Node | None:
+def donated_argument(node: fx.Node) -> fx.Node | None:
     """The argument whose memory an op of `FUNCTIONAL` writes its result into; None for other ops."""
     functional = FUNCTIONAL.get(node.target)
     if functional is None:
         return None
-    outs = dict.fromkeys(twin.out for twin in TAKEOVERS[functional].values() if twin.target is node.target)
+    outs = dict.fromkeys(twin.out for twin in DONATIONS[functional].values() if twin.target is node.target)
     written = next((node.kwargs[out] for out in outs if out is not None and out in node.kwargs), node.args[0])
     return written if isinstance(written, fx.Node) else None
 
@@ -162,21 +161,20 @@ def functional_form(node: fx.Node) -> tuple[Any, dict[str, Any]]:
     functional = FUNCTIONAL.get(node.target)
     if functional is None:
         return node.target, dict(node.kwargs)
-    outs = {twin.out for twin in TAKEOVERS[functional].values() if twin.target is node.target}
+    outs = {twin.out for twin in DONATIONS[functional].values() if twin.target is node.target}
     return functional, {name: value for name, value in node.kwargs.items() if name not in outs}
 
 
-def result_ignores(target: Any, args: tuple[Any, ...], index: Any) -> frozenset[int]:
-    """Positions of arguments that result `index` (None: the op as a whole) does not depend on."""
-    rule = RUNNING_STATISTICS.get(target)
-    if rule is None:
-        return frozenset()
-    positions, training, results = rule
-    if training is not None and args[training] is not True:
-        return frozenset()
-    if results is None:
-        return positions if index is None else frozenset()
-    return positions if index in results else frozenset()
+def ignored_by(target: Any, args: tuple[Any, ...]) -> IgnoredArguments | None:
+    """The arguments that results of this call do not depend on, or None."""
+    rule = IGNORED_ARGUMENTS.get(target)
+    return rule if rule is not None and (rule.training is None or args[rule.training] is True) else None
+
+
+def looks_at_values(node: fx.Node) -> bool:
+    """Whether what the op needs depends on values: whether a factor is zero, how much of a mask is set."""
+    picks = torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
+    return picks or node.target is torch.ops.planner.gradient_of.default
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -17,15 +17,18 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from solvers.errors import BudgetError
+
 from ._torch import FakeTensor, below_autograd
 from .alias import device_of, is_compute
 from .device import kind_of
 from .draws import drawing_privately
+from .errors import Unsupported
 from .exclusive import exclusive, interrupt_point
 from .flops import listed_flops, unlisted_flops
-from .fuse import library
+from .fuse.records import BY_OP, workspace_bytes
 from .memory import high_water, span
-from .ops import OPAQUE_RESULTS
+from .ops import OPAQUE_RESULTS, looks_at_values
 from .tape import Tape, record
 
 Cost = str | Callable[["OpProfile"], float]
@@ -48,6 +51,7 @@ class OpProfile:
         seconds: shortest measured time, or None when it was not measured.
         workspace_bytes: memory above inputs and outputs while it runs, measured; 0 when it was not.
         result_bytes: measured size of each result's storage; None when it was not measured.
+        result_strides: each result's strides as the kernel made it, likewise; None for what is not a tensor.
         tape: what it asks the device's caching allocator for; None on the CPU, which has none, or when not measured.
         dtype: what it computes in, `bfloat16`: that of the first floating-point tensor read, else written; "" for none.
     """
@@ -63,12 +67,24 @@ class OpProfile:
     result_bytes: tuple[int, ...] | None = None
     dtype: str = ""
     unlisted_flops: int = 0
+    result_strides: tuple[tuple[int, ...] | None, ...] | None = None
     tape: Tape | None = None
 
     @property
     def work(self) -> int:
         """All floating-point operations known of."""
         return self.flops + self.unlisted_flops
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What running an op showed: see `OpProfile`."""
+
+    workspace_bytes: int
+    result_bytes: tuple[int, ...] | None = None
+    result_strides: tuple[tuple[int, ...] | None, ...] | None = None
+    seconds: float | None = None
+    tape: Tape | None = None
 
 
 def roofline(op: OpProfile, ridge: float = RIDGE) -> float:
@@ -102,6 +118,7 @@ def profile(
     measure: bool = True,
     timed: bool = False,
     progress: Callable[[Sequence[Any], str], Any] | None = None,
+    known: dict[Any, Measured] | None = None,
 ) -> dict[fx.Node, OpProfile]:
     """Annotate every op that runs a kernel.
 
@@ -109,6 +126,7 @@ def profile(
         measure: run each distinct (op, shapes) once for its workspace.
         timed: run it several times more for its time.
         progress: wraps the sequence of distinct ops, as tqdm does.
+        known: what was measured before, by signature; what is measured now is added.
     """
     nodes = [n for n in graph.nodes if is_compute(n)]
     static = {n: _count(n) for n in nodes}
@@ -117,17 +135,22 @@ def profile(
     distinct: dict[Any, list[fx.Node]] = {}
     for node in nodes:
         distinct.setdefault(signature(node), []).append(node)
-    groups = list(distinct.values())
-    measured: dict[fx.Node, OpProfile] = {}
+    known = {} if known is None else known
+    new = [(key, group[0]) for key, group in distinct.items() if key not in known]
     if timed:
         _settle_heap()
     with exclusive(), below_autograd():
-        for group in progress(groups, "profile") if progress else groups:
+        for key, node in progress(new, "profile") if progress else new:
             interrupt_point()
-            found = _measure(group[0], timed)
-            for node in group:
-                measured[node] = replace(static[node], **found)
-    return measured
+            known[key] = _measure(node, timed)
+    return {node: _annotated(static[node], known[key]) for key, group in distinct.items() for node in group}
+
+
+def _annotated(op: OpProfile, found: Measured) -> OpProfile:
+    return replace(
+        op, seconds=found.seconds, workspace_bytes=found.workspace_bytes, result_bytes=found.result_bytes,
+        result_strides=found.result_strides, tape=found.tape,
+    )  # fmt: skip
 
 
 def signature(node: fx.Node) -> Any:
@@ -149,8 +172,8 @@ def _count(node: fx.Node) -> OpProfile:
     result = node.meta.get("val")
     written = [v for v in pytree.tree_leaves(result) if isinstance(v, torch.Tensor)]
     read = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    if node.target is library.CROSS_ENTROPY_BACKWARD.default:  # its two kernels are each handed the log-probabilities
-        written, read = 2 * written, [*read, *written, *written]
+    inner = written * (BY_OP[node.target].intermediates if node.target in BY_OP else 0)
+    read, written = [*read, *inner, *inner], [*written, *inner]  # each is made and used beside what made it
     return OpProfile(
         name=node.name,
         target=str(node.target),
@@ -160,7 +183,7 @@ def _count(node: fx.Node) -> OpProfile:
         bytes_read=sum(t.numel() * t.element_size() for t in read),
         bytes_written=sum(t.numel() * t.element_size() for t in written),
         dtype=_dtype([*read, *written]),
-        workspace_bytes=library.workspace_bytes(node),  # of our own ops it is known without running them
+        workspace_bytes=workspace_bytes(node),  # of our own ops it is known without running them
     )
 
 
@@ -168,35 +191,68 @@ def _dtype(tensors: Sequence[torch.Tensor]) -> str:
     return next((str(t.dtype).removeprefix("torch.") for t in tensors if t.is_floating_point()), "")
 
 
-def _measure(node: fx.Node, timed: bool) -> dict[str, Any]:
-    """Run the op on made-up data; an op that cannot run on it (an index out of range) counts nothing.
+def _measure(node: fx.Node, timed: bool) -> Measured:
+    """Run the op on made-up data; one that cannot run on any of it is taken to copy all that it reads and writes."""
+    value = node.meta.get("val")
+    expected = value if isinstance(value, (tuple, list)) else None
+    device = device_of(node)
+    seen: list[Measured] = []
+    for make_up in (_made_up, _identities):
+        if seen and not looks_at_values(node):
+            break
+        try:
+            run = _call(node, make_up)
+            workspace, results, tape = _memory(run, device, expected)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"the device has no room to run {node.name} ({node.target}) by itself, as profiling does: {error}. "
+                "Take a smaller batch, or free memory there."
+            ) from error
+        except (RuntimeError, IndexError, ValueError):
+            continue
+        _check_shapes(node, results)
+        sizes = tuple(t.untyped_storage().nbytes() if isinstance(t, torch.Tensor) else 0 for t in results)
+        strides = tuple(tuple(t.stride()) if isinstance(t, torch.Tensor) else None for t in results)
+        seen.append(Measured(workspace, sizes, strides, _time(run, device) if timed else None, tape))
+    if not seen:
+        counted = _count(node)
+        return Measured(2 * (counted.bytes_read + counted.bytes_written), seconds=0.0 if timed else None)
+    return max(seen, key=lambda found: found.workspace_bytes)
 
-    Raises:
-        torch.OutOfMemoryError: the device has no room for this op alone.
-    """
+
+def _memory(
+    run: Callable[[], Any], device: torch.device, expected: Sequence[Any] | None
+) -> tuple[int, Sequence[Any], Tape | None]:
+    """Workspace, results and, where blocks are cached, the tape of an op."""
+    if not kind_of(device).caches:
+        return *high_water(run, device, expected), None
+    tape, results = record(run, expected)
+    return tape.workspace_bytes(kind_of(device).granule), results, tape
+
+
+def _check_shapes(node: fx.Node, results: Sequence[Any]) -> None:
+    """What follows was traced for the shapes that the op's rule tells: a kernel that makes others is refused."""
+    value = node.meta.get("val")
+    traced = value if isinstance(value, (tuple, list)) else [value]
+    for told, made in zip(traced, results, strict=False):
+        known = isinstance(told, torch.Tensor) and isinstance(made, torch.Tensor) and told.is_floating_point()
+        if known and told.shape != made.shape and not _is_opaque(node) and not looks_at_values(node):
+            raise Unsupported(
+                f"op {node.target}", node.name,
+                f"its shape rule says {tuple(told.shape)} where its kernel makes {tuple(made.shape)}",
+                "Reshape its input so that both agree (add a batch dimension), or, for an op of your own, correct its "
+                "fake kernel (torch.library.register_fake).",
+            )  # fmt: skip
+
+
+def _call(node: fx.Node, make_up: Callable[[Any], Any]) -> Callable[[], Any]:
+    """The op on data that `make_up` gives, ready to run."""
     target: Any = node.target
     made: dict[fx.Node, Any] = {}
-    try:
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made))
-        args = _even_groups(node, args)
-        value = node.meta.get("val")
-        expected = value if isinstance(value, (tuple, list)) else None
-        run = drawing_privately(target, args, kwargs, device_of(node))
-        found = _memory(run, device_of(node), expected)
-        seconds = _time(run, device_of(node)) if timed else None
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, IndexError, ValueError):
-        return {"workspace_bytes": 0, "seconds": 0.0 if timed else None}
-    return {**found, "seconds": seconds}
-
-
-def _memory(run: Callable[[], Any], device: torch.device, expected: Sequence[Any] | None) -> dict[str, Any]:
-    if kind_of(device).caches:
-        tape, sizes = record(run, expected)
-        return {"workspace_bytes": tape.workspace_bytes(kind_of(device).granule), "result_bytes": sizes, "tape": tape}
-    workspace, sizes = high_water(run, device, expected)
-    return {"workspace_bytes": workspace, "result_bytes": sizes}
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made, make_up))
+    args = _even_groups(node, args)
+    kwargs = {k: v for k, v in kwargs.items() if k != "check_errors"}  # made-up matrices may be singular
+    return drawing_privately(target, args, kwargs, device_of(node))
 
 
 def _even_groups(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -213,17 +269,17 @@ def _even_groups(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (left, right, spread.to(ends.dtype), *args[3:])
 
 
-def _materialize(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
+def _materialize(node: fx.Node, made: dict[fx.Node, Any], make_up: Callable[[Any], Any]) -> Any:
     """Data in the shape and layout of a node's value; the results of an opaque op are really computed."""
     if node not in made:
         if _is_opaque(node):
             target: Any = node.target
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made))
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made, make_up))
             made[node] = target(*args, **kwargs)
         elif node.target is operator.getitem and _is_opaque(node.args[0]):
-            made[node] = _materialize(node.args[0], made)[node.args[1]]  # type: ignore[arg-type]
+            made[node] = _materialize(node.args[0], made, make_up)[node.args[1]]  # type: ignore[arg-type]
         else:
-            made[node] = pytree.tree_map(_made_up, node.meta["val"])
+            made[node] = pytree.tree_map(make_up, node.meta["val"])
     return made[node]
 
 
@@ -239,6 +295,17 @@ def _made_up(value: Any) -> Any:
     if value.is_floating_point():
         flat.uniform_(0.25, 0.75, generator=torch.Generator(value.device))
     return flat.as_strided(value.shape, value.stride())
+
+
+def _identities(value: Any) -> Any:
+    """Identity matrices and ones: what a factorization and its pivots may be."""
+    if not isinstance(value, (torch.Tensor, FakeTensor)):
+        return value
+    made = _made_up(value)
+    if value.dim() < 2 or not value.dtype.is_floating_point:
+        return made.fill_(1)
+    made.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
+    return made
 
 
 def _settle_heap() -> None:

@@ -3,7 +3,7 @@
 Each compute of the schedule becomes one node (its in-place twin where the schedule lets it take over an input); a view
 is taken from its base right before its first use; fx's generated code drops every value after its last use. What is
 executed is what was simulated. Two computes are one node where a batch norm's statistics and its result are found one
-after the other (`passes.fuse.batch_norm`): what they need besides inputs and results is the same.
+after the other (`passes.fuse.rules.join_batch_norms`): what they need besides inputs and results is the same.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from solvers.simulate import taken_over
 from .alias import Aliases, Storage, device_of, is_view
 from .codegen import boxed
 from .errors import VerificationError
-from .fuse.batch_norm import STATISTICS, belong_together, item, whole
+from .fuse.match import item
+from .fuse.rules import join_batch_norms
 from .lower import Lowered
-from .ops import is_random, takeovers
+from .ops import donations, is_random
 from .run.random import get_rng_state, run_with_rng_state
 from .trace.capture import Traced
 
@@ -58,9 +59,11 @@ def rewrite(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedu
     outputs: Any = traced.graph_module.graph.output_node().args[0]
     returned = [forward.resolve(n) for n in outputs[: traced.num_forward_outputs]]
     forward.output([*returned, *(forward.current[t] for t in saved)])
+    join_batch_norms(forward.graph)
     backward = _Emitter(traced, aliases, lowered, forward.executed)
-    for t in saved:
-        backward.saved(t, forward.current[t])
+    handed: Any = forward.graph.output_node().args[0]
+    for t, source in zip(saved, handed[traced.num_forward_outputs :], strict=True):
+        backward.saved(t, source)
     read_primals = _read_primals(traced, aliases, lowered, schedule[boundary:])
     for i in read_primals:
         backward.placeholder(traced.placeholders[i])
@@ -68,6 +71,7 @@ def rewrite(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedu
         backward.tangent(node)
     backward.emit(schedule, range(boundary + 1, len(schedule)))
     backward.output([backward.resolve(n) for n in outputs[traced.num_forward_outputs :]])
+    join_batch_norms(backward.graph)
     root = traced.graph_module
     return Rewritten(
         forward=boxed(forward.graph, root, "Forward"),
@@ -159,18 +163,13 @@ class _Emitter:
         self.graph.output(tuple(values))
 
     def emit(self, schedule: Schedule, positions: range) -> None:
-        merged = None
         for position in positions:
             kind, i = schedule[position]
             if kind == "free":
                 self.live.discard(i)
-            elif position != merged:
-                dropped = freed_after(schedule, position)
-                merged = self._follower(schedule, position)
-                if merged is not None:
-                    self._both(i, schedule[merged].index, dropped)
-                else:
-                    self._compute(i, taken_over(self.lowered.problem, schedule, position), dropped)
+            else:
+                taken = taken_over(self.lowered.problem, schedule, position)
+                self._compute(i, taken, freed_after(schedule, position))
 
     def resolve(self, node: Any) -> Any:
         """The new graph's value for a node of the joint graph, taking views of its base where needed."""
@@ -220,49 +219,13 @@ class _Emitter:
             assert storage is not None
             self._bind(t, self._output(new, storage))
 
-    def _follower(self, schedule: Schedule, position: int) -> int | None:
-        """Where the result of a batch norm is computed whose statistics are found at `position`: right after, or None.
-
-        All that either of them writes must be new.
-        """
-        nodes, ops = self.lowered.nodes, self.lowered.problem.ops
-        first = nodes[schedule[position].index]
-        if first is None or first.target not in STATISTICS:
-            return None
-        written = ops[schedule[position].index].outputs
-        frees = freed_after(schedule, position)
-        after = position + 1 + len(frees)
-        if after >= len(schedule) or schedule[after].kind != "compute" or not frees.issubset(written):
-            return None
-        second = nodes[schedule[after].index]
-        new = self.live.isdisjoint((*written, *ops[schedule[after].index].outputs))
-        return after if new and second is not None and belong_together(first, second) else None
-
-    def _both(self, found: int, normal: int, dropped: frozenset[int]) -> None:
-        """Emit the statistics and the result of a batch norm as the one op that they were traced as."""
-        first, second = self.lowered.nodes[found], self.lowered.nodes[normal]
-        assert first is not None and second is not None
-        norm, result = whole(self.graph, first, second, self.resolve)
-        for i, node, new in ((found, first, norm), (normal, second, result)):
-            value = new.meta["val"]
-            self._copy_meta(new, node)
-            new.meta["val"] = value
-            new.meta["recompute_of"] = node.name if self.executed.get(i, 0) else None
-            self.executed[i] = self.executed.get(i, 0) + 1
-        for t in self.lowered.problem.ops[found].outputs:
-            if t not in dropped:
-                storage = self.lowered.storages[t]
-                assert storage is not None
-                self._bind(t, item(self.graph, norm, storage.index + 1))
-        self._bind(self.lowered.problem.ops[normal].outputs[0], result)
-
     def _bind(self, tensor: int, value: fx.Node) -> None:
         self.current[tensor] = value
         self.live.add(tensor)
 
     def _write_over(self, taken: int, node: fx.Node, new: fx.Node) -> None:
         """Make `new` write its result into the memory of the argument that lives in tensor `taken`."""
-        for position, twin in takeovers(node).items():
+        for position, twin in donations(node).items():
             source = node.args[position]
             storage = self.aliases.of[source] if isinstance(source, fx.Node) else None
             if isinstance(storage, Storage) and self.lowered.storage_tensor.get(storage) == taken:

@@ -39,8 +39,8 @@ class Tape:
 NO_TAPE = Tape((), ())
 
 
-def record(run: Callable[[], Any], expected: Sequence[Any] | None = None) -> tuple[Tape, tuple[int, ...]]:
-    """The tape of `run()` on CUDA, and the size of each result's storage.
+def record(run: Callable[[], Any], expected: Sequence[Any] | None = None) -> tuple[Tape, Sequence[Any]]:
+    """The tape of `run()` on CUDA, and what it returns.
 
     It runs twice: what the first run leaves behind and the second does not ask for again is kept for ever.
 
@@ -58,8 +58,7 @@ def record(run: Callable[[], Any], expected: Sequence[Any] | None = None) -> tup
     for size in again:
         if size in left:
             left.remove(size)
-    sizes = tuple(t.untyped_storage().nbytes() if isinstance(t, torch.Tensor) else 0 for t in _several(result))
-    return Tape(found.events, found.results, tuple(left)), sizes
+    return Tape(found.events, found.results, tuple(left)), _several(result)
 
 
 def _several(result: Any) -> Sequence[Any]:

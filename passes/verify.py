@@ -1,50 +1,46 @@
-"""verify: the proof that a rewrite computes the traced step's values.
+"""verify: the proof that a rewrite computes the values that torch traced.
 
-A rewrite only duplicates and reorders, so value numbering decides it. The number of a node is (op, numbers of its
-arguments); two nodes with one number hold the same value. Every random op draws a ticket: the k-th execution on a
-generator depends on that generator's k-th state, so dropped, repeated or reordered draws change numbers, and a
-replay has its original's number exactly if it runs under the state taken right before it. A primal that the
-forward overwrites has another number in the backward. An in-place op has its functional twin's number if its result
-is laid out as its argument; every other value in the memory it writes is gone, and a later read of one breaks the
-proof, as does writing where a caller can see it (unless the op itself looks whether one does). What must agree: every
-forward output and every gradient. And nothing else may run: each call has the number of a traced one, also where
-nobody reads it. A batch norm has the numbers of the two ops that it is split into, and an op that does something to
-its result those of doing that to it (`passes.fuse.batch_norm`).
+A rewrite only duplicates and reorders, and puts fused ops in the place of others, so value numbering decides it. The
+number of a node is (op, numbers of its arguments); two nodes with one number hold the same value. Both sides are
+written in the same terms first: a fused op as what it means in ATen ops, if its kernel takes such arguments, and an
+ATen op that is split as its parts (`passes.fuse.records`, `passes.fuse.normal_form`). Every random op draws a ticket:
+the k-th execution on a generator depends on that generator's k-th state, so dropped, repeated or reordered draws
+change numbers, and a replay has its original's number exactly if it runs under the state taken right before it. A
+primal that the forward overwrites has another number in the backward. An in-place op has its functional twin's number
+if its result is laid out as its argument; every other value in the memory it writes is gone, and a later read of one
+breaks the proof, as does writing where a caller can see it (unless the op itself looks whether one does). What must
+agree: every forward output and every gradient. And nothing else may run: each call is one that was traced, also where
+nobody reads it.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from .alias import aliased_argument, device_of, is_view
 from .errors import VerificationError
-from .fuse.batch_norm import FOLLOWED, statistics
-from .fuse.library import BATCH_NORM
-from .ops import (
-    MINDS_THE_CALLER,
-    RUNNING_STATISTICS,
-    functional_form,
-    is_random,
-    result_ignores,
-    takeovers,
-    written_argument,
-)
+from .fuse.meaning import Call, Item, Like, Of
+from .fuse.normal_form import SAME, counted_from_front, may_swap
+from .fuse.records import BY_OP, SPLIT_BY_OP
+from .memory import span
+from .ops import CHECKS_OWNER, donated_argument, donations, functional_form, ignored_by, is_random
 from .rewrite import Rewritten
 from .run.random import get_rng_state, run_with_rng_state
 from .trace.capture import Traced
 
+aten = torch.ops.aten
 Number = int
 
 
 @dataclass(frozen=True)
 class _Known:
-    """An argument that no node stands for."""
+    """An argument by the number of its value."""
 
     number: Number
 
@@ -53,17 +49,28 @@ class _Numbering:
     """Hash-consing: equal keys get equal numbers, across all graphs numbered with this object.
 
     Attributes:
-        layouts: how a traced value is laid out, by number: a rewritten node's own metadata proves nothing.
-        traced: numbers of the traced calls, and of the generator states that they draw from.
+        calls: how many results each traced call has; None for a single one.
+        values: a traced value's shape, layout and type, by number: a rewritten node's own metadata proves nothing.
+        like: the number whose value looks like that of another one, which need not have been traced.
+        states: the generator states that traced calls draw from.
     """
 
     def __init__(self) -> None:
         self.numbers: dict[Any, Number] = {}
-        self.layouts: dict[Number, str] = {}
-        self.traced: set[Number] = set()
+        self.calls: dict[Number, int | None] = {}
+        self.values: dict[Number, Any] = {}
+        self.like: dict[Number, Number] = {}
+        self.states: set[Number] = set()
 
     def number(self, key: Any) -> Number:
         return self.numbers.setdefault(key, len(self.numbers))
+
+    def value(self, number: Number) -> Any:
+        """A tensor that looks like the value, or None where that is not known."""
+        return self.values.get(self.like.get(number, number))
+
+    def know(self, number: Number, value: Any) -> None:
+        self.values.setdefault(self.like.get(number, number), value)
 
 
 def verify(traced: Traced, rewritten: Rewritten) -> None:
@@ -74,11 +81,12 @@ def verify(traced: Traced, rewritten: Rewritten) -> None:
     """
     numbering = _Numbering()
     joint = _Walk(numbering, traced.graph_module, trusted=True)
-    primals = {n: numbering.number(("primal", i)) for i, n in enumerate(traced.placeholders[: traced.num_primals])}
-    tangents = {n: numbering.number(("tangent", n.name)) for n in traced.placeholders[traced.num_primals :]}
+    placeholders = [n for n in traced.pristine.nodes if n.op == "placeholder"]
+    primals = {n: numbering.number(("primal", i)) for i, n in enumerate(placeholders[: traced.num_primals])}
+    tangents = {n: numbering.number(("tangent", n.name)) for n in placeholders[traced.num_primals :]}
     for node, number in (*primals.items(), *tangents.items()):
-        numbering.layouts[number] = _layout(node)
-    expected = joint.run(traced.graph_module.graph, {**primals, **tangents})
+        numbering.know(number, node.meta["val"])
+    expected = joint.run(traced.pristine, {**primals, **tangents})
 
     step = _Walk(numbering, rewritten.forward)
     forward_inputs = _placeholders(rewritten.forward)
@@ -93,7 +101,7 @@ def verify(traced: Traced, rewritten: Rewritten) -> None:
     step.protected = {step.root_of[n] for n in returned[:count] if isinstance(n, fx.Node)}
     overwritten = {i: numbering.number(("overwritten", i)) for i in traced.mutated}
     for i, number in overwritten.items():
-        numbering.layouts[number] = numbering.layouts[numbers[i]]
+        numbering.know(number, numbering.value(numbers[i]))
         if forward_inputs[i] in [step.root_of.get(n) for n in returned[count:]]:
             raise VerificationError(f"saves {forward_inputs[i].name!r}, which is overwritten when the forward ends")
     handed = [
@@ -132,6 +140,9 @@ def _compare(expected: list[Any], got: list[Any], what: str, module: fx.GraphMod
             raise VerificationError(f"{what} {i} ({name}) is not the traced value", node=name)
 
 
+Numbers = dict[Any, Any]  # node -> its number, or a number for each of its results
+
+
 class _Walk:
     """Numbers the values of one execution, which may span several graphs (forward, then backward)."""
 
@@ -143,15 +154,15 @@ class _Walk:
         self.lost: set[fx.Node] = set()
 
     def run(self, graph: fx.Graph, inputs: dict[fx.Node, Number]) -> list[Any]:
-        numbers: dict[fx.Node, Number] = dict(inputs)
+        numbers: Numbers = dict(inputs)
         for node in graph.nodes:
             if node.op == "get_attr":
                 numbers[node] = self.numbering.number(("constant", id(_fetch(self.root, str(node.target)))))
+                self.numbering.know(numbers[node], node.meta.get("val")) if self.trusted else None
                 self.root_of[node] = node
             elif node.op == "call_function":
                 self._check_read(node)
                 numbers[node] = self._call(node, numbers)
-                self._admit(node, numbers)
                 self._place(node, numbers)
             elif node.op == "output":
                 self._check_read(node)
@@ -165,52 +176,54 @@ class _Walk:
                 self.root_of.setdefault(node, node)
         raise VerificationError("the graph has no output")
 
-    def _admit(self, node: fx.Node, numbers: dict[fx.Node, Number]) -> None:
-        """Remember what the traced graph computes; refuse a call that it does not make."""
-        number = numbers[node]
-        if node.target is operator.getitem:
-            parent, index = node.args
-            results = parent.meta.get("val") if isinstance(parent, fx.Node) else None
-            if not isinstance(results, (list, tuple)) or index not in range(len(results)):
-                raise VerificationError(f"{node.name!r} takes a result that there is not", node=node.name)
-            self.numbering.layouts.setdefault(number, _layout(node)) if self.trusted else None
-            return
-        found = statistics(node.target, node.args)
-        target, args = found or (node.target, node.args)
-        if target in RUNNING_STATISTICS:  # a recompute is handed the updated statistics and ignores them
-            positions = RUNNING_STATISTICS[target][0]
-            number = self._key(target, args, dict(node.kwargs), numbers, ("any statistics",), positions)
-        follows = functional_form(node)[0] in FOLLOWED
-        computed = {number, self._normal(node, numbers)} if found or follows else {number}
-        if self.trusted:
-            self.numbering.traced |= computed
-            self.numbering.layouts |= dict.fromkeys(computed if follows else (), _layout(node))
-            self.numbering.layouts[numbers[node]] = _layout(node)
-        elif not computed <= self.numbering.traced:
-            raise VerificationError(f"{node.name!r} computes what the traced step does not", node=node.name)
-
-    def _call(self, node: fx.Node, numbers: dict[fx.Node, Number]) -> Number:
+    def _call(self, node: fx.Node, numbers: Numbers) -> Any:
         if node.target is get_rng_state:
-            return self._state(str(node.args[0]))
+            state = self._state(str(node.args[0]))
+            if state not in self.numbering.states:
+                raise VerificationError(f"{node.name!r} takes a state that the traced step does not", node=node.name)
+            return state
+        if node.target is operator.getitem:
+            return self._getitem(node, numbers)
         if node.target is run_with_rng_state:
-            state, device, target, *rest = node.args
-            drawn = ("drawn", str(device), numbers.get(state))  # type: ignore[arg-type]
-            return self._key(target, tuple(rest), dict(node.kwargs), numbers, drawn)
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            return self._getitem(node, node.args[0], numbers)
-        extra: tuple[Any, ...] = ()
-        if is_random(node):
-            device_name = str(device_of(node))
-            extra = ("drawn", device_name, self._state(device_name))
-            if self.trusted:
-                self.numbering.traced.add(self._state(device_name))
-            self.draws[device_name] = self.draws.get(device_name, 0) + 1
-        target, kwargs = functional_form(node)
-        if FOLLOWED.get(target) is not None:
-            return self._key(FOLLOWED[target], (_Known(self._normal(node, numbers)), *node.args[5:]), kwargs, numbers)
-        target, args = statistics(target, node.args) or (target, node.args)
-        ignored = result_ignores(target, args, None)
-        return self._key(target, args, kwargs, numbers, extra, ignored)
+            lent, device, target, *args = node.args
+            drawn: Any = (str(device), numbers.get(lent))
+            kwargs = dict(node.kwargs)
+        else:
+            (target, kwargs), args, drawn = functional_form(node), list(node.args), self._draw(node)
+
+        def known(argument: fx.Node) -> Any:
+            if argument not in numbers:
+                raise VerificationError(f"{argument.name!r} is read before it is computed", node=argument.name)
+            return _Known(numbers[argument])
+
+        given: Any = fx.node.map_arg((tuple(args), kwargs), known)
+        found = _Call(self, node, drawn).expand(target, *given)
+        if self.trusted:
+            value: Any = node.meta.get("val")
+            for number, of in zip(found, value, strict=True) if isinstance(found, tuple) else ((found, value),):
+                self.numbering.know(number, of)
+        return found
+
+    def _getitem(self, node: fx.Node, numbers: Numbers) -> Number:
+        results, index = numbers.get(node.args[0]), node.args[1]
+        if not isinstance(results, tuple) or index not in range(len(results)):
+            raise VerificationError(f"{node.name!r} takes a result that there is not", node=node.name)
+        number: Number = results[index]  # type: ignore[index]
+        return number
+
+    def _draw(self, node: fx.Node) -> Any:
+        """The state of the generator that a random op draws from, and which it leaves in the next one."""
+        if not is_random(node):
+            return None
+        device = str(device_of(node))
+        state = self._state(device)
+        self.draws[device] = self.draws.get(device, 0) + 1
+        if self.trusted:
+            self.numbering.states.add(state)
+        return device, state
+
+    def _state(self, device: str) -> Number:
+        return self.numbering.number(("rng", device, self.draws.get(device, 0)))
 
     def _check_read(self, node: fx.Node) -> None:
         for argument in node.all_input_nodes:
@@ -218,22 +231,13 @@ class _Walk:
                 message = f"{node.name!r} reads {argument.name!r} after it was overwritten"
                 raise VerificationError(message, node=node.name)
 
-    def _place(self, node: fx.Node, numbers: dict[fx.Node, Number]) -> None:
+    def _place(self, node: fx.Node, numbers: Numbers) -> None:
         """Note where the node's value lives, and what an in-place op destroys."""
         first = node.args[0] if node.args else None
-        written = written_argument(node)
+        written = donated_argument(node)
         if written is not None:
-            memory, layouts = self.root_of[written], self.numbering.layouts
-            allowed = [p for p, twin in takeovers(node).items() if twin.target is node.target and p < len(node.args)]
-            if not any(node.args[p] is written for p in allowed):
-                raise VerificationError(f"{node.name!r} may not write over {written.name!r}", node=node.name)
-            if any(a is not written and self.root_of[a] == memory for a in node.all_input_nodes):
-                raise VerificationError(f"{node.name!r} writes to memory that it reads otherwise", node=node.name)
-            minds = node.target in MINDS_THE_CALLER
-            if getattr(memory, "op", "call_function") != "call_function" or (memory in self.protected and not minds):
-                raise VerificationError(f"{node.name!r} writes to memory it does not own", node=node.name)
-            if layouts.get(numbers[written]) != layouts.get(numbers[node]):
-                raise VerificationError(f"{node.name!r} does not fit over {written.name!r}", node=node.name)
+            self._check_write(node, written, numbers)
+            memory = self.root_of[written]
             self.lost.update(n for n, m in self.root_of.items() if m == memory)
             self.root_of[node] = memory
         elif node.target is operator.getitem and isinstance(first, fx.Node):
@@ -244,68 +248,148 @@ class _Walk:
         else:
             self.root_of[node] = node
 
-    def _getitem(self, node: fx.Node, parent: fx.Node, numbers: dict[fx.Node, Number]) -> Number:
-        index: Any = node.args[1]
-        found = statistics(parent.target, parent.args)
-        if found is None:
-            return self._item(parent, parent.target, parent.args, index, numbers)
-        return self._item(parent, *found, index - 1, numbers) if index else self._normal(parent, numbers)
-
-    def _item(
-        self, parent: fx.Node, target: Any, args: tuple[Any, ...], index: int, numbers: dict[fx.Node, Number]
-    ) -> Number:
-        ignored = result_ignores(target, args, index)
-        if not ignored:
-            return self.numbering.number(("getitem", numbers[parent], index))
-        key = self._key(target, args, dict(parent.kwargs), numbers, ("item", index), ignored)
-        return self.numbering.number(("getitem", key))
-
-    def _normal(self, node: fx.Node, numbers: dict[fx.Node, Number]) -> Number:
-        """The number of a batch norm's result; of an op that does something to it, of what it is done to."""
-        found = statistics(node.target, node.args)
-        if found is None:
-            return self._key(BATCH_NORM.default, node.args[:5], {}, numbers)
-        moments = (_Known(self._item(node, *found, i, numbers)) for i in range(2))
-        return self._key(BATCH_NORM.default, (*node.args[:3], *moments), {}, numbers)
-
-    def _state(self, device: str) -> Number:
-        return self.numbering.number(("rng", device, self.draws.get(device, 0)))
-
-    def _key(
-        self,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        numbers: dict[fx.Node, Number],
-        extra: tuple[Any, ...] = (),
-        ignored: frozenset[int] = frozenset(),
-    ) -> Number:
-        kept = tuple(self._like(a, numbers) if i in ignored else a for i, a in enumerate(args))
-        leaves, spec = pytree.tree_flatten((kept, sorted(kwargs.items())))
-        numbered: list[tuple[str, Any]] = []
-        for leaf in leaves:
-            if isinstance(leaf, _Known):
-                numbered.append(("value", leaf.number))
-            elif isinstance(leaf, fx.Node):
-                if leaf not in numbers:
-                    raise VerificationError(f"{leaf.name!r} is read before it is computed", node=leaf.name)
-                numbered.append(("value", numbers[leaf]))
-            else:
-                numbered.append((type(leaf).__name__, repr(leaf)))
-        return self.numbering.number((str(target), id(target), str(spec), tuple(numbered), extra))
+    def _check_write(self, node: fx.Node, written: fx.Node, numbers: Numbers) -> None:
+        memory, value = self.root_of[written], self.numbering.value
+        allowed = [p for p, twin in donations(node).items() if twin.target is node.target and p < len(node.args)]
+        if not any(node.args[p] is written for p in allowed):
+            raise VerificationError(f"{node.name!r} may not write over {written.name!r}", node=node.name)
+        if any(a is not written and self.root_of[a] == memory for a in node.all_input_nodes):
+            raise VerificationError(f"{node.name!r} writes to memory that it reads otherwise", node=node.name)
+        own = getattr(memory, "op", "call_function") == "call_function"
+        if not own or (memory in self.protected and node.target not in CHECKS_OWNER):
+            raise VerificationError(f"{node.name!r} writes to memory it does not own", node=node.name)
+        if _layout(value(numbers[written])) != _layout(value(numbers[node])):
+            raise VerificationError(f"{node.name!r} does not fit over {written.name!r}", node=node.name)
 
 
-    def _like(self, argument: Any, numbers: dict[fx.Node, Number]) -> str:
-        """An argument whose values do not matter must still be one of the same layout."""
-        if not isinstance(argument, fx.Node):
-            return repr(argument)
-        return self.numbering.layouts.get(numbers[argument], argument.name)
+class _Call:
+    """Numbers one call, written in the terms that both sides share.
+
+    Attributes:
+        drawn: the device and the state that a random op draws from; None for other ops.
+    """
+
+    def __init__(self, walk: _Walk, node: fx.Node, drawn: Any) -> None:
+        self.numbering, self.trusted, self.node, self.drawn = walk.numbering, walk.trusted, node, drawn
+        self.known: dict[Call, Any] = {}
+
+    def expand(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The numbers of a call's results, by what it means or by its parts."""
+        fused, split = BY_OP.get(target), SPLIT_BY_OP.get(target)
+        if fused is not None and fused.meaning is not None:
+            if not self._holds(fused.takes, args):
+                self._refuse("runs a kernel on arguments that it is not for")
+            return self._evaluate(fused.meaning(*args), None)
+        if split is not None and self._holds(split.when, args):
+            return tuple(self._evaluate(part, target) for part in split.parts(*args))
+        return self._apply(target, args, kwargs)
+
+    def _evaluate(self, part: Any, whole: Any) -> Any:
+        """The numbers of a part of a meaning; `whole` is the op that is being split, a call of which has no parts."""
+        if isinstance(part, Item):
+            return self._evaluate(part.call, whole)[part.index]
+        if isinstance(part, Of):
+            return part.read(self._value(part.value))
+        if not isinstance(part, Call):
+            return part
+        if part not in self.known:
+            args = tuple(self._argument(a, whole) for a in part.args)
+            run: Callable[..., Any] = self._apply if part.target is whole else self.expand
+            self.known[part] = run(part.target, args, {})
+        return self.known[part]
+
+    def _argument(self, argument: Any, whole: Any) -> Any:
+        found = self._evaluate(argument, whole)
+        return _Known(found) if isinstance(argument, (Call, Item)) else found
+
+    def _apply(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The numbers of the results of an op that is not put in other terms."""
+        if target in SAME and isinstance(args[0], _Known):
+            return args[0].number
+        first = self._value(args[0]) if args else None
+        args = counted_from_front(target, args, first.dim() if isinstance(first, torch.Tensor) else 0)
+        if may_swap(target, args, [self._value(a) for a in args]) and not kwargs:
+            args = tuple(sorted(args, key=lambda a: a.number))
+        rule = ignored_by(target, args)
+        found = self._key(target, args, kwargs, rule.positions if rule else frozenset())
+        count = self._admit(found, target, args)
+        if count is None:
+            return found
+        alike = [self.numbering.number(("result", found, i)) for i in range(count)]
+        if rule is None or rule.results is None:
+            return tuple(alike)
+        own = self._key(target, args, kwargs, frozenset())
+        return tuple(n if i in rule.results else self._alike(own, i, n) for i, n in enumerate(alike))
+
+    def _alike(self, call: Number, index: int, other: Number) -> Number:
+        """A result that depends on what others of the call ignore."""
+        number = self.numbering.number(("result", call, index))
+        if number != other:
+            self.numbering.like.setdefault(number, other)
+        return number
+
+    def _admit(self, call: Number, target: Any, args: tuple[Any, ...]) -> int | None:
+        """How many results a call has; refuses one that was not traced, but for a view that only lends its layout."""
+        calls = self.numbering.calls
+        if self.trusted:
+            calls.setdefault(call, _count(target, self.node))
+        elif call not in calls:
+            view = _strided(self._value(args[0]), args[1:]) if target is aten.as_strided.default else None
+            if view is None:
+                self._refuse("computes what the traced step does not")
+            self.numbering.know(call, view)
+            return None
+        return calls[call]
+
+    def _key(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ignored: frozenset[int]) -> Number:
+        kept = [Like(a) if i in ignored else a for i, a in enumerate(args)]
+        leaves = self._leaf([kept, sorted(kwargs.items())])
+        return self.numbering.number((str(target), id(target), leaves, self.drawn))
+
+    def _leaf(self, leaf: Any) -> tuple[str, Any]:
+        if isinstance(leaf, _Known):
+            return "value", leaf.number
+        if isinstance(leaf, Like):  # an argument whose values do not matter must still be one of the same layout
+            return "like", _layout(self._value(leaf.value))
+        if isinstance(leaf, (list, tuple)):
+            return "list" if isinstance(leaf, list) else "tuple", tuple(map(self._leaf, leaf))
+        return type(leaf).__name__, repr(leaf)
+
+    def _holds(self, when: Callable[..., bool], args: tuple[Any, ...]) -> bool:
+        values = [self._value(a) for a in args]
+        tensors = (v for a, v in zip(args, values, strict=True) if isinstance(a, _Known))
+        return all(isinstance(t, torch.Tensor) for t in tensors) and when(*values)
+
+    def _value(self, argument: Any) -> Any:
+        return self.numbering.value(argument.number) if isinstance(argument, _Known) else argument
+
+    def _refuse(self, why: str) -> None:
+        raise VerificationError(f"{self.node.name!r} {why}", node=self.node.name)
 
 
-def _layout(node: fx.Node) -> str:
+def _count(target: Any, node: fx.Node) -> int | None:
+    """How many results a traced call has; None for a single one."""
+    returns = target._schema.returns if hasattr(target, "_schema") else ()
+    if len(returns) > 1:
+        return len(returns)
     value = node.meta.get("val")
+    return len(value) if target is node.target and isinstance(value, (tuple, list)) else None
+
+
+def _strided(base: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+    """A view in given sizes and strides, if it lies within its dense base."""
+    if not isinstance(base, torch.Tensor) or len(args) != 2 or base.numel() != span(base):
+        return None
+    sizes, strides = args
+    if len(sizes) != len(strides) or min([*sizes, *strides], default=0) < 0:
+        return None
+    meta = torch.empty_strided(sizes, strides, dtype=base.dtype, device="meta")
+    return base.as_strided(sizes, strides) if span(meta) <= base.numel() else None
+
+
+def _layout(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
-        return str(type(value))
+        return repr(value)
     return f"{tuple(value.shape)} {value.stride()} {value.dtype} on {value.device}"
 
 

@@ -39,6 +39,11 @@ def auto_checkpoint(
 ) -> Plan:
     """Plan a training step of `model` that stays under `budget_mb`, at the lowest recompute cost found.
 
+    One thread of a process plans at a time: a plan begun in another one waits while this one captures or profiles, and
+    so does a replan inside a training step. Other threads may train other models meanwhile; on the CPU their random
+    draws are theirs alone. Ctrl-C is heard within about a second, at a moment at which torch and the model are as
+    before; pressed again after two seconds, at once.
+
     Args:
         model: any `nn.Module`; it is not changed.
         sample: a tensor, a tuple (args) or a dict (kwargs), as the model will be called in training.

@@ -83,9 +83,9 @@ class _Search:
             needed = self.prepared.footprint(minimum_schedule(self.prepared).schedule)
             if needed is None or error.minimum_bytes is None or needed.allocated_bytes <= error.minimum_bytes:
                 raise
-            more = f"{error} With the blocks that torch's allocator does not split it takes {needed.allocated_bytes} bytes."
+            taken = f"With the blocks that torch's allocator does not split it takes {needed.allocated_bytes} bytes."
             raise BudgetError(
-                more, budget_bytes=error.budget_bytes, minimum_bytes=needed.allocated_bytes,
+                f"{error} {taken}", budget_bytes=error.budget_bytes, minimum_bytes=needed.allocated_bytes,
                 floor_bytes=error.floor_bytes,
             ) from error  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What a schedule makes the device's caching allocator hold: its own sequence of allocations, played step after step."""
+"""What a schedule makes the device's caching allocator hold: its own allocations, played step after step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from passes.allocator import Block, CachingAllocator, Segment
+from passes.allocator import OWN_SEGMENT, Block, CachingAllocator, Segment
 from passes.device import empty_cache, kind_of, room_bytes
 from passes.lower import Lowered
 from passes.profile import OpProfile
@@ -43,12 +43,15 @@ class Start:
         segments: what it has reserved.
         others_bytes: what is allocated in them besides the step's parameters, buffers and inputs.
         room_bytes: what can be reserved in all before the device is full.
+        expandable: whether the allocator's segments grow.
+        descending: whether a new segment lies below those before it.
     """
 
     segments: tuple[Segment, ...]
     others_bytes: int
     room_bytes: int
     expandable: bool
+    descending: bool
 
 
 def start_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Start | None:
@@ -64,7 +67,19 @@ def start_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Start | N
     ours = {t.untyped_storage().data_ptr() for t in tensors if t.device == device}
     used = [b for s in snapshot for b in s["blocks"] if b["state"] != IDLE]
     others = sum(b["size"] for b in used if b["address"] not in ours)
-    return Start(segments, others, room_bytes(device) or 0, any(s["is_expandable"] for s in snapshot))
+    return Start(segments, others, room_bytes(device) or 0, any(s["is_expandable"] for s in snapshot), _descends(device))
+
+
+def _descends(device: torch.device) -> bool:
+    """Whether the driver places segments downwards: two of the smallest that are not shared are asked for."""
+    try:
+        first, second = (torch.empty(OWN_SEGMENT, dtype=torch.uint8, device=device) for _ in range(2))
+    except torch.OutOfMemoryError:
+        return False
+    found = second.data_ptr() < first.data_ptr()
+    del first, second
+    empty_cache(device)
+    return found
 
 
 def footprint(
@@ -75,7 +90,7 @@ def footprint(
     Args:
         reserve_bytes: what is set aside on top of both figures.
     """
-    allocator = CachingAllocator(expandable=start.expandable, segments=start.segments)
+    allocator = CachingAllocator(expandable=start.expandable, segments=start.segments, descending=start.descending)
     player = _Player(lowered, profiles, allocator)
     for _ in range(STEPS):
         player.step(schedule)

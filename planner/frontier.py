@@ -10,6 +10,8 @@ from torch import nn
 
 from passes.device import room_bytes
 from solvers.errors import MIB, BudgetError, PlannerError
+from solvers.problem import Problem
+from solvers.solution import Solution
 
 from .budget import Budget
 from .plan import Plan
@@ -114,26 +116,21 @@ def frontier_of(session: Session, points: int = 20) -> Frontier:
     low, high = minimum.minimum_bytes, session.plain_peak_bytes
     budgets = sorted({low + (high - low) * i // (points - 1) for i in range(points)})
     found: list[Point] = []
+    warm = minimum.schedule
     for budget in session.progress.each(budgets, "frontier"):
-        point = _point(session, budget)
-        if point is not None:
-            found.append(_never_worse(found, point))
+        s = session.solve(budget, warm_starts=(warm,))  # the plan of a smaller budget fits
+        warm = s.schedule
+        found.append(_never_worse(found, _point(session.problem, budget, s)))
     return Frontier(tuple(found), high, low, minimum.floor_bytes, session.prepared.options.cost_name)
 
 
-def _point(session: Session, budget: int) -> Point | None:
-    """None where this solver, not the best one, finds nothing that fits."""
-    problem = session.problem
-    try:
-        s = session.solve(budget)
-    except BudgetError:
-        return None
+def _point(problem: Problem, budget: int, s: Solution) -> Point:
     bound = None if s.bound is None else problem.overhead(s.bound)
     return Point(budget, s.peak_bytes, problem.overhead(s.added_cost), bound, s.status.value, s.solver)
 
 
 def _never_worse(found: list[Point], point: Point) -> Point:
-    """A smaller budget's plan fits a larger one too."""
+    """Recompute that the hints prefer may cost more within a larger budget; a smaller budget's plan fits it too."""
     best = min((p for p in found if p.overhead < point.overhead), key=lambda p: p.overhead, default=None)
     if best is None:
         return point

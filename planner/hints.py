@@ -14,7 +14,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from passes.alias import Aliases, is_compute
-from passes.fuse.library import STANDS_FOR
+from passes.fuse.records import op_names
 from passes.lower import split_nodes, why_once
 from passes.trace.capture import Traced
 from passes.trace.modules import ancestors, module_path
@@ -207,7 +207,7 @@ def _is_op(node: fx.Node, pattern: str) -> bool:
 
 def _op_names(node: fx.Node) -> tuple[str, ...]:
     target = node.target
-    named = (target, *STANDS_FOR.get(target, ())) if isinstance(target, OpOverload) else ()
+    named = op_names(target) if isinstance(target, OpOverload) else ()
     return tuple(name for op in named for name in (str(op), str(op.overloadpacket)))
 
 

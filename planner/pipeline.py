@@ -13,6 +13,7 @@ from passes.ops import is_random
 from passes.rewrite import Rewritten, rewrite
 from passes.run.step import Step
 from passes.trace.capture import Traced
+from passes.trace.layouts import Layouts
 from passes.verify import verify
 from solvers.schedule import Schedule
 from solvers.solution import Solution, solution
@@ -28,14 +29,14 @@ from .progress import Progress
 Replan = Callable[[nn.Module, Any, "tuple[str, ...] | None"], Decided]
 
 
-def replanner(options: Options, budget_bytes: int | None) -> Replan:
-    """Plans calls anew, under the same budget, that a plan does not hold for."""
+def replanner(options: Options, budget_bytes: int | None, layouts: Layouts) -> Replan:
+    """Plans calls anew, under the same budget, that a plan does not hold for; `layouts` as for `prepare`."""
 
     def replan(model: nn.Module, arguments: Mapping[str, Any], differentiated: tuple[str, ...] | None) -> Decided:
         check_model(model)
         progress = Progress(False)
         prepared = prepare(
-            model, arguments, options, progress, differentiated=differentiated, required_hints=False
+            model, arguments, options, progress, differentiated=differentiated, required_hints=False, layouts=layouts
         )
         decided = decide(prepared, budget_bytes, progress)
         check_step(model, decided, arguments, options.loss_fn, options.check is True)

@@ -12,6 +12,7 @@ family which the answer names.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,18 +21,24 @@ from solvers import Report, minimum_budget, solve
 from solvers.errors import MIB, BudgetError
 from solvers.live import Live, recomputes_of
 from solvers.problem import Problem
-from solvers.schedule import computes
+from solvers.schedule import Schedule, computes
 from solvers.solution import Solution, plain_solution, solution
 
 from .options import Options
 from .prepared import Prepared, lower_step
 
 AS_OFTEN = "all schedules that run the ops of the recompute hints at least as often as this one"
-SECONDS_WITHOUT = 10.0
+PREFERRED_SHARE = 0.6
+SHARE_WITHOUT = 0.25
 
 
 def solve_step(
-    prepared: Prepared, budget_bytes: int | None, *, solver: str | None = None, report: Report | None = None
+    prepared: Prepared,
+    budget_bytes: int | None,
+    *,
+    solver: str | None = None,
+    report: Report | None = None,
+    warm_starts: tuple[Schedule, ...] = (),
 ) -> Solution:
     """The cheapest schedule found for `budget_bytes` (None: no limit) under the hints, by `solver` if one is named.
 
@@ -41,7 +48,7 @@ def solve_step(
     problem, preferred = prepared.problem, prepared.preferred
     options = replace(prepared.options, solver=solver or prepared.options.solver)
     try:
-        found = solve_preferring(problem, preferred, budget_bytes, options, report)
+        found = solve_preferring(problem, preferred, budget_bytes, options, report, warm_starts)
     except BudgetError as error:
         raise _under_hints(error, prepared) from error
     binding = options.hints.binding
@@ -51,25 +58,35 @@ def solve_step(
 
 
 def solve_preferring(
-    problem: Problem, preferred: Sequence[int], budget_bytes: int | None, options: Options, report: Report | None
-) -> Solution:
-    """A preference must not narrow what fits: where it leads the search astray, the plain question is asked."""
+    problem: Problem, preferred: Sequence[int], budget_bytes: int | None, options: Options, report: Report | None,
+    warm_starts: tuple[Schedule, ...] = (),
+) -> Solution:  # fmt: skip
+    """A preference must not narrow what fits: where it leads the search astray, the plain question is asked.
+
+    Both together keep to the time limit.
+    """
     if not preferred:
-        return _solve(problem, budget_bytes, options, report)
+        return _solve(problem, budget_bytes, options, report, warm_starts)
+    begin, hurried = time.monotonic(), replace(options, time_limit=PREFERRED_SHARE * options.time_limit)
     try:
-        found = _solve(_free_of_charge(problem, preferred), budget_bytes, options, report)
+        found = _solve(_free_of_charge(problem, preferred), budget_bytes, hurried, report, warm_starts)
     except BudgetError:
-        found = _solve(problem, budget_bytes, options, report)
+        left = replace(options, time_limit=options.time_limit - (time.monotonic() - begin))
+        found = _solve(problem, budget_bytes, left, report, warm_starts)
         return prefer(problem, found, budget_bytes, preferred)
     return prefer(problem, found, budget_bytes, preferred, found.bound)
 
 
-def _solve(problem: Problem, budget_bytes: int | None, options: Options, report: Report | None) -> Solution:
+def _solve(
+    problem: Problem, budget_bytes: int | None, options: Options, report: Report | None,
+    warm_starts: tuple[Schedule, ...],
+) -> Solution:  # fmt: skip
     if budget_bytes is None:
         return plain_solution(problem, "none")
     return solve(
-        problem, budget_bytes, solver=options.solver, time_limit=options.time_limit, gap=options.gap, report=report
-    )
+        problem, budget_bytes, solver=options.solver, time_limit=options.time_limit, gap=options.gap,
+        warm_starts=warm_starts, report=report,
+    )  # fmt: skip
 
 
 def _free_of_charge(problem: Problem, preferred: Sequence[int]) -> Problem:
@@ -148,7 +165,7 @@ def _under_hints(error: BudgetError, prepared: Prepared) -> BudgetError:
     if not binding:
         return error
     unhinted = lower_step(prepared.traced, prepared.aliases, prepared.profiles, prepared.device, options)
-    free = minimum_budget(unhinted.problem, time_limit=min(SECONDS_WITHOUT, options.time_limit))
+    free = minimum_budget(unhinted.problem, time_limit=SHARE_WITHOUT * options.time_limit)
     held = sum(1 for hint in prepared.hinted.values() if hint.once)
     message = (
         f"{error}. The hints {binding} keep {held} ops from being recomputed; without them the smallest budget known "

@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 from passes.alias import Aliases, alias
 from passes.lower import Lowered, lower
 from passes.printable import printable
-from passes.profile import OpProfile, profile
+from passes.profile import Measured, OpProfile, profile
 from passes.trace.capture import Traced, capture
+from passes.trace.layouts import Layouts, learned
 from passes.trace.refuse import refuse
 from solvers.bounds import floor_bytes
 from solvers.errors import MIB, BudgetError, PlannerError
@@ -36,6 +37,7 @@ class Prepared:
         baseline_peak_bytes: predicted peak of the step with no recompute.
         hinted: the hint that names each kernel, where one does.
         model_name: the model's class, for people to read.
+        layouts: what running has shown about layouts so far; one object for all plans of a model.
         start: the device's caching allocator before the step; None where it has none or the model is on no device.
     """
 
@@ -48,6 +50,7 @@ class Prepared:
     options: Options
     hinted: dict[fx.Node, Hinted]
     model_name: str
+    layouts: Layouts
     start: Start | None = None
 
     @property
@@ -76,6 +79,7 @@ def prepare(
     differentiated: tuple[str, ...] | None = None,
     required_hints: bool = True,
     ceiling_bytes: int | None = None,
+    layouts: Layouts | None = None,
 ) -> Prepared:
     """Everything before the decision.
 
@@ -83,29 +87,39 @@ def prepare(
         differentiated: paths of the outputs that `backward` starts from; None chooses.
         required_hints: whether a hint that names nothing raises; planning anew for other inputs, it warns.
         ceiling_bytes: raise `BudgetError` before any op is run if the step is sure to need more.
+        layouts: what running has shown so far about how kernels lay out what they make; what is learned is added.
     """
     device = model_device(model)
-    with progress.stage("capture"):
-        traced = capture(
-            model, arguments, options.loss_fn, differentiated=differentiated, keep_outputs=options.keep_outputs
-        )
-        aliases = alias(traced.graph_module.graph)
-        hinted = resolve(options.hints, traced, aliases, device, required=required_hints)
-    with progress.stage("profile"):
-        real = not any(p.device.type == "meta" for p in model.parameters())
+    real = not any(p.device.type == "meta" for p in model.parameters())
+    layouts = {} if layouts is None else layouts
+    measured: dict[Any, Measured] = {}
+    while True:
+        with progress.stage("capture"):
+            traced = capture(
+                model, arguments, options.loss_fn, differentiated=differentiated, keep_outputs=options.keep_outputs,
+                layouts=layouts,
+            )  # fmt: skip
+            aliases = alias(traced.graph_module.graph)
+            hinted = resolve(options.hints, traced, aliases, device, required=required_hints)
         once = [n for n, hint in hinted.items() if hint.once]
-        if ceiling_bytes is not None:
-            _check_floor(traced, aliases, device, options, once, ceiling_bytes)
-        profiles = profile(
-            traced.graph_module.graph, measure=real, timed=real and options.cost == "measured", progress=progress.each
-        )
-        lowered = lower_step(traced, aliases, profiles, device, options, once)
-        schedule = with_frees(lowered.problem, plain_order(lowered.problem))
-        plain = simulate(lowered.problem, schedule).peak_bytes
-        resident = [*model.parameters(), *model.buffers(), *tree_leaves(dict(arguments))]
-        start = start_of([t for t in resident if isinstance(t, torch.Tensor)], device) if real else None
+        with progress.stage("profile"):
+            if ceiling_bytes is not None:
+                _check_floor(traced, aliases, device, options, once, ceiling_bytes)
+            profiles = profile(
+                traced.graph_module.graph, measure=real, timed=real and options.cost == "measured",
+                progress=progress.each, known=measured,
+            )  # fmt: skip
+        made = learned(traced.graph_module.graph, {n: p.result_strides for n, p in profiles.items()})
+        if all(layouts.get(key) == strides for key, strides in made.items()):
+            break
+        layouts.update(made)
+    lowered = lower_step(traced, aliases, profiles, device, options, once)
+    schedule = with_frees(lowered.problem, plain_order(lowered.problem))
+    plain = simulate(lowered.problem, schedule).peak_bytes
+    resident = [*model.parameters(), *model.buffers(), *tree_leaves(dict(arguments))]
+    start = start_of([t for t in resident if isinstance(t, torch.Tensor)], device) if real else None
     name = printable(type(model).__name__)
-    prepared = Prepared(traced, aliases, profiles, lowered, device, plain, options, hinted, name, start)
+    prepared = Prepared(traced, aliases, profiles, lowered, device, plain, options, hinted, name, layouts, start)
     found = prepared.footprint(schedule)
     return prepared if found is None else replace(prepared, baseline_peak_bytes=found.allocated_bytes)
 

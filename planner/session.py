@@ -11,6 +11,7 @@ from torch import nn
 from passes.trace.arguments import bind_sample
 from solvers.minimum import Minimum
 from solvers.problem import Problem
+from solvers.schedule import Schedule
 from solvers.solution import Solution
 
 from .budget import optimizer_state_bytes, reserve_to_bytes
@@ -50,14 +51,17 @@ class Session:
         needed = self.prepared.footprint(found.schedule)
         return found if needed is None else replace(found, minimum_bytes=needed.allocated_bytes)
 
-    def solve(self, budget_bytes: int | None, *, solver: str | None = None) -> Solution:
-        """The cheapest schedule found for `budget_bytes` (None: no limit).
+    def solve(
+        self, budget_bytes: int | None, *, solver: str | None = None, warm_starts: tuple[Schedule, ...] = ()
+    ) -> Solution:
+        """The cheapest schedule found for `budget_bytes` (None: no limit), no dearer than a warm start that fits.
 
         Raises:
             BudgetError: nothing found fits.
         """
         with self.progress.stage("solve"):
-            return solve_step(self.prepared, budget_bytes, solver=solver, report=self.progress.report)
+            report = self.progress.report
+            return solve_step(self.prepared, budget_bytes, solver=solver, report=report, warm_starts=warm_starts)
 
     def plan(self, budget_bytes: int | None) -> Plan:
         """Solve, rewrite and prove."""

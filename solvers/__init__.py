@@ -15,7 +15,6 @@ from .rotor import Rotor
 from .schedule import Schedule, Step, computes, plain_order, with_frees
 from .simulate import Simulation, peak_and_cost, simulate
 from .solution import Solution, Status, plain_solution, solution
-from .sweep import frontier as _frontier
 
 SOLVERS: dict[str, type[Solver]] = {"auto": Auto, "chen": Chen, "greedy": Greedy, "ilp": Ilp, "rotor": Rotor}
 
@@ -55,17 +54,6 @@ def solve(
     )
 
 
-def frontier(
-    problem: Problem, points: int = 20, *, solver: str = "auto", time_limit: float = 60.0, gap: float = 0.01
-) -> tuple[Solution, ...]:
-    """Plans at `points` budgets from the smallest that works to the plain peak; see `solvers.sweep`."""
-
-    def one(problem: Problem, budget_bytes: int, seconds: float, warm_starts: tuple[Schedule, ...]) -> Solution:
-        return solve(problem, budget_bytes, solver=solver, time_limit=seconds, gap=gap, warm_starts=warm_starts)
-
-    return _frontier(problem, one, points=points, time_limit=time_limit)
-
-
 __all__ = [
     "SOLVERS",
     "BudgetError",
@@ -85,7 +73,6 @@ __all__ = [
     "Tensor",
     "computes",
     "floor_bytes",
-    "frontier",
     "get_solver",
     "minimum_budget",
     "peak_and_cost",

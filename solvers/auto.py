@@ -1,11 +1,10 @@
 """The best plan found within the time limit, with the gap that can be proved.
 
-Never worse than greedy or Chen, unless the clock cuts greedy short: above `live.LARGE` ops it gets a share of the time.
+Never worse than greedy or Chen, unless the clock cuts them short: each gets a share of the time.
 """
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -27,9 +26,9 @@ class Auto(Solver):
     name: ClassVar[str] = "auto"
 
     def search(self, problem: Problem, budget_bytes: int, plain: Solution, effort: Effort) -> Solution:
-        begin, starts = time.monotonic(), effort.warm_starts
+        starts = effort.warm_starts
         with suppress(BudgetError):  # no segmentation may fit, and the hunt still find a plan
-            chen = Chen().solve(problem, budget_bytes, time_limit=CHEN_SHARE * effort.time_limit)
+            hurried = replace(effort, time_limit=CHEN_SHARE * effort.time_limit)
+            chen = Chen().search(problem, budget_bytes, plain, hurried)
             starts = (*starts, chen.schedule)
-        left = effort.time_limit - (time.monotonic() - begin)
-        return search_with_proof(problem, budget_bytes, self.name, replace(effort, time_limit=left, warm_starts=starts))
+        return search_with_proof(problem, budget_bytes, self.name, replace(effort, warm_starts=starts))

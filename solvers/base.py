@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from .problem import Problem
@@ -17,12 +18,17 @@ CLOCK = "the time limit ended the search; another run may find another plan"
 
 @dataclass(frozen=True)
 class Effort:
-    """What a search may spend and start from; see `Solver.solve`."""
+    """What a search may spend and start from; see `Solver.solve`. The clock runs from `begin`."""
 
     time_limit: float = 30.0
     gap: float = 0.01
     warm_starts: tuple[Schedule, ...] = ()
     report: Report | None = None
+    begin: float = field(default_factory=time.monotonic)
+
+    def until(self, share: float = 1.0) -> float:
+        """The moment at which that share of the time limit is used up."""
+        return self.begin + share * self.time_limit
 
 
 class Solver(ABC):
@@ -43,7 +49,7 @@ class Solver(ABC):
         """Find a schedule whose simulated peak is at most `budget_bytes`.
 
         Args:
-            time_limit: seconds of wall clock, model building included.
+            time_limit: seconds of wall clock for everything, a refusal included.
             gap: stop once added cost - bound <= gap * problem.step_cost.
             warm_starts: schedules to start from; any that fits is a floor for the answer's quality.
             report: called with a short line whenever there is progress to tell.
@@ -52,11 +58,12 @@ class Solver(ABC):
             BudgetError: nothing found fits; carries the smallest peak found and the proved floor.
             SolverUnavailable: the solver is not for this problem.
         """
+        effort = Effort(time_limit, gap, warm_starts, report)
         self.check(problem)
         plain = plain_solution(problem, self.name)
         if plain.peak_bytes <= budget_bytes:
             return plain
-        return self.search(problem, budget_bytes, plain, Effort(time_limit, gap, warm_starts, report))
+        return self.search(problem, budget_bytes, plain, effort)
 
     def check(self, problem: Problem) -> None:  # noqa: B027  # most solvers take any problem
         """Refuse a problem that this solver is not for."""

@@ -33,13 +33,12 @@ class Chen(Solver):
     name: ClassVar[str] = "chen"
 
     def search(self, problem: Problem, budget_bytes: int, plain: Solution, effort: Effort) -> Solution:
-        deadline = time.monotonic() + effort.time_limit
         backbone = _backbone(problem)
         best: Live | None = None
         smallest = plain.peak_bytes
         notes: tuple[str, ...] = ()
         for checkpoints in segmentations(problem, backbone):
-            if best is not None and time.monotonic() > deadline:
+            if time.monotonic() > effort.until():
                 notes = (CLOCK,)
                 break
             live = checkpointed(problem, checkpoints, backbone)
@@ -49,7 +48,7 @@ class Chen(Solver):
         schedules = [best.schedule()] if best is not None else []
         found = cheapest_fit(problem, budget_bytes, self.name, (*schedules, *effort.warm_starts))
         if found is None:
-            raise budget_error(budget_bytes, smallest, floor_bytes(problem))
+            raise budget_error(budget_bytes, smallest, floor_bytes(problem), hurried=bool(notes))
         return replace(found, notes=notes)
 
 

@@ -23,6 +23,7 @@ STALL_LIMIT = 60
 KEEP_RATIOS = (0.3, 1.0, 0.0)
 OVERTAKEN = 2.0
 SKIPPED = 0.15
+HOPELESS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +67,11 @@ class Descent:
     log: list[Recompute]
     best_peak: int
     best_length: int
+    deadline: float
 
     @classmethod
-    def start(cls, live: Live) -> Descent:
-        return cls(live, [], live.peak_bytes, 0)
+    def start(cls, live: Live, deadline: float) -> Descent:
+        return cls(live, [], live.peak_bytes, 0, deadline)
 
     def apply(self, eviction: Eviction) -> None:
         for slot, op in eviction.recomputes:
@@ -92,25 +94,25 @@ def descend(
     Returns:
         Whether it fits.
     """
-    descent = Descent.start(live)
+    descent = Descent.start(live, deadline)
     stalled = 0
     while live.peak_bytes > budget_bytes and stalled < STALL_LIMIT and live.cost <= cost_limit:
         if time.monotonic() > deadline:
             break
         best_before = descent.best_peak
-        if not relieve(descent, budget_bytes, taste):
+        if not relieve(descent, budget_bytes, taste, cost_limit):
             break
         stalled = 0 if descent.best_peak < best_before else stalled + 1
     descent.rewind()
     return live.peak_bytes <= budget_bytes
 
 
-def relieve(descent: Descent, budget_bytes: int, taste: Taste) -> bool:
-    """Bring the worst moment down with as many evictions as it takes; False when none helps."""
+def relieve(descent: Descent, budget_bytes: int, taste: Taste, cost_limit: float = float("inf")) -> bool:
+    """Bring the worst moment down with as many evictions as it takes; False when none helps within the limit."""
     live = descent.live
     slot = int(live.total.argmax())
     key = live.worst_key(slot)
-    queue = _ranked(live, key, taste)
+    queue = _ranked(live, key, taste, cost_limit)
     target = budget_bytes - live.problem.static_bytes
     large = len(live.problem.ops) > LARGE  # then one moment is brought under the budget before the next is looked at
     if not large:
@@ -118,7 +120,7 @@ def relieve(descent: Descent, budget_bytes: int, taste: Taste) -> bool:
     applied = False
     following = [score for score, _ in queue[1:]] + [float("inf")]
     for index, (_, t) in enumerate(queue):
-        eviction = plan_eviction(live, t, key, taste.keep_ratio)
+        eviction = plan_eviction(live, t, key, taste.keep_ratio, cost_limit - live.cost)
         if eviction is None or (applied and eviction.score > OVERTAKEN * following[index]):
             continue
         if applied and eviction.score > OVERTAKEN * queue[0][0] + 1e-9:
@@ -127,17 +129,19 @@ def relieve(descent: Descent, budget_bytes: int, taste: Taste) -> bool:
         applied = True
         if live.total[slot] <= target or (not large and int(live.total.argmax()) != slot):
             break
+        if time.monotonic() > descent.deadline:
+            break
     return applied
 
 
-def _ranked(live: Live, key: int, taste: Taste) -> list[tuple[float, int]]:
+def _ranked(live: Live, key: int, taste: Taste, cost_limit: float) -> list[tuple[float, int]]:
     """Tensors worth evicting at `key` by score; only the most promising are planned for, unless none of them helps."""
     held = held_across(live, key)
     while part := list(islice(_skipping(held, taste), taste.promising)):
         queue = sorted(
             (eviction.score * taste.blur(), t)
             for t in part
-            if (eviction := plan_eviction(live, t, key, taste.keep_ratio)) is not None
+            if (eviction := plan_eviction(live, t, key, taste.keep_ratio, cost_limit - live.cost)) is not None
         )
         if queue:
             return queue
@@ -165,8 +169,13 @@ def held_across(live: Live, key: int) -> Iterator[int]:
                 yield t
 
 
-def plan_eviction(live: Live, tensor: int, key: int, keep_ratio: float) -> Eviction | None:
-    """The recomputes that let `tensor` go before `key` and come back at its next read; None if nothing is gained."""
+def plan_eviction(
+    live: Live, tensor: int, key: int, keep_ratio: float, cost_limit: float = float("inf")
+) -> Eviction | None:
+    """The recomputes that drop `tensor` before `key` and bring it back at its next read.
+
+    None if nothing is gained, or if they cost more than the limit.
+    """
     after = live.around(tensor, key + 1)[1]
     if after < 0 or after & 1:
         return None
@@ -174,7 +183,7 @@ def plan_eviction(live: Live, tensor: int, key: int, keep_ratio: float) -> Evict
     limit = live.bytes[tensor] * keep_ratio
     ops, producer = live.problem.ops, live.problem.producer
     chosen: dict[int, None] = {}
-    gain = 0
+    gain = cost = 0
     stack = [producer[tensor]]
     while stack:
         i = stack.pop()
@@ -184,6 +193,9 @@ def plan_eviction(live: Live, tensor: int, key: int, keep_ratio: float) -> Evict
         if moment <= key:
             return None
         chosen[i] = None
+        cost += ops[i].cost
+        if cost > cost_limit:
+            return None
         for t in ops[i].outputs:
             if _spans(live, t, key, moment):
                 gain += live.bytes[t]
@@ -196,7 +208,7 @@ def plan_eviction(live: Live, tensor: int, key: int, keep_ratio: float) -> Evict
                 stack.append(producer[t])
     if gain <= 0:
         return None
-    return Eviction(tuple((slot, i) for i in sorted(chosen)), gain // live.unit, sum(ops[i].cost for i in chosen))
+    return Eviction(tuple((slot, i) for i in sorted(chosen)), gain // live.unit, cost)
 
 
 def _spans(live: Live, tensor: int, key: int, moment: int) -> bool:
@@ -250,15 +262,22 @@ def cheapest_descent(
     budget_bytes: int,
     keep_ratios: tuple[float, ...] = KEEP_RATIOS,
     deadline: float = float("inf"),
+    first_by: float = float("inf"),
 ) -> Live | None:
-    """The cheapest of the descents that fit the budget, or None. What the deadline leaves undone is left out."""
+    """The cheapest of the descents that fit the budget, or None. What the deadline leaves undone is left out.
+
+    Args:
+        first_by: the deadline as long as none has fitted.
+    """
     best: Live | None = None
     for keep_ratio in keep_ratios:
-        if time.monotonic() > deadline:
+        until = deadline if best is not None else max(deadline, first_by)
+        if time.monotonic() > until:
             break
         live = Live(problem)
-        if descend(live, budget_bytes, Taste(keep_ratio), deadline=deadline):
-            drop_unneeded(live, budget_bytes, deadline)
+        limit = float("inf") if best is None else HOPELESS * best.cost
+        if descend(live, budget_bytes, Taste(keep_ratio), limit, until):
+            drop_unneeded(live, budget_bytes, until)
             if best is None or live.cost < best.cost:
                 best = live
     return best

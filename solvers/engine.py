@@ -1,10 +1,10 @@
-"""PuLP's program solved by HiGHS inside this process; CBC where HiGHS is missing.
+"""PuLP's program solved by HiGHS: the relaxation in this process, the integers in one that can be ended (`mip`).
 
 Peak rows are added as solutions violate them: to the relaxation first, whose few rows that matter then begin the
 integer program.
 
-The status words of the engines are not trusted: an answer is a bound and a vector of values, and both are judged
-elsewhere. HiGHS runs in a thread, so that Ctrl-C interrupts it at once and no child process exists.
+The status words of HiGHS are not trusted: an answer is a bound and a vector of values, and both are judged elsewhere.
+The relaxation runs in a thread and asks often whether to go on, so that Ctrl-C and the clock end it at once.
 """
 
 from __future__ import annotations
@@ -15,17 +15,13 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import highspy
 import numpy as np
 import pulp
 
-from .cbc import solve_by_cbc
 from .errors import SolverUnavailable
+from .mip import Worker, job_of
 from .staged import StagedModel
-
-try:
-    import highspy
-except ImportError:  # the fallback is CBC; `Answer.notes` says so
-    highspy = None  # type: ignore[assignment]
 
 ROWS_PER_ROUND = 24
 TOLERANCE = 1e-6
@@ -33,6 +29,8 @@ SLACK = 1e-4
 OPEN_SHARE = 0.05
 SPREAD = 1000
 ROUNDS = 20
+RAY_TOLERANCE = 1e-4
+PATIENCE_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,8 @@ class Answer:
     Attributes:
         bound: lower bound on the objective in cost units, or None.
         values: variable values of the best solution found, or None.
-        infeasible: the engine proved that the program has no solution.
+        infeasible: HiGHS says that the program has no solution.
+        certified: prices that were checked here prove it, so that no schedule fits the budget.
         timed_out: the clock ended the solve.
         failed: the engine gave no answer that could be trusted; `notes` says why.
     """
@@ -50,6 +49,7 @@ class Answer:
     bound: int | None
     values: dict[str, float] | None
     infeasible: bool = False
+    certified: bool = False
     timed_out: bool = False
     failed: bool = False
     notes: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class PeakRows:
         for slot in np.argsort(-excess, kind="stable").tolist():
             if excess[slot] <= TOLERANCE * budget or len(chosen) == ROWS_PER_ROUND:
                 break
-            if slot in self.present or problem.ops[slot].optional or any(abs(slot - s) <= apart for s in chosen):
+            if slot in self.present or any(abs(slot - s) <= apart for s in chosen):
                 continue
             chosen.append(slot)
         return chosen
@@ -81,13 +81,11 @@ def solve_staged(
     model: StagedModel, time_limit: float, gap_cost: int, incumbent: dict[str, float] | None = None
 ) -> Answer:
     """Bound the program from below and look for a solution, within the time limit."""
-    if highspy is None:
-        return _solve_cbc(model, time_limit, incumbent)
     return _HighsRun(model, time.monotonic() + time_limit).solve(gap_cost, incumbent)
 
 
 class _HighsRun:
-    """One program in one HiGHS instance: the relaxation first, with rows added, then the integers."""
+    """One program: the relaxation first, with rows added, then the integers."""
 
     def __init__(self, model: StagedModel, deadline: float) -> None:
         self.model = model
@@ -96,6 +94,7 @@ class _HighsRun:
         solver.createAndConfigureSolver(model.program)
         solver.buildSolverModel(model.program)
         self.highs: Any = model.program.solverModel
+        self.highs.HandleUserInterrupt = True
         self.index = model.column
         self.peak = PeakRows(model)
         self.first_row = self.highs.getNumRow()
@@ -104,27 +103,38 @@ class _HighsRun:
         relaxed = self._relax()
         if relaxed.infeasible or relaxed.timed_out:
             return relaxed
-        self._make_integer()
         # What the program leaves open is worth less time than what its stages leave out.
         open_cost = 0.0 if incumbent is None else self._cost(incumbent) - (relaxed.bound or 0)
-        self.highs.setOptionValue("mip_abs_gap", max(0.999, gap_cost / self.model.cost_unit, OPEN_SHARE * open_cost))
-        self.highs.setOptionValue("mip_rel_gap", 0.0)
-        bound, values = relaxed.bound, None
+        allowed = max(0.999, gap_cost / self.model.cost_unit, OPEN_SHARE * open_cost)
+        start = None if incumbent is None else np.array([incumbent[name] for name in self.index])
+        worker = Worker()
+        try:
+            try:
+                return self._integers(worker, relaxed, start, allowed)
+            finally:
+                worker.end()
+        finally:  # Ctrl-C may fall on the line above
+            worker.end()
+
+    def _integers(self, worker: Worker, relaxed: Answer, start: np.ndarray | None, allowed: float) -> Answer:
+        """Solve the integer program again and again, with the rows that its solutions break."""
+        integer = np.array([v.cat == pulp.LpInteger for v in self.model.program.variables()])
+        options = {"threads": 2, "mip_abs_gap": allowed, "mip_rel_gap": 0.0}
+        best = relaxed
         for _ in range(ROUNDS):
-            if incumbent is not None:
-                self._start_from(incumbent)
-            self._run()
-            status = self.highs.getModelStatus()
-            if status == highspy.HighsModelStatus.kInfeasible:
-                return Answer(None, None, infeasible=True)
-            bound = _larger(bound, self._as_bound(self.highs.getInfo().mip_dual_bound))
-            solution = self._solution()
-            if solution is None:
+            found = worker.solve(job_of(self.highs, integer, start, options), self.deadline)
+            if found.infeasible:
+                return replace(best, infeasible=start is None, failed=start is not None)
+            best = replace(best, bound=_larger(best.bound, self._as_bound(found.bound)))
+            if found.failure:
+                note = f"the integer program was not solved, only its relaxation: {found.failure}"
+                return replace(best, failed=True, notes=(note,))
+            if found.values is None or len(found.values) != len(integer) or not np.isfinite(found.values).all():
                 break
-            values = {name: float(solution[j]) for name, j in self.index.items()}
-            if time.monotonic() > self.deadline or not self._add_violated(solution):
+            best = replace(best, values={name: float(found.values[j]) for name, j in self.index.items()})
+            if time.monotonic() > self.deadline or not self._add_violated(found.values):
                 break
-        return Answer(bound, values, timed_out=time.monotonic() > self.deadline)
+        return replace(best, timed_out=time.monotonic() > self.deadline)
 
     def _cost(self, values: dict[str, float]) -> float:
         return sum(c * values[v.name] for v, c in self.model.program.objective.items())
@@ -156,10 +166,22 @@ class _HighsRun:
         self._run()
         status = self.highs.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
-            return Answer(None, None, infeasible=True)
+            return Answer(None, None, infeasible=True, certified=self._is_impossible())
         if status != highspy.HighsModelStatus.kOptimal:
             return Answer(None, None, timed_out=True)
-        return Answer(self._as_bound(self._safe_bound()), None)
+        prices = np.array(self.highs.getSolution().row_dual)
+        return Answer(self._as_bound(self._safe_bound(prices, np.array(self.highs.getLp().col_cost_))), None)
+
+    def _is_impossible(self) -> bool:
+        """Whether a ray of prices proves that nothing satisfies the rows: at no cost at all the bound is positive."""
+        self.highs.setOptionValue("presolve", "off")  # what presolve finds impossible has no ray
+        self._run()
+        _, there, ray = self.highs.getDualRay()
+        if not there:
+            return False
+        ray = np.array(ray) / max(1e-300, float(np.abs(ray).max()))
+        free = np.zeros(self.highs.getNumCol())
+        return max(self._safe_bound(ray, free), self._safe_bound(-ray, free)) > RAY_TOLERANCE
 
     def _add_violated(self, values: np.ndarray) -> bool:
         slots = self.peak.violated(values)
@@ -181,37 +203,17 @@ class _HighsRun:
         if status == highspy.HighsStatus.kError:
             raise SolverUnavailable("HiGHS did not take the peak rows of the program", solver="ilp")
 
-    def _make_integer(self) -> None:
-        for v in self.model.program.variables():
-            if v.cat == pulp.LpInteger:
-                self.highs.changeColIntegrality(v.index, highspy.HighsVarType.kInteger)
-
-    def _start_from(self, incumbent: dict[str, float]) -> None:
-        solution = highspy.HighsSolution()
-        values = [0.0] * len(self.index)
-        for name, j in self.index.items():
-            values[j] = incumbent[name]
-        solution.col_value = values
-        self.highs.setSolution(solution)
-
     def _run(self) -> None:
         self.highs.setOptionValue("time_limit", self.highs.getRunTime() + max(0.05, self.deadline - time.monotonic()))
-        _interruptible(self.highs)
+        _interruptible(self.highs, self.deadline)
 
-    def _solution(self) -> np.ndarray | None:
-        if self.highs.getInfo().primal_solution_status != 2:
-            return None
-        values = np.array(self.highs.getSolution().col_value)
-        return values if len(values) and bool(np.isfinite(values).all()) else None
-
-    def _safe_bound(self) -> float:
-        """The Lagrangian bound that the row prices give: valid whatever the engine thinks of them.
+    def _safe_bound(self, prices: np.ndarray, costs: np.ndarray) -> float:
+        """The Lagrangian bound that row prices give: valid whatever the engine thinks of them.
 
         For prices y of the right signs, y * limits + sum over columns of min(0, reduced cost) bounds the optimum
         from below (Neumaier and Shcherbina 2004), so an interior point that is slightly off costs little.
         """
         program = self.highs.getLp()
-        prices = np.array(self.highs.getSolution().row_dual)
         lower, upper = np.array(program.row_lower_), np.array(program.row_upper_)
         limits = np.where(prices > 0, lower, upper)
         usable = np.isfinite(limits) & np.isfinite(prices)
@@ -223,7 +225,7 @@ class _HighsRun:
         by_row = matrix.format_ != highspy.MatrixFormat.kColwise
         rows, columns = (outer, index) if by_row else (index, outer)
         priced = np.bincount(columns, weights=value * prices[rows], minlength=program.num_col_)
-        reduced = np.array(program.col_cost_) - priced
+        reduced = costs - priced
         return float(prices @ np.where(usable, limits, 0.0) + np.minimum(reduced, 0.0) @ np.array(program.col_upper_))
 
     def _as_bound(self, value: float) -> int | None:
@@ -237,9 +239,8 @@ def _larger(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else max(a, b)
 
 
-def _interruptible(highs: Any) -> None:
-    """Run HiGHS in a thread and wait for it; an exception here (Ctrl-C) stops it and goes on."""
-    highs.HandleUserInterrupt = True
+def _interruptible(highs: Any, deadline: float) -> None:
+    """Run HiGHS in a thread and wait for it; the clock and an exception here (Ctrl-C) stop it."""
     done = threading.Event()  # Python 3.11 takes a thread for ended once Ctrl-C has interrupted a join of it
 
     def run() -> None:
@@ -252,37 +253,10 @@ def _interruptible(highs: Any) -> None:
     try:
         thread.start()
         while not done.wait(0.05):
-            pass
+            if time.monotonic() > deadline + PATIENCE_SECONDS:
+                highs.cancelSolve()
     except BaseException:
         while thread.ident is not None and not done.is_set():  # one that has not begun does not hear the first call
             highs.cancelSolve()
             done.wait(0.05)
         raise
-
-
-def _solve_cbc(model: StagedModel, time_limit: float, incumbent: dict[str, float] | None) -> Answer:
-    """The same program with all peak rows by CBC; only an answer proved optimal bounds anything."""
-    note = ("highspy is not installed: CBC solved the program",)
-    costs = {v.name: c for v, c in model.program.objective.items()}
-    rows = model.peak_rows(np.array(list(model.problem.required()), dtype=np.int64))
-    variables = model.program.variables()
-    for j, limit in enumerate(rows.limits.tolist()):
-        inside = slice(rows.starts[j], rows.starts[j + 1])
-        columns, coefficients = rows.columns[inside].tolist(), rows.coefficients[inside].tolist()
-        if not columns:
-            return Answer(None, None, infeasible=True, notes=note)
-        expression = pulp.LpAffineExpression({variables[c]: x for c, x in zip(columns, coefficients, strict=True)})
-        model.program.addConstraint(pulp.LpConstraint(expression, pulp.LpConstraintLE, rhs=limit))
-    found = solve_by_cbc(model.program, time_limit)
-    least = sum(c * found.values[name] for name, c in costs.items()) if found.values else 0.0
-    known = sum(c * incumbent[name] for name, c in costs.items()) if incumbent else math.inf
-    failure = found.failure
-    if (found.infeasible and incumbent) or (found.optimal and least > known + 1e-3):
-        failure = "it calls impossible what a known plan does"
-    if failure:
-        return Answer(None, None, failed=True, notes=(f"highspy is not installed, and CBC failed: {failure}",))
-    if found.infeasible or found.values is None:
-        return Answer(None, None, infeasible=found.infeasible, timed_out=not found.infeasible, notes=note)
-    return Answer(
-        math.ceil(least - 1e-3) if found.optimal else None, found.values, timed_out=not found.optimal, notes=note
-    )

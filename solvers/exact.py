@@ -3,13 +3,15 @@
 Covers every schedule there is: any op that may be recomputed, any number of times, anywhere, frees in any order.
 A state is the next required op and a bit mask of resident tensors (with one more bit per optional op that has
 run). The moves are: free a tensor, run the next required op, run an optional op right before an op that replays
-it, recompute an op. Only the last kind costs anything. With `budget_bytes` the cheapest path is found; without,
-the path of smallest peak. The search gives up after a fixed amount of work.
+it, recompute an op. Only the last kind costs anything. A tensor that nothing to come can read is freed before
+anything else. With `budget_bytes` the cheapest path is found; without, the path of smallest peak. The search gives
+up after a fixed amount of work, or at its deadline.
 """
 
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -44,6 +46,17 @@ class _Search:
         self.sizes = [t.bytes for t in problem.tensors]
         optional = [i for i, op in enumerate(problem.ops) if op.optional]
         self.ran_bit = {p: 1 << (len(self.sizes) + j) for j, p in enumerate(optional)}
+        self.dead = [self._dead(position) for position in range(len(self.required) + 1)]
+
+    def _dead(self, position: int) -> int:
+        """What nothing can read once the required op at `position` is next: neither it, a later one, nor a replay."""
+        useful = self.pinned
+        for i in self.required[position:]:
+            useful |= self.reads[i]
+        for i in reversed(self.required):  # an op is listed after those that write what it reads
+            if self.problem.ops[i].recomputable and self.writes[i] & useful:
+                useful |= self.replays[i]
+        return ((1 << len(self.sizes)) - 1) & ~useful
 
     def resident(self, mask: int) -> int:
         """Bytes of a mask, static bytes included."""
@@ -51,6 +64,9 @@ class _Search:
 
     def moves(self, position: int, mask: int) -> Iterator[tuple[int, Move]]:
         """(next position, move) for everything that may happen."""
+        if mask & self.dead[position]:
+            yield position, Move(-1, mask & ~self.dead[position], 0, 0)
+            return
         here = self.resident(mask)
         for t in range(len(self.sizes)):
             if mask >> t & 1 and not self.pinned >> t & 1:
@@ -85,7 +101,9 @@ def _mask(tensors: tuple[int, ...]) -> int:
     return mask
 
 
-def exact_schedule(problem: Problem, budget_bytes: int | None = None) -> tuple[Schedule | None, bool]:
+def exact_schedule(
+    problem: Problem, budget_bytes: int | None = None, deadline: float = float("inf")
+) -> tuple[Schedule | None, bool]:
     """The best schedule of all, or None; and whether the search was complete.
 
     Args:
@@ -105,7 +123,7 @@ def exact_schedule(problem: Problem, budget_bytes: int | None = None) -> tuple[S
         if state in closed:
             continue
         closed.add(state)
-        if len(closed) > WORK_LIMIT:
+        if len(closed) > WORK_LIMIT or (len(closed) % 256 == 0 and time.monotonic() > deadline):
             return None, False
         if state[0] == len(search.required):
             return with_frees(problem, _order(parent, state)), True

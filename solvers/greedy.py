@@ -1,19 +1,23 @@
 """Greedy eviction at the simulated peak: fast, good, and without any proof.
 
 The cheapest of a few descents (`solvers.descent`) that fits; when none does, the smallest peak that
-`solvers.minimum` can find.
+`solvers.minimum` can find, rid of what the budget does not need.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from .base import Effort, Solver
-from .descent import KEEP_RATIOS, cheapest_descent
-from .minimum import fit_by_minimum
+from .base import CLOCK, Effort, Solver
+from .bounds import floor_bytes
+from .descent import KEEP_RATIOS, cheapest_descent, drop_unneeded
+from .minimum import budget_error, smallest_peak
 from .problem import Problem
 from .solution import Solution, cheapest_fit, solution
+
+DESCENT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,16 @@ class Greedy(Solver):
     keep_ratios: tuple[float, ...] = KEEP_RATIOS
 
     def search(self, problem: Problem, budget_bytes: int, plain: Solution, effort: Effort) -> Solution:
-        live = cheapest_descent(problem, budget_bytes, self.keep_ratios)
+        until = effort.until(DESCENT_SHARE)
+        live = cheapest_descent(problem, budget_bytes, self.keep_ratios, until, first_by=until)
+        notes = (CLOCK,) if time.monotonic() > until else ()
         schedules = effort.warm_starts if live is None else (live.schedule(), *effort.warm_starts)
         found = cheapest_fit(problem, budget_bytes, self.name, schedules)
-        return found or solution(problem, fit_by_minimum(problem, budget_bytes).schedule(), self.name)
+        if found is not None:
+            return replace(found, notes=notes)
+        lowest = smallest_peak(problem, budget_bytes, effort.until())
+        if lowest.live.peak_bytes > budget_bytes:
+            late = time.monotonic() > effort.until()
+            raise budget_error(budget_bytes, lowest.known_bytes, floor_bytes(problem), hurried=late)
+        drop_unneeded(lowest.live, budget_bytes, effort.until())
+        return solution(problem, lowest.live.schedule(), self.name, notes=notes)

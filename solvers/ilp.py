@@ -4,8 +4,12 @@ Heuristics find a plan; the staged program (`solvers.staged`) bounds it. The fir
 where most bytes are needed whatever is kept. Its solution, turned into a schedule, may exceed the budget between
 two end slots: the slots where it does become end slots of the next program. Every solution is repaired by greedy
 evictions, polished by local search and offered as the answer; every program's dual bound counts, the largest wins.
+What is left of the time then goes to local search, until many rounds of it have found nothing.
 
 Tiny problems are searched exactly instead (`solvers.exact`).
+
+The clock: greedy and the search for the smallest peak end at shares of the time limit; a program gets so many seconds
+whatever the limit is, so that a longer solve does what a shorter one did, and then more.
 """
 
 from __future__ import annotations
@@ -24,27 +28,39 @@ from .engine import Answer, solve_staged
 from .errors import BudgetError
 from .exact import exact_schedule
 from .live import LARGE, Live, recomputes_of
-from .local import improve
-from .minimum import budget_error, fit_by_minimum
+from .local import improve, squeeze
+from .minimum import EXACT_SHARE, MINIMUM_SHARE, budget_error, smallest_peak
 from .problem import Problem
 from .simulate import peak_and_cost
-from .solution import Solution, solution
-from .staged import StagedModel, first_ends
+from .solution import EVERY, Solution, cheapest_fit, solution
+from .staged import StagedModel, first_ends, forward_binds
 
-ALL_SCHEDULES = "all schedules that run the required ops in this order, whatever they recompute, however often"
+ALL_SCHEDULES = f"{EVERY} that run the required ops in this order, whatever they recompute, however often"
 FIRST_ENDS = 5
 NEW_ENDS = 4
 LOCAL_STEPS = 300
-FRUITLESS_ROUNDS = 3
-PROGRAM_SHARE = 0.4
-LARGE_PROGRAM_SHARE = 0.8
-GREEDY_SHARE = 0.4
+FRUITLESS_ROUNDS = 40
+PROGRAM_SECONDS = 10.0
+PROGRAM_GROWTH = 1.5
+PROGRAM_SHARE = 0.8
+PLANLESS_SHARE = 0.25
+BUILD_SHARE = 0.4
+GREEDY_SHARE = 0.2
+LARGE_GREEDY_SHARE = 0.5
+FIRST_SHARE = 0.75
+LOWEST_SHARE = 0.95
 LEAST_SECONDS = 0.5
+SQUEEZE_SHARE = 0.2
 
 
 @dataclass
 class Hunt:
-    """The best plan so far, the best bound so far, and what is left to spend."""
+    """The best plan so far, the best bound so far, and what is left to spend.
+
+    Attributes:
+        known_bytes: the smallest budget known to work, where no plan has been found for this one.
+        impossible: it is proved that there is none.
+    """
 
     problem: Problem
     budget_bytes: int
@@ -53,6 +69,8 @@ class Hunt:
     report: Report | None
     live: Live | None = None
     bound: int = 0
+    known_bytes: int = -1
+    impossible: bool = False
     notes: dict[str, None] = field(default_factory=dict)
 
     @property
@@ -89,20 +107,28 @@ class Hunt:
 
 def hunt(problem: Problem, budget_bytes: int, effort: Effort) -> Hunt:
     """Alternate between finding and proving until the gap or the time is used up."""
-    deadline, gap_cost = time.monotonic() + effort.time_limit, int(effort.gap * problem.step_cost)
-    state = Hunt(problem, budget_bytes, deadline, gap_cost, effort.report)
+    gap_cost = int(effort.gap * problem.step_cost)
+    state = Hunt(problem, budget_bytes, effort.until(), gap_cost, effort.report)
     for schedule in effort.warm_starts:
         state.offer(Live(problem, recomputes_of(problem, schedule)))
-    large = len(problem.ops) > LARGE
-    greedy_until = time.monotonic() + GREEDY_SHARE * effort.time_limit if large else math.inf
-    state.offer(cheapest_descent(problem, budget_bytes, deadline=greedy_until))
+    greedy_until = effort.until(LARGE_GREEDY_SHARE if len(problem.ops) > LARGE else GREEDY_SHARE)
+    # Where the forward's own peak binds, a program finds plans where no descent does.
+    first_by = greedy_until if forward_binds(problem, budget_bytes) else effort.until(FIRST_SHARE)
+    state.offer(cheapest_descent(problem, budget_bytes, deadline=greedy_until, first_by=first_by))
     if time.monotonic() > greedy_until:
         state.notes[CLOCK] = None
-    elif state.live is None:
-        state.offer(_fit_or_none(problem, budget_bytes))
     state.tell("greedy")
-    refine(state)
+    refine(state, effort)
     return state
+
+
+def look_lower(state: Hunt, effort: Effort) -> None:
+    """The state of smallest peak, rid of what the budget does not need, where that fits."""
+    lowest = smallest_peak(state.problem, state.budget_bytes, effort.until(LOWEST_SHARE))
+    state.known_bytes = lowest.known_bytes
+    if lowest.live.peak_bytes <= state.budget_bytes:
+        drop_unneeded(lowest.live, state.budget_bytes, state.deadline)
+        state.offer(lowest.live)
 
 
 def local_steps(problem: Problem) -> int:
@@ -110,59 +136,75 @@ def local_steps(problem: Problem) -> int:
     return LOCAL_STEPS if len(problem.ops) <= LARGE else LOCAL_STEPS // 30
 
 
-def _fit_or_none(problem: Problem, budget_bytes: int) -> Live | None:
-    try:
-        return fit_by_minimum(problem, budget_bytes)
-    except BudgetError:
-        return None
+def refine(state: Hunt, effort: Effort) -> None:
+    """Solve programs with more and more end slots, then go on with local search.
 
-
-def refine(state: Hunt) -> None:
-    """Solve programs with more and more end slots."""
-    ends = first_ends(state.problem, FIRST_ENDS if len(state.problem.ops) <= LARGE else 2)
-    seed = 0
+    Where greedy found no plan, the first programs may: its solution often fits where no descent from scratch does.
+    """
+    ends = first_ends(state.problem, FIRST_ENDS if len(state.problem.ops) <= LARGE else 2, state.budget_bytes)
+    number = 0
     while not state.finished and state.seconds_left > LEAST_SECONDS:
-        seed += 1
-        model = StagedModel(state.problem, state.budget_bytes, ends)
-        known = state.bound
-        answer = bound_with(state, model)
-        if answer.infeasible or answer.failed:
+        number += 1
+        more = refine_once(state, ends, number)
+        if state.live is None and number > 1 and state.known_bytes < 0:
+            look_lower(state, effort)
+        if not more:
             break
-        extra = offer_solution(state, model, answer)
-        state.tell(f"{len(ends)} stages")
-        if answer.timed_out and state.bound == known:  # a larger program would do no better
-            polish_on(state, seed)
-            break
-        # One round also where the gap is met: it is cheap beside the proof, and often finds a better plan.
-        state.polish(local_steps(state.problem), seed, share=0.3)
-        if state.finished:
-            break
-        if not extra:
-            extra = first_ends(state.problem, 2 * len(ends))
-        if set(extra) <= set(ends):
-            break
-        ends = tuple(sorted({*ends, *extra}))
+        ends = tuple(sorted({*ends, *more}))
+    if state.live is None and state.known_bytes < 0:
+        look_lower(state, effort)
+    polish_on(state, number)
     if not state.finished and state.seconds_left <= LEAST_SECONDS:
         state.notes[CLOCK] = None
 
 
+def refine_once(state: Hunt, ends: tuple[int, ...], number: int) -> tuple[int, ...]:
+    """Solve the program of these end slots and polish; returns new end slots, none where no program is to follow."""
+    known = state.bound
+    try:
+        model = StagedModel(state.problem, state.budget_bytes, ends, _after(state, BUILD_SHARE))
+    except TimeoutError:
+        state.notes[CLOCK] = None
+        return ()
+    answer = bound_with(state, model, number)
+    if answer.infeasible or answer.failed:
+        return ()
+    extra = offer_solution(state, model, answer)
+    state.tell(f"{len(ends)} stages")
+    if answer.timed_out and state.bound == known:  # a larger program would do no better
+        return ()
+    # One round also where the gap is met: it is cheap beside the proof, and often finds a better plan.
+    state.polish(local_steps(state.problem), number, share=0.3)
+    extra = extra or first_ends(state.problem, 2 * len(ends), state.budget_bytes)
+    return () if set(extra) <= set(ends) else extra
+
+
+def _after(state: Hunt, share: float) -> float:
+    return time.monotonic() + share * state.seconds_left
+
+
 def polish_on(state: Hunt, seed: int) -> None:
-    """Rounds of local search until a few in a row find nothing or the time is up."""
+    """Rounds of local search until many in a row find nothing or the time is up."""
     fruitless = 0
     while fruitless < FRUITLESS_ROUNDS and not state.finished and state.seconds_left > LEAST_SECONDS:
+        if state.live is None:
+            return
         cost, seed = state.cost, seed + 1
         state.polish(local_steps(state.problem), seed)
         fruitless = fruitless + 1 if state.cost == cost else 0
 
 
-def bound_with(state: Hunt, model: StagedModel) -> Answer:
+def bound_with(state: Hunt, model: StagedModel, number: int) -> Answer:
     """Solve one program, starting from the best plan."""
     incumbent = model.values_of(state.live) if state.live is not None else None
-    share = LARGE_PROGRAM_SHARE if len(state.problem.ops) > LARGE else PROGRAM_SHARE
-    seconds = max(LEAST_SECONDS, share * state.seconds_left)
+    large = len(state.problem.ops) > LARGE
+    seconds = math.inf if large else PROGRAM_SECONDS * PROGRAM_GROWTH ** (number - 1)
+    share = PROGRAM_SHARE if state.live is not None or state.known_bytes >= 0 else PLANLESS_SHARE
+    seconds = min(seconds, share * state.seconds_left)
     answer = solve_staged(model, seconds, state.gap_cost // 10, incumbent)
     if answer.bound is not None:
         state.bound = max(state.bound, answer.bound * model.cost_unit)
+    state.impossible |= answer.certified and state.live is None
     state.notes.update(dict.fromkeys(answer.notes))
     if answer.timed_out:
         state.notes[CLOCK] = None
@@ -175,22 +217,26 @@ def offer_solution(state: Hunt, model: StagedModel, answer: Answer) -> tuple[int
         return ()
     live = model.to_live(answer.values)
     over = tight_slots(live, state.budget_bytes)
-    if descend(live, state.budget_bytes, Taste(0.3), deadline=state.deadline):
+    fits = descend(live, state.budget_bytes, Taste(0.3), deadline=state.deadline)
+    if not fits and state.live is None:
+        until = _after(state, SQUEEZE_SHARE)
+        fits = squeeze(live, state.budget_bytes, steps=local_steps(state.problem), deadline=until)
+    if fits:
         drop_unneeded(live, state.budget_bytes, state.deadline)
         state.offer(live)
     return over
 
 
 def tight_slots(live: Live, budget_bytes: int) -> tuple[int, ...]:
-    """Backward slots over the budget, the worst first, no two of them close to each other."""
+    """Slots over the budget, the worst first, no two of them close to each other."""
     problem = live.problem
     excess = live.total + (problem.static_bytes - budget_bytes)
-    apart = max(1, (len(problem.ops) - problem.num_forward) // 40)
+    apart = max(1, len(problem.ops) // 80)
     chosen: list[int] = []
     for s in np.argsort(-excess, kind="stable").tolist():
         if excess[s] <= 0 or len(chosen) == NEW_ENDS:
             break
-        if s >= problem.num_forward and all(abs(s - c) >= apart for c in chosen):
+        if all(abs(s - c) >= apart for c in chosen):
             chosen.append(int(s))
     return tuple(chosen)
 
@@ -207,23 +253,33 @@ class Ilp(Solver):
 
 def search_with_proof(problem: Problem, budget_bytes: int, name: str, effort: Effort) -> Solution:
     """What `ilp` and `auto` share: exact if tiny, else the hunt."""
-    schedule, complete = exact_schedule(problem, budget_bytes)
+    schedule, complete = exact_schedule(problem, budget_bytes, effort.until(EXACT_SHARE))
     if schedule is not None:
         cost = peak_and_cost(problem, schedule)[1]
         return solution(problem, schedule, name, bound=cost, family=ALL_SCHEDULES)
     if complete:
-        raise _exact_error(problem, budget_bytes)
-    if floor_bytes(problem) > budget_bytes:
-        fit_by_minimum(problem, budget_bytes)  # raises, with the smallest budget that works
+        raise _exact_error(problem, budget_bytes, effort)
+    floor = floor_bytes(problem)
+    if floor > budget_bytes:
+        lowest = smallest_peak(problem, floor, effort.until(MINIMUM_SHARE))
+        raise budget_error(budget_bytes, lowest.live.peak_bytes, floor)
     state = hunt(problem, budget_bytes, effort)
-    live = state.live or fit_by_minimum(problem, budget_bytes)
-    notes = tuple(state.notes)
-    return solution(problem, live.schedule(), name, bound=state.bound, family=ALL_SCHEDULES, notes=notes)
+    # A state holds the recomputes of a slot in one order only, so a warm start may fit where its state does not.
+    schedules = effort.warm_starts if state.live is None else (state.live.schedule(), *effort.warm_starts)
+    best = cheapest_fit(problem, budget_bytes, name, schedules)
+    if best is None:
+        floor = max(floor, budget_bytes + 1 if state.impossible else 0)
+        hurried = CLOCK in state.notes and not state.impossible
+        raise budget_error(budget_bytes, state.known_bytes, floor, hurried=hurried)
+    return solution(
+        problem, best.schedule, name, bound=state.bound, family=ALL_SCHEDULES, notes=tuple(state.notes)
+    )  # fmt: skip
 
 
-def _exact_error(problem: Problem, budget_bytes: int) -> BudgetError:
-    smallest, _ = exact_schedule(problem)
+def _exact_error(problem: Problem, budget_bytes: int, effort: Effort) -> BudgetError:
+    """The exact search found that nothing fits; the smallest peak is searched for in the time that is left."""
+    smallest, _ = exact_schedule(problem, deadline=effort.until())
     if smallest is None:
-        return budget_error(budget_bytes, Live(problem).peak_bytes, floor_bytes(problem))
+        return budget_error(budget_bytes, Live(problem).peak_bytes, max(floor_bytes(problem), budget_bytes + 1))
     minimum = peak_and_cost(problem, smallest)[0]
     return budget_error(budget_bytes, minimum, minimum)

@@ -1,23 +1,31 @@
-"""The smallest budget: found by descending as far as it goes, with the proved floor beside it.
+"""The smallest budget: exactly where the problem is small, else by descending as far as it goes above the proved floor.
 
-Everything here depends on the problem alone, never on a budget asked for or on the clock, so the smallest peak
-that a `BudgetError` names is found again when it is asked for.
+The descents depend on the problem alone, never on the budget asked for, so the smallest peak that a `BudgetError`
+names is reached again when it is asked for. That must hold on a clock too: what `minimum_budget` names was found
+within `MINIMUM_SHARE` of the time limit, what a refusal names within `KNOWN_SHARE` of its search, and a solve that has
+nothing better goes on descending for longer.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import dataclass
 
 from .bounds import floor_bytes
-from .descent import KEEP_RATIOS, Taste, descend, drop_unneeded
+from .descent import KEEP_RATIOS, Taste, descend
 from .errors import MIB, BudgetError
+from .exact import exact_schedule
 from .live import LARGE, Live
 from .problem import Problem
 from .schedule import Schedule
+from .simulate import peak_and_cost
 
 TRIES = 12
+MINIMUM_SHARE = 0.3
+KNOWN_SHARE = 0.6
+EXACT_SHARE = 0.2
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,7 @@ class Minimum:
 
     Attributes:
         minimum_bytes: peak of `schedule`.
-        floor_bytes: no schedule of the problem peaks below this.
+        floor_bytes: no schedule of the problem peaks below this; equal to `minimum_bytes` where that is proved.
         schedule: it reaches `minimum_bytes`.
     """
 
@@ -35,23 +43,48 @@ class Minimum:
     schedule: Schedule
 
 
+@dataclass(frozen=True)
+class Lowest:
+    """What descents reached.
+
+    Attributes:
+        live: the state of smallest peak.
+        known_bytes: the smallest peak reached early enough to be reached again by a solve of the same time limit.
+    """
+
+    live: Live
+    known_bytes: int
+
+
 def minimum_budget(problem: Problem, *, time_limit: float = 30.0) -> Minimum:
     """The smallest budget that `solve` is known to meet, and a proved floor under all schedules."""
-    live = smallest_peak(problem, floor_bytes(problem), time.monotonic() + time_limit)
-    return Minimum(live.peak_bytes, floor_bytes(problem), live.schedule())
+    begin = time.monotonic()
+    exact, _ = exact_schedule(problem, deadline=begin + EXACT_SHARE * time_limit)
+    if exact is not None:
+        smallest = peak_and_cost(problem, exact)[0]
+        return Minimum(smallest, smallest, exact)
+    floor = floor_bytes(problem)
+    live = smallest_peak(problem, floor, time.monotonic() + MINIMUM_SHARE * time_limit).live
+    return Minimum(live.peak_bytes, floor, live.schedule())
 
 
-def smallest_peak(problem: Problem, target_bytes: int, deadline: float = float("inf")) -> Live:
-    """The state of smallest peak over many descents; stops early at `target_bytes`."""
-    best = Live(problem)
+def smallest_peak(problem: Problem, enough_bytes: int, deadline: float = math.inf) -> Lowest:
+    """Many descents, each as deep as it goes; ends after one that has reached `enough_bytes`, or at the deadline."""
+    best, target = Live(problem), floor_bytes(problem)
+    known, known_until = best.peak_bytes, time.monotonic() + KNOWN_SHARE * (deadline - time.monotonic())
     for taste in _tastes(len(problem.ops)):
-        if best.peak_bytes <= target_bytes or time.monotonic() > deadline:
+        if best.peak_bytes <= max(enough_bytes, target) or time.monotonic() > deadline:
             break
         live = Live(problem, best.recomputes() if taste.noise else ())
-        descend(live, target_bytes, taste)
+        early = time.monotonic() < known_until
+        descend(live, target, taste, deadline=known_until if early else deadline)
+        if early:
+            known = min(known, live.peak_bytes)
+            if time.monotonic() > known_until:  # it was cut short
+                descend(live, target, taste, deadline=deadline)
         if live.peak_bytes < best.peak_bytes:
             best = live
-    return best
+    return Lowest(best, known)
 
 
 def _tastes(size: int) -> list[Taste]:
@@ -65,25 +98,16 @@ def _tastes(size: int) -> list[Taste]:
     return tastes
 
 
-def fit_by_minimum(problem: Problem, budget_bytes: int) -> Live:
-    """The state of smallest peak, rid of what the budget does not need.
+def budget_error(budget_bytes: int, minimum_bytes: int, floor: int, *, hurried: bool = False) -> BudgetError:
+    """Nothing fits: say what was asked, what works and what cannot.
 
-    Raises:
-        BudgetError: it does not fit.
+    Args:
+        hurried: the clock ended the search for something that fits.
     """
-    floor = floor_bytes(problem)
-    live = smallest_peak(problem, floor)
-    if live.peak_bytes > budget_bytes:
-        raise budget_error(budget_bytes, live.peak_bytes, floor)
-    drop_unneeded(live, budget_bytes)
-    return live
-
-
-def budget_error(budget_bytes: int, minimum_bytes: int, floor: int) -> BudgetError:
-    """Nothing fits: say what was asked, what works and what cannot."""
+    limit = ". The time limit ended the search: a longer one may find less" if hurried else ""
     message = (
         f"no schedule found within {_size(budget_bytes)}; the smallest budget known to work is {_size(minimum_bytes)}: "
-        f"ask for that, or for a smaller batch. None below {_size(floor)} can work"
+        f"ask for that, or for a smaller batch. None below {_size(floor)} can work{limit}"
     )
     return BudgetError(message, budget_bytes=budget_bytes, minimum_bytes=minimum_bytes, floor_bytes=floor)
 

@@ -4,7 +4,7 @@ Autograd runs the gradient towards the input of a layer before the gradient of i
 layer's saved input is let go before the next gradient is allocated. `reordered` finds such exchanges by bubbling:
 two neighbours that do not read each other are exchanged where what every schedule holds while they run
 (`solvers.bounds`) peaks lower, or as high with less in all. Everything that is proved about a Problem is proved for
-its own order, so this happens before solving.
+its own order, so this happens before solving. `solvers.anneal` looks further, and moves forward ops too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def backward_order(problem: Problem, movable: Collection[int]) -> tuple[int, ...
     """
     order = _Bubbles(problem, frozenset(movable)).settle()
     after = in_order(problem, order)
-    if _peak(after) > _peak(problem) or floor_bytes(after) > floor_bytes(problem):
+    if plain_peak(after) > plain_peak(problem) or floor_bytes(after) > floor_bytes(problem):
         return tuple(range(len(problem.ops)))
     return order
 
@@ -38,7 +38,8 @@ def in_order(problem: Problem, order: tuple[int, ...]) -> Problem:
     return replace(problem, ops=tuple(problem.ops[i] for i in order))
 
 
-def _peak(problem: Problem) -> int:
+def plain_peak(problem: Problem) -> int:
+    """The peak of the step without recompute."""
     return simulate(problem, with_frees(problem, plain_order(problem))).peak_bytes
 
 

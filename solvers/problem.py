@@ -69,7 +69,9 @@ class Problem:
             schedule; recomputes are inserted between them.
         tensors: the storages, each the output of one op.
         num_forward: how many ops belong to the forward.
-        outputs: tensors that must be live when the step ends (gradients, and what the forward returned).
+        outputs: tensors that the step hands out (gradients, and what the forward returned). From the moment an output
+            is first written its holder may read it, so that copy stays to the end of the step: it is never freed, not
+            even to be computed again, and a later run of its op writes a second copy that is dropped at once.
         static_bytes: what is resident before, during and after (parameters, buffers, inputs, reserve).
         step_cost: cost of the plain step, the denominator of every overhead; defaults to the sum of op costs.
     """

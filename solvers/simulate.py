@@ -7,7 +7,7 @@ Rules (they are the rewritten code's own):
    soon as the op returns.
    An op one of whose `reuse` inputs is freed right after it, before the next compute, writes its first output into
    the memory of the first such input: nothing is allocated for it.
-2. `free` drops a tensor that is live.
+2. `free` drops a tensor that is live and no output of the step.
 3. Required ops run for the first time in problem order; recomputes stand anywhere between.
 """
 
@@ -83,6 +83,9 @@ def _replay(problem: Problem, schedule: Schedule) -> Iterator[tuple[int, int, in
         if kind == "free":
             if i not in live:
                 raise ScheduleError(f"step {index} frees {problem.tensors[i].name!r}, which is not live", step=index)
+            if i in problem.pinned:
+                name = problem.tensors[i].name
+                raise ScheduleError(f"step {index} frees {name!r}, an output of the step", step=index)
             live.discard(i)
             if i not in given:
                 live_bytes -= problem.tensors[i].bytes
@@ -123,4 +126,4 @@ def _replay(problem: Problem, schedule: Schedule) -> Iterator[tuple[int, int, in
         raise ScheduleError(f"{problem.ops[expected[position]].name!r} never runs")
     for t in problem.outputs:
         if t not in live:
-            raise ScheduleError(f"output {problem.tensors[t].name!r} is not live at the end")
+            raise ScheduleError(f"output {problem.tensors[t].name!r} is never computed")

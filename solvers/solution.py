@@ -10,11 +10,14 @@ from .problem import Problem
 from .schedule import Schedule, plain_order, with_frees
 from .simulate import simulate
 
+EVERY = "all schedules"
+
 
 class Status(str, Enum):
     """How good a schedule is known to be; the value is the user's word."""
 
     OPTIMAL = "optimal"
+    PERSISTENT = "optimal among persistent schedules"
     FEASIBLE = "feasible"
 
 
@@ -25,7 +28,8 @@ class Solution:
     Attributes:
         schedule: the schedule.
         peak_bytes, added_cost: `simulate`'s figures for it.
-        status: OPTIMAL only when `added_cost` equals `bound`.
+        status: OPTIMAL only when `added_cost` equals a `bound` over all schedules; PERSISTENT when it equals one over
+            rotor's family.
         bound: proved lower bound on the added cost within `family`, or None.
         family: the schedules over which `bound` is proved, in words.
         solver: who answered.
@@ -51,13 +55,18 @@ def solution(
     family: str = "",
     notes: tuple[str, ...] = (),
 ) -> Solution:
-    """Wrap a schedule, re-costed by `simulate`; a bound above the cost would be a defect and is clamped to it."""
+    """Wrap a schedule, re-costed by `simulate`; a bound above the cost would be a defect and is clamped to it.
+
+    Args:
+        family: begins with `EVERY` where the bound holds for all schedules.
+    """
     result = simulate(problem, schedule)
     if result.added_cost == 0:
-        bound, family = 0, "all schedules"
+        bound, family = 0, EVERY
     if bound is not None:
         bound = min(bound, result.added_cost)
-    status = Status.OPTIMAL if bound == result.added_cost else Status.FEASIBLE
+    proved = Status.OPTIMAL if family.startswith(EVERY) else Status.PERSISTENT
+    status = proved if bound == result.added_cost else Status.FEASIBLE
     return Solution(
         schedule, result.peak_bytes, result.added_cost, status, solver, bound, family, notes
     )
@@ -65,7 +74,7 @@ def solution(
 
 def plain_solution(problem: Problem, solver: str) -> Solution:
     """The step without recompute."""
-    return solution(problem, with_frees(problem, plain_order(problem)), solver, bound=0, family="all schedules")
+    return solution(problem, with_frees(problem, plain_order(problem)), solver, bound=0, family=EVERY)
 
 
 def cheapest_fit(

@@ -1,10 +1,10 @@
 """The integer program over stages: a relaxation that every schedule of the problem satisfies.
 
 The required ops of the step, in order, are its slots; a recompute in slot s runs after slot s - 1 and before op s.
-The forward is stage 0, but for what comes after its highest slot where that is near its end (`_forward_cut`). The
-rest is cut into stages 1..K by their *end slots*, which are chosen where memory is tightest: at an end slot
-everything that the stage recomputed has already run, so what the next stage finds resident is surely live, and the
-peak row of that slot is exact but for what dies in the stage.
+They are cut into stages 0..K by *end slots*, any of them: at an end slot everything that the stage recomputed has
+already run, so what the next stage finds resident is surely live, and the peak row of that slot is exact but for what
+dies in the stage. `first_ends` chooses them where memory is tightest: the forward is one stage, but for what comes
+after its highest slot near its end, unless the forward alone exceeds the budget; then that part of it is cut, too.
 
 Variables
     R[i, k]  op i is recomputed at least once in stage k                                 (binary)
@@ -27,6 +27,12 @@ Constraints
                   - else:                               bytes[t] * H[t, k]
                   - where t is first written, k its stage, but for the end slot:
                                                         bytes[t] * (A[t, k+1] - R[prod(t), k])
+                and while i is recomputed in stage k                                            (`peaks.Peaks.apart`)
+                  - what i reads and writes, its workspace:     bytes * R[i, k]
+                  - t was written in an earlier stage, i neither reads nor writes it:
+                      t is read at the end slot of k:           bytes[t] * (1 - R[prod(t), k])
+                      else:                                     bytes[t] * H[t, k]
+                  - what is held at every slot of the stage at which i can run again
     5. suffix   A[t, k] + U[prod(t), k] >= 1           a required op from stage k on reads t   (`_suffix`)
                 A[t, k] + U[prod(t), k] >= U[i, k]     i reads t
                 U[i, k] <= sum of R[i, l] over l >= k
@@ -37,52 +43,30 @@ stage that can use i, U[i, k] is R[i, k].
 
 Each row holds for the indicators of *any* schedule that runs the required ops in this order, however often and
 wherever it recomputes: 1-3 say that what is read was resident or written again, 4 counts a tensor only when it
-cannot have been dropped. So the optimum, and any dual bound, bounds the added cost of all schedules from below.
-The converse is false - inside a stage the relaxation may place a recompute both before and after a slot - so a
-solution becomes a schedule through `to_live` and is judged by the simulator. More end slots make the relaxation
-tighter and slower.
+cannot have been dropped (and with R[i, k] = 0 a run's row counts what is live at any one slot of the stage). So the
+optimum, and any dual bound, bounds the added cost of all schedules from below. The converse is false - inside a stage
+the relaxation may place a recompute both before and after a slot - so a solution becomes a schedule through `to_live`
+and is judged by the simulator. More end slots make the relaxation tighter and slower.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from math import gcd
 
 import numpy as np
 import pulp
 
 from .live import Live
+from .peaks import COEFFICIENT_LIMIT, Peaks, Rows
 from .problem import Problem
 
-COEFFICIENT_LIMIT = 1 << 20
 NEAR_END = 10
 ABOUT = 0.99
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Peak rows in compressed form: row j is sum(coefficients * columns over its range of `starts`) <= limits[j].
-
-    Scaled so that coefficients stay small, and rounded so that each row stays valid: sizes down, budgets up.
-    """
-
-    slots: np.ndarray
-    starts: np.ndarray
-    columns: np.ndarray
-    coefficients: np.ndarray
-    limits: np.ndarray
-
-
-@dataclass(frozen=True)
-class Holds:
-    """Bytes surely held: from slot `first` until `stop`, `size` times the value of `column` (1 where it is -1)."""
-
-    first: np.ndarray
-    stop: np.ndarray
-    column: np.ndarray
-    size: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -96,6 +80,13 @@ class Reach:
 
     last_use: tuple[int, ...]
     useful: tuple[bool, ...]
+
+
+def cost_unit(problem: Problem) -> int:
+    """What the program counts costs in: their common divisor, or a multiple of it that keeps coefficients small."""
+    costs = [op.cost for op in problem.ops if op.recomputable]
+    divisor = gcd(*costs) or 1
+    return divisor * max(1, -(-max(costs, default=0) // (divisor * COEFFICIENT_LIMIT)))
 
 
 def reach(problem: Problem, cut: int) -> Reach:
@@ -124,13 +115,20 @@ def plain_bytes(problem: Problem) -> np.ndarray:
 
 
 class StagedModel:
-    """The program for one choice of end slots. `program` is the PuLP problem; peak rows are added by the caller."""
+    """The program for one choice of end slots. `program` is the PuLP problem; peak rows are added by the caller.
 
-    def __init__(self, problem: Problem, budget_bytes: int, ends: tuple[int, ...]) -> None:
+    Raises:
+        TimeoutError: the deadline passed while the program was being built.
+    """
+
+    def __init__(
+        self, problem: Problem, budget_bytes: int, ends: tuple[int, ...], deadline: float = float("inf")
+    ) -> None:
         self.problem = problem
+        self.deadline = deadline
         self.budget_bytes = budget_bytes
         self.decided = [self._is_decided(t) for t in range(len(problem.tensors))]
-        self.ends = (self._forward_cut(), *ends)
+        self.ends = ends
         self.reach = reach(problem, self.ends[0])
         self.stage = [bisect_left(self.ends, s) for s in range(len(problem.ops))]
         self.home = [self.stage[p] for p in problem.producer]
@@ -138,132 +136,49 @@ class StagedModel:
         self.A: dict[tuple[int, int], pulp.LpVariable] = {}
         self.H: dict[tuple[int, int], pulp.LpVariable] = {}
         self.U: dict[tuple[int, int], pulp.LpVariable] = {}
-        self.cost_unit = max(1, -(-max((op.cost for op in problem.ops), default=1) // COEFFICIENT_LIMIT))
+        self.cost_unit = cost_unit(problem)
         self.program = pulp.LpProblem("recompute", pulp.LpMinimize)
+        self.peaks = Peaks(self)
         self._variables()
         self._need()
         self._keep()
         self._closure()
         self._suffix()
 
-    def _forward_cut(self) -> int:
-        """Where stage 0 ends: near the end of the forward, of the slots that are about as high as any there when
-        nothing is dropped, the one that needs most whatever is dropped. Often it is the loss.
-        """
-        last = self.problem.num_forward - 1
-        near = range(max(0, last - self.problem.num_forward // NEAR_END), last + 1)
-        total = plain_bytes(self.problem)
-        highest = max((int(total[s]) for s in near), default=0)
-        slots = [s for s in near if total[s] >= ABOUT * highest and not self.problem.ops[s].optional]
-        return max(slots, key=lambda s: self.fixed_bytes[s], default=last)
-
-    @cached_property
-    def fixed_bytes(self) -> list[int]:
-        """For each slot, bytes that every schedule holds at it: all but the decided tensors it does not read."""
-        problem = self.problem
-        sizes = np.array([t.bytes for t in problem.tensors], dtype=np.int64)
-        fixed = np.full(len(problem.ops), problem.static_bytes, dtype=np.int64)
-        for t, p in enumerate(problem.producer):
-            if self.decided[t] or problem.ops[p].optional:
-                continue
-            end = len(problem.ops) if t in problem.pinned else max(problem.readers[t], default=p) + 1
-            fixed[p + 1 : end] += sizes[t]
-        for s, op in enumerate(problem.ops):
-            fixed[s] += op.workspace + sum(int(sizes[t]) for t in op.outputs)
-            fixed[s] += sum(int(sizes[t]) for t in dict.fromkeys(op.inputs) if self.decided[t])
-            fixed[s] -= int(sizes[op.reuse[0]]) if op.reuse else 0
-        return [int(b) for b in fixed]
-
-    def peak_rows(self, slots: np.ndarray) -> Rows:
-        """Constraint 4 at some slots (ascending), without the rows that no solution can break."""
-        holds, columns = self.holds, len(self.column)
-        low, high = np.searchsorted(slots, holds.first), np.searchsorted(slots, holds.stop)
-        counts = np.maximum(high - low, 0)
-        before = np.cumsum(counts) - counts
-        row = np.repeat(low - before, counts) + np.arange(counts.sum())
-        column, size = np.repeat(holds.column, counts), np.repeat(holds.size, counts)
-        constant = np.array(self.fixed_bytes, dtype=np.int64)[slots]
-        np.add.at(constant, row[column < 0], size[column < 0])
-        # Tensors of one op share a column: its coefficients are added up.
-        keys, place = np.unique((row * columns + column)[column >= 0], return_inverse=True)
-        sums = np.zeros(len(keys), dtype=np.int64)
-        np.add.at(sums, place, size[column >= 0])
-        row, column = keys // columns, keys % columns
-        highest = constant.copy()
-        np.add.at(highest, row, np.maximum(sums, 0))
-        kept = np.flatnonzero(highest > self.budget_bytes)
-        chosen = np.isin(row, kept)
-        row, column, sums = np.searchsorted(kept, row[chosen]), column[chosen], sums[chosen]
-        largest = np.ones(len(kept), dtype=np.int64)
-        np.maximum.at(largest, row, np.abs(sums))
-        unit = -(-largest // COEFFICIENT_LIMIT)
-        limits = -(-(self.budget_bytes - constant[kept]) // unit)
-        starts = np.searchsorted(row, np.arange(len(kept) + 1))
-        # A negative coefficient belongs to a size that was also added to the constant, so it is rounded down too.
-        return Rows(slots[kept], starts, column, sums // unit[row], limits)
+    def peak_rows(self, moments: np.ndarray) -> Rows:
+        """Constraint 4 at some moments (ascending), without the rows that no solution can break."""
+        return self.peaks.rows(moments)
 
     def surely_live(self, values: np.ndarray) -> np.ndarray:
         """The left-hand sides of all peak rows at once, constants included; `values` go by `column`."""
-        holds = self.holds
-        held = holds.size * np.append(values, 1.0)[holds.column]
-        change = np.zeros(len(self.problem.ops) + 1)
-        np.add.at(change, holds.first, held)
-        np.add.at(change, holds.stop, -held)
-        result: np.ndarray = np.cumsum(change[:-1]) + np.array(self.fixed_bytes)
-        return result
+        return self.peaks.left_sides(values)
 
     @cached_property
     def column(self) -> dict[str, int]:
         """The place of each variable, by name, in the program's own order."""
         return {v.name: j for j, v in enumerate(self.program.variables())}
 
-    @cached_property
-    def holds(self) -> Holds:
-        """Constraint 4's terms, each over the slots that it stands for."""
-        found: list[tuple[int, int, int, int]] = []
-        for t in self._decided_tensors:
-            if self.problem.tensors[t].bytes:
-                stages = range(self.home[t], self._last_stage(t) + 1)
-                found += (hold for k in stages for hold in self._holds_in(t, k))
-        table = np.array([hold for hold in found if hold[0] < hold[1]], dtype=np.int64).reshape(-1, 4)
-        return Holds(*(np.ascontiguousarray(table[:, c]) for c in range(4)))
-
-    def _holds_in(self, t: int, k: int) -> Iterator[tuple[int, int, int, int]]:
-        """Where tensor t is surely held in stage k, by which variable."""
-        p, size, home = self.problem.producer[t], self.problem.tensors[t].bytes, self.home[t]
-        first, end = (p + 1 if k == home else self.ends[k - 1] + 1), self.ends[k]
-        readers = [r for r in self.problem.readers[t] if first <= r <= end]
-        last = readers[-1] if readers else first - 1
-        again = self.column[self.R[p, k].name]
-        begin = first
-        for stop in readers:  # at its readers it is counted as an input
-            yield begin, stop, -1, size
-            yield begin, stop, again, -size
-            begin = stop + 1
-        following = self.column[self.A[t, k + 1].name] if (t, k + 1) in self.A else None
-        if k == home and following is not None:
-            yield last + 1, end + 1, following, size
-            yield last + 1, end, again, -size
-        elif following is not None:
-            if (t, k) in self.H:
-                yield last + 1, end, self.column[self.H[t, k].name], size
-            yield max(last + 1, end), end + 1, following, size
-
     def to_live(self, values: dict[str, float]) -> Live:
-        """The recomputes of a solution, each right before its first reader of the stage."""
+        """The recomputes of a solution, each right before its first reader of the stage.
+
+        In the stage of its own first run an op runs again after the longest time without a reader.
+        """
         live = Live(self.problem)
         slots = list(self.problem.required())
-        for k in range(1, len(self.ends)):
-            inside = [s for s in slots if self.stage[s] == k]
+        for k, end in enumerate(self.ends):
+            last = max(s for s in slots if self.stage[s] == k) if end not in slots else end
             chosen = [i for i in self._ops if (i, k) in self.R and values[self.R[i, k].name] > 0.5]
             place: dict[int, int] = {}
             for i in reversed(chosen):
-                readers = [r for t in self.problem.ops[i].outputs for r in self.problem.readers[t]]
-                first = self.problem.num_forward if k == self.stage[i] else 0
-                at = [r for r in readers if self.stage[r] == k and r >= first]
-                at += [place[r] for r in readers if r in place]
-                place[i] = min(at, default=inside[-1])
-            live.add_all((s, i) for i, s in sorted(place.items()))
+                outputs = self.problem.ops[i].outputs
+                readers = [r for t in outputs for r in self.problem.readers[t]]
+                at = [r for r in readers if self.stage[r] == k] + [place[r] for r in readers if r in place]
+                kept = any((t, k + 1) in self.A and values[self.A[t, k + 1].name] > 0.5 for t in outputs)
+                if k == self.stage[i]:
+                    place[i] = _after_longest_gap([i, *at, *([last] if kept or not at else [])])
+                else:
+                    place[i] = min(at, default=last)
+            live.add_all((s, i) for i, s in sorted(place.items()) if s > i)
         return live
 
     def values_of(self, live: Live) -> dict[str, float]:
@@ -328,6 +243,8 @@ class StagedModel:
         return self.U.get((i, k), self.R.get((i, k)))
 
     def _add(self, terms: dict[pulp.LpVariable, int], sense: int, right: int) -> None:
+        if time.monotonic() > self.deadline:
+            raise TimeoutError("the program is too large to be built in time")
         self.program.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, rhs=right))
 
     def _need(self) -> None:
@@ -374,13 +291,63 @@ class StagedModel:
             self._add({self.A[t, k]: 1, again: 1, **terms}, pulp.LpConstraintGE, right)
 
 
-def first_ends(problem: Problem, count: int) -> tuple[int, ...]:
-    """The slot of each of `count` equal windows of the backward at which most bytes are needed whatever is kept."""
-    fixed = StagedModel(problem, 0, (len(problem.ops) - 1,)).fixed_bytes
-    first, last = problem.num_forward, len(problem.ops) - 1
-    total = last + 1 - first
-    ends = []
-    for j in range(min(count, total)):
-        window = range(first + total * j // count, first + total * (j + 1) // count)
-        ends.append(max((s for s in window if not problem.ops[s].optional), key=lambda s: fixed[s], default=last))
-    return tuple(sorted({*ends, last}))
+def _after_longest_gap(slots: list[int]) -> int:
+    """Of two or more slots, the one that most lies before."""
+    slots = sorted(slots)
+    return max(pairwise(slots), key=lambda pair: pair[1] - pair[0])[1]
+
+
+def first_ends(problem: Problem, count: int, budget_bytes: int) -> tuple[int, ...]:
+    """End slots for a first program, about `count` of them, where most bytes are needed.
+
+    The forward is one stage but for what comes after its cut (`_forward_cut`), unless its own peak can bind: then
+    the part of it that exceeds the budget without recompute is cut as finely as the backward.
+    """
+    last = len(problem.ops) - 1
+    fixed = StagedModel(problem, 0, (last,)).peaks.fixed_bytes.tolist()
+    cut = _forward_cut(problem, fixed)
+    own = _own_bytes(problem)
+    over = np.flatnonzero(own > budget_bytes)
+    windows = [] if not len(over) else _windows(int(over[0]), int(over[-1]) + 1, count)
+    ends = {cut, last} | {max(w, key=lambda s: own[s]) for w in windows}
+    for window in _windows(problem.num_forward, last + 1, count):
+        ends.add(max(window, key=lambda s: fixed[s]))
+    return tuple(sorted(s for s in ends if not problem.ops[s].optional or s == last))
+
+
+def forward_binds(problem: Problem, budget_bytes: int) -> bool:
+    """Whether the forward alone exceeds the budget where nothing is recomputed."""
+    return bool((_own_bytes(problem) > budget_bytes).any())
+
+
+def _windows(first: int, stop: int, count: int) -> list[range]:
+    """`count` equal parts of the slots from `first` to `stop`, or as many as there are."""
+    count = min(count, stop - first)
+    return [range(first + (stop - first) * j // count, first + (stop - first) * (j + 1) // count) for j in range(count)]
+
+
+def _own_bytes(problem: Problem) -> np.ndarray:
+    """What is live at each slot of the forward when nothing is recomputed and nothing kept for the backward."""
+    change = np.zeros(len(problem.ops) + 1, dtype=np.int64)
+    for t, p in enumerate(problem.producer):
+        if problem.ops[p].optional:
+            continue
+        inside = (r for r in problem.readers[t] if r < problem.num_forward)
+        end = len(problem.ops) if t in problem.pinned else max(inside, default=p) + 1
+        change[p] += problem.tensors[t].bytes
+        change[end] -= problem.tensors[t].bytes
+    workspace = np.array([op.workspace for op in problem.ops])
+    own: np.ndarray = np.cumsum(change)[:-1] + workspace + problem.static_bytes
+    return own[: problem.num_forward]
+
+
+def _forward_cut(problem: Problem, fixed: list[int]) -> int:
+    """Where stage 0 ends: near the end of the forward, of the slots that are about as high as any there when
+    nothing is dropped, the one that needs most whatever is dropped. Often it is the loss.
+    """
+    last = problem.num_forward - 1
+    near = range(max(0, last - problem.num_forward // NEAR_END), last + 1)
+    total = plain_bytes(problem)
+    highest = max((int(total[s]) for s in near), default=0)
+    slots = [s for s in near if total[s] >= ABOUT * highest and not problem.ops[s].optional]
+    return max(slots, key=lambda s: fixed[s], default=max(last, 0))

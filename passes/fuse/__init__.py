@@ -1,1 +1,1 @@
-"""Graph passes that put one op in place of several, and the library of those ops."""
+"""Fused ops: what each one is (`records`), and the rules that put them in the place of others (`rules`)."""

@@ -174,7 +174,7 @@ def mul_mask(values: torch.Tensor, mask: torch.Tensor, *, out: torch.Tensor | No
 
 
 def dropout(
-    values: torch.Tensor, p: float, *, generator: torch.Generator | None = None
+    values: torch.Tensor, p: float, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`native_dropout(values, p, True)` of contiguous values, 0 < p < 1: the result and the mask of what was kept."""
     mask = torch.empty_like(values, dtype=torch.bool).bernoulli_(1.0 - p, generator=generator)

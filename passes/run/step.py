@@ -17,7 +17,7 @@ from passes._torch import below_autograd, under_transform
 from passes.errors import PlannerError
 
 from .replay import as_tensor, copy_generator, old_value
-from .tensors import alone, distinct, laid_out
+from .tensors import alone, distinct, is_laid_out, laid_out
 
 
 class BackwardTwice(PlannerError, RuntimeError):
@@ -43,7 +43,7 @@ class Step:
         saved_primals: primals handed to the backward.
         differentiable: per output, whether the plain model's output requires a gradient.
         expected: outputs whose gradients the backward takes, in order.
-        tangent_strides: the layout each of those gradients must have.
+        tangent_strides: the layout each of those gradients must have: sums over another have other bits.
         keep_primals: primals whose value from before the step a fallback would need and the step overwrites.
         rng_devices: devices whose generators the forward draws from.
         hold_outputs: keep the outputs' memory until the backward is done, as planned for, whether or not the caller
@@ -125,9 +125,9 @@ class _PlannedStep(torch.autograd.Function):
             )
         ctx.shared = ()
         present = tuple(i for i, g in enumerate(gradients) if g is not None)
-        if present != step.expected:
-            return (None, None, *_run_fallback(ctx, {i: gradients[i] for i in present}))
         given = [g for g in gradients if g is not None]
+        if present != step.expected or not all(map(is_laid_out, given, step.tangent_strides)):
+            return (None, None, *_run_fallback(ctx, {i: gradients[i] for i in present}))
         tangents = [laid_out(g, s) for g, s in zip(given, step.tangent_strides, strict=True)]
         del gradients, given
         kept = iter(ctx.saved_tensors)

@@ -19,10 +19,15 @@ def distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 def laid_out(gradient: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """The gradient in the layout that was traced; where there is one index only, the steps between indices are free."""
-    steps = zip(gradient.shape, gradient.stride(), stride, strict=True)
-    if all(size == 1 or given == traced for size, given, traced in steps):
+    if is_laid_out(gradient, stride):
         return gradient.detach().as_strided(gradient.shape, stride)
     return torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+
+def is_laid_out(gradient: torch.Tensor, stride: Sequence[int]) -> bool:
+    """Whether the gradient has the traced strides, wherever there is more than one index."""
+    steps = zip(gradient.shape, gradient.stride(), stride, strict=True)
+    return not gradient.numel() or all(size == 1 or given == traced for size, given, traced in steps)
 
 
 def held_once(tensor: torch.Tensor) -> bool:

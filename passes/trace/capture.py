@@ -8,10 +8,9 @@ regions are in the graph as executed.
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,10 +29,9 @@ from passes._torch import (
 )
 from passes.errors import CaptureError, Unsupported
 from passes.exclusive import exclusive
-from passes.fuse.convolution import split_convolutions
-from passes.fuse.merge import merge_all, save_logits
-from passes.ops import RUNNING_STATISTICS, result_ignores
+from passes.fuse.rules import fuse
 
+from . import routes
 from .arguments import (
     StateEntry,
     argument_names,
@@ -46,10 +44,10 @@ from .arguments import (
 from .failure import capture_error
 from .hidden import refuse_hidden
 from .isolate import isolated
-from .layouts import EagerFakes, EagerLayouts
+from .layouts import EagerFakes, EagerLayouts, GivenGradient, Layouts, gradient_key, settle_gradients
 from .leaks import Remembered
 from .modules import fill_forward_paths, module_path, module_paths
-from .notice import Rerun, check_backward, notice
+from .notice import Rerun, check_backward, judged, notice
 from .reads import Reads
 from .recorder import Recorder
 from .refuse import storage_kind
@@ -91,12 +89,15 @@ class Traced:
 
     The joint graph's placeholders are, in this order: `state` (parameters, then buffers), `inputs`, tangents of
     the differentiated outputs. Its outputs are the new values of `mutated` placeholders, `num_outputs` further
-    forward outputs, then one gradient (or None) per placeholder before the tangents. `guard` holds what the trace
-    took as given about the inputs' values, `reads` what it took as given about everything else. `repeated` names the
-    buffers that the plain step updates again when a checkpoint of its own recomputes, and the planned step once.
+    forward outputs, then one gradient (or None) per placeholder before the tangents. `pristine` is the graph as torch
+    traced it, with `graph_module`'s constants; in `graph_module` fused ops have taken the place of others. `guard`
+    holds what the trace took as given about the inputs' values, `reads` what it took as given about everything else,
+    `layouts` what it was told about how kernels lay out what they make. `repeated` names the buffers that the plain
+    step updates again when a checkpoint of its own recomputes, and the planned step once.
     """
 
     graph_module: fx.GraphModule
+    pristine: fx.Graph
     state: tuple[StateEntry, ...]
     input_template: Template
     input_names: tuple[str, ...]
@@ -109,6 +110,7 @@ class Traced:
     guard: Guard | None = None
     notes: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
+    layouts: Layouts = field(default_factory=dict)
 
     @property
     def num_primals(self) -> int:
@@ -131,6 +133,7 @@ def capture(
     differentiated: tuple[str, ...] | None = None,
     device: torch.device | None = None,
     keep_outputs: bool = True,
+    layouts: Layouts | None = None,
 ) -> Traced:
     """Trace the training step of `model`.
 
@@ -140,6 +143,8 @@ def capture(
         differentiated: paths of the outputs that `backward` starts from; None chooses (`loss`, else scalars, else all).
         device: where meta tensors are to live.
         keep_outputs: whether the caller holds what the model returns besides its loss through the backward.
+        layouts: how kernels lay out what they make, where another trace had it otherwise (`layouts.learned`), and in
+            which strides the gradients of outputs come (`gradient_key`).
 
     Raises:
         CaptureError: the forward cannot be traced; carries the user's file and line.
@@ -150,11 +155,12 @@ def capture(
     names = argument_names(input_template)
     check_inputs(input_tensors, names, input_template)
     entries = state_entries(model)
-    tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, input_tensors)
+    tracer = _StepTracer(
+        model, loss_fn, signature, entries, input_template, differentiated, input_tensors, layouts or {}
+    )
     tensors = [*state_tensors(model, entries), *input_tensors]
-    with exclusive(), isolated(model, loss_fn) as before, without_sources():
-        tracer.before = before
-        fake = _fake_inputs(tensors, device)
+    with exclusive(), isolated(model, loss_fn) as tracer.before, without_sources():
+        fake = _fake_inputs(tensors, device, layouts)
         try:
             joint = _export(tracer, fake)
         except CaptureError as error:
@@ -162,21 +168,22 @@ def capture(
             # model's ordinary path is tried first because it is the one the plain step executes.
             try:
                 with compiling_flags():
-                    joint = _export(tracer, _fake_inputs(tensors, device))
+                    joint = _export(tracer, _fake_inputs(tensors, device, layouts))
                 tracer.notes += (f"{COMPILING} ({error.location or 'place unknown'})",)
             except CaptureError:
                 raise error from error.__cause__
-        check_backward(before, tracer.judged)
+        check_backward(tracer.before, tracer.judged)
     tracer.remembered.check()
     _check(joint, [e.name for e in entries] + names, len(entries))
     _drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
-    return _traced(joint, tracer, entries, input_template, len(input_tensors), keep_outputs)
+    traced = _traced(joint, tracer, entries, input_template, len(input_tensors), keep_outputs)
+    return replace(traced, layouts=dict(layouts or {}))
 
 
 def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
     tracer.runs = 0
     try:
-        with quiet_fake_errors(), eager_kernels(), module_paths(tracer.model):
+        with quiet_fake_errors(), eager_kernels(routes.kernels()), module_paths(tracer.model):
             joint = export_joint(tracer, fake)
     except (Unsupported, CaptureError):
         raise
@@ -184,8 +191,18 @@ def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
         raise capture_error(error) from error
     finally:
         tracer.watch.stop()
+    _check_in_the_kernels(joint.graph_module.graph)
+    settle_gradients(joint.graph_module.graph)
     fill_forward_paths(joint.graph_module.graph.nodes)
     return joint
+
+
+def _check_in_the_kernels(graph: fx.Graph) -> None:
+    """A factorization that is checked (`linalg.inv` of a singular matrix raises) checks itself: one op of the graph."""
+    for check in graph.find_nodes(op="call_function", target=torch.ops.aten._linalg_check_errors.default):
+        factorization: Any = check.args[0].args[0]
+        factorization.kwargs = {**factorization.kwargs, "check_errors": True}
+        graph.erase_node(check)
 
 
 class _StepTracer:
@@ -200,11 +217,13 @@ class _StepTracer:
         input_template: Template,
         differentiated: tuple[str, ...] | None,
         sample: list[torch.Tensor],
+        layouts: Layouts,
     ) -> None:
         self.model, self.loss_fn, self.signature, self.sample = model, loss_fn, signature, sample
         self.entries, self.input_template, self.differentiated = entries, input_template, differentiated
         self.recorder = Recorder(model, loss_fn, entries)
         self.output_template: Template = Tree(None, ())
+        self.layouts = layouts
         self.leaves: list[OutputLeaf] = []
         self.guard: Guard | None = None
         self.notes: tuple[str, ...] = () if model.training else (IN_EVAL,)
@@ -233,7 +252,7 @@ class _StepTracer:
             index = -1 if same is not None else len(returned)
             self.leaves.append(OutputLeaf(paths[i], same, index, tensor.requires_grad, chosen))
             if same is None:
-                returned.append(tensor if chosen else tensor.detach())
+                returned.append(self._started(paths[i], tensor) if chosen else tensor.detach())
         if self.runs and self.watch.custom_backward:
             self.watch.start()  # torch goes on with the backward
         self.runs += 1
@@ -259,23 +278,27 @@ class _StepTracer:
         def changes() -> dict[str, int]:
             return {name: mutation_count(t) for name, t in buffers.items()}
 
-        counts, watch = changes(), Watch(changes)
+        counts, watch = changes(), Watch(changes, flat[: len(self.entries)])
         value = self._run(flat, watch)
         refuse_hidden(flatten(value)[1], "the output")
         steady = frozenset(name for name, count in changes().items() if count == counts[name])
         names = [*(e.name for e in self.entries), *(f"input {i}" for i in range(len(flat) - len(self.entries)))]
         rerun = Rerun(self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn))
-        self.judged = frozenset(change.path for change in self.before.changes())
+        self.judged = judged(self.before)
         notes = notice(self.before, watch, rerun)
         self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes, *notes)))
         self.watch = watch
         return value
 
+    def _started(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
+        strides = self.layouts.get(gradient_key(path, tensor))
+        return tensor if strides is None else GivenGradient.apply(tensor, strides)
+
 
 def _choose_differentiated(
     template: Template, tensors: list[torch.Tensor], paths: dict[int, str], asked: tuple[str, ...] | None
 ) -> set[int]:
-    candidates = [i for i, t in enumerate(tensors) if t.requires_grad and t.is_floating_point()]
+    candidates = [i for i, t in enumerate(tensors) if t.requires_grad]
     if asked is not None:
         return {i for i in candidates if paths[i] in asked}
     losses = [i for i in candidates if paths[i] in (".loss", "['loss']") and tensors[i].dim() == 0]
@@ -396,14 +419,12 @@ def _traced(
                 "a change of one would have to show in the other", "Return a clone() of it.",
             )  # fmt: skip
         leaves.append(leaf)
-    _drop_running_statistics(joint.graph_module.graph)
-    merge_all(joint.graph_module.graph)
-    if not keep_outputs:
-        save_logits(joint.graph_module.graph, _let_go(joint, leaves))
-    split_convolutions(joint.graph_module.graph)
+    pristine = _copy(joint.graph_module.graph)
+    fuse(joint.graph_module.graph, () if keep_outputs else _callers_alone(joint, leaves))
     bound_names = [path for path, _ in slots(input_template)]
     return Traced(
         graph_module=joint.graph_module,
+        pristine=pristine,
         state=tuple(entries),
         input_template=input_template,
         input_names=tuple(bound_names),
@@ -419,7 +440,7 @@ def _traced(
     )
 
 
-def _let_go(joint: JointGraph, leaves: list[OutputLeaf]) -> list[fx.Node]:
+def _callers_alone(joint: JointGraph, leaves: list[OutputLeaf]) -> list[fx.Node]:
     """Results of the forward that only the caller has after it: the backward does not start from them."""
     results: Any = joint.graph_module.graph.output_node().args[0]
     first = len(joint.mutated_inputs)
@@ -427,26 +448,18 @@ def _let_go(joint: JointGraph, leaves: list[OutputLeaf]) -> list[fx.Node]:
     return [n for n in found if isinstance(n, fx.Node)]
 
 
-def _drop_running_statistics(graph: fx.Graph) -> None:
-    """A batch norm's backward in training is handed the updated statistics and ignores them: hand it the buffers.
-
-    They are resident anyway; the updated ones would have to be saved, or the whole batch norm recomputed.
-    """
+def _copy(graph: fx.Graph) -> fx.Graph:
+    result = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        for position in sorted(result_ignores(node.target, node.args, None)):
-            source = node.args[position]
-            if isinstance(source, fx.Node) and source.target is operator.getitem:
-                normalize = source.args[0]
-                assert isinstance(normalize, fx.Node)
-                rule = RUNNING_STATISTICS.get(normalize.target)
-                if rule is not None:
-                    buffers = [normalize.args[i] for i in sorted(rule[0])]
-                    of_type = sorted(result_ignores(node.target, node.args, None)).index(position)
-                    node.update_arg(position, buffers[of_type])
+        copies[node] = result.node_copy(node, copies.__getitem__)
+    return result
 
 
-def _fake_inputs(tensors: list[torch.Tensor], device: torch.device | None) -> list[torch.Tensor]:
-    mode = EagerFakes(allow_non_fake_inputs=True)
+def _fake_inputs(
+    tensors: list[torch.Tensor], device: torch.device | None, layouts: Layouts | None
+) -> list[torch.Tensor]:
+    mode = EagerFakes(layouts, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # a cached answer forgets that two results are one tensor (the LSTM's bias gradients)
     fakes = []
     for tensor in tensors:

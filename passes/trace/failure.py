@@ -44,6 +44,11 @@ def _explain(kind: str, text: str) -> tuple[str, str]:
             "A plan holds for every batch, so the branch must not depend on data: use torch.where, or move it out of "
             "forward.",
         )
+    if "data is not allocated yet" in text:
+        return (
+            "The value of a tensor is needed here to know a shape or a position (torch.tensor_split by a tensor).",
+            "Give it as Python numbers, as `tensor_split(x, [1, 2])` does: a plan holds for every batch.",
+        )
     if kind == "DynamicOutputShapeException":
         return (
             "The shape of this result depends on data (nonzero, boolean indexing, unique).",

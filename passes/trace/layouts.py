@@ -5,23 +5,29 @@ a wider buffer. Arithmetic does not care, but a kernel that runs vectorized insi
 (exp, sigmoid, tanh, sums) gives other last bits on other strides: that is how a GRU's cells differ. The tensor handed
 to such a kernel is laid out as in eager first.
 
-And some of torch's shape rules lay results out in another way than the CPU's kernels do: a traced `view` of such a
-result would fail when it runs, or a convolution choose another kernel. `EagerFakes` corrects them.
+And some of torch's shape rules lay results out in another way than the kernels do: a traced `view` of such a result
+would fail when it runs, a sum over it go another way, or a convolution choose another kernel. `EagerFakes` corrects
+them: batch norms and views by rules, and whatever else profiling, which runs every op once, has found to be laid out in
+another way (`learned`). The step is then traced again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch._prims_common import suggest_memory_format
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes._torch import FakeTensor, FakeTensorMode, FunctionalTensor, native_kernels
 from passes.exclusive import interrupt_point
+from passes.fuse.fused import LIBRARY
+from passes.ops import looks_at_values
 
+from .constants import Constants
 from .leaks import Remembered
 
 aten = torch.ops.aten
@@ -130,27 +136,141 @@ BATCH_NORMS: dict[Any, Callable[[Sequence[Any]], Strides]] = {
 VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.expand.default})
 
 
+Layouts = dict[Any, tuple[Strides | None, ...]]
+
+
 class EagerFakes(FakeTensorMode):
-    """Fake tensors whose layouts are those that the kernels make."""
+    """Fake tensors whose layouts are those that the kernels make.
+
+    Args:
+        layouts: the strides of an op's results, by its `call_key`.
+    """
+
+    def __init__(self, layouts: Layouts | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.layouts, self.constants = layouts or {}, Constants()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         interrupt_point()
-        result: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
-        first = result[0] if isinstance(result, (tuple, list)) and result else result
-        if not isinstance(first, FakeTensor):
+        kwargs = kwargs or {}
+        answer = self.constants.answer(func, args, kwargs)
+        if answer is not None:
+            return answer
+        result = self._fake(func, types, args, kwargs)
+        self.constants.follow(func, args, kwargs, result)
+        return result
+
+    def _fake(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        dispatch = super().__torch_dispatch__
+        shapes = self.constants.shapes(func, args)
+        if shapes is not None:
+            dtype = torch.int64 if func is aten.nonzero.default else args[0].dtype
+            options = {"dtype": dtype, "device": args[0].device}
+            made = tuple(dispatch(aten.empty.memory_format, types, (shape,), options) for shape in shapes)
+            return made if len(made) > 1 else made[0]
+        result: Any = dispatch(func, types, args, kwargs)
+        results = list(result) if isinstance(result, (tuple, list)) else [result]
+        if not results or not isinstance(results[0], FakeTensor):
             return result
+        wanted: tuple[Strides | None, ...] = ()
         if func in VIEWS and not kwargs:
-            strides = _of_view(func, args)
-        elif func in BATCH_NORMS and first.device.type == "cpu":
-            strides = BATCH_NORMS[func](args)
-        else:
-            return result
-        if strides == first.stride():
-            return result
-        if first is result:
-            return super().__torch_dispatch__(
-                aten.as_strided.default, types, (first, first.size(), strides, first.storage_offset()), {}
-            )
-        options = {"dtype": first.dtype, "device": first.device}
-        corrected = super().__torch_dispatch__(aten.empty_strided.default, types, (first.size(), strides), options)
-        return (corrected, *result[1:])
+            wanted = (_of_view(func, args),)
+        elif func in BATCH_NORMS and results[0].device.type == "cpu":
+            wanted = (BATCH_NORMS[func](args),)
+        elif self.layouts:
+            wanted = self.layouts.get(call_key(func, args, kwargs), ())
+        for i, strides in enumerate(wanted[: len(results)]):
+            if strides is not None and isinstance(results[i], FakeTensor) and strides != results[i].stride():
+                results[i] = self._laid_out(types, results[i], strides, is_view=func in VIEWS)
+        if isinstance(result, (tuple, list)):
+            return results if type(result) is list else tuple(results)
+        return results[0]
+
+    def _laid_out(self, types: Any, value: FakeTensor, strides: Strides, *, is_view: bool) -> Any:
+        dispatch = super().__torch_dispatch__
+        if is_view:
+            return dispatch(aten.as_strided.default, types, (value, value.size(), strides, value.storage_offset()), {})
+        options = {"dtype": value.dtype, "device": value.device}
+        return dispatch(aten.empty_strided.default, types, (value.size(), strides), options)
+
+
+LIBRARY.define("laid_out(Tensor value, int[] strides) -> Tensor")
+LAID_OUT = torch.ops.planner.laid_out.default
+
+
+@torch.library.register_fake("planner::laid_out", lib=LIBRARY)
+def _in_strides(value: torch.Tensor, strides: list[int]) -> torch.Tensor:
+    return torch.empty_strided(value.size(), strides, dtype=value.dtype, device=value.device)
+
+
+class GivenGradient(torch.autograd.Function):
+    """An output whose gradient comes in strides of its own; what says so is taken out of the graph again."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, strides: Strides) -> Any:
+        ctx.strides = strides
+        return LAID_OUT(output, output.stride())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return LAID_OUT(gradient, ctx.strides), None
+
+
+def gradient_key(path: str, output: torch.Tensor) -> Any:
+    """Under which the strides of the gradient that comes for the output at `path` are kept."""
+    return "gradient of", path, tuple(output.shape)
+
+
+def settle_gradients(graph: fx.Graph) -> None:
+    """Let each gradient that comes in strides of its own be an input of the graph in those."""
+    for node in graph.find_nodes(op="call_function", target=LAID_OUT):
+        source: Any = node.args[0]
+        if source.op == "placeholder" and source.name.startswith("tangents"):
+            source.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+
+
+def call_key(target: Any, args: Any, kwargs: Any) -> Any:
+    """What decides how the results of a call are laid out; the same for a traced node and for its call."""
+    leaves, _ = pytree.tree_flatten((args, kwargs))
+    return target, tuple(_describe(leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf) for leaf in leaves)
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), tuple(value.stride()), value.dtype, value.device
+    return repr(value)
+
+
+def learned(graph: fx.Graph, strides: Mapping[fx.Node, Sequence[Strides | None] | None]) -> Layouts:
+    """The layouts that kernels made in another way than traced, of results that something else reads.
+
+    Args:
+        strides: of each op's results, as they were when it ran.
+    """
+    found: Layouts = {}
+    for node, made in strides.items():
+        ours = getattr(node.target, "namespace", "") == LIBRARY.ns  # made of traced ops, as they are laid out
+        if made is None or (ours and not looks_at_values(node)):
+            continue
+        value = node.meta["val"]
+        traced = list(value) if isinstance(value, (tuple, list)) else [value]
+        readers = [_readers(node, i if isinstance(value, (tuple, list)) else None) for i in range(len(traced))]
+        if any(_differ(t, m, r) for t, m, r in zip(traced, made, readers, strict=False)):
+            found[call_key(node.target, node.args, node.kwargs)] = tuple(made)
+    return found
+
+
+def _readers(node: fx.Node, index: int | None) -> list[fx.Node]:
+    items = [node] if index is None else [item for item in node.users if item.args[1] == index]
+    users = [user for item in items for user in item.users]
+    return [u for u in users if u.op != "output"]
+
+
+def _differ(traced: Any, made: Strides | None, readers: list[fx.Node]) -> bool:
+    if not isinstance(traced, torch.Tensor) or made is None or not traced.numel():
+        return False
+    if not readers:  # a result of the step: where there is one index only, its stride says nothing
+        return any(s > 1 and a != b for s, a, b in zip(traced.shape, traced.stride(), made, strict=True))
+    return tuple(traced.stride()) != made

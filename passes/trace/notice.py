@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,15 +11,16 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import Unsupported
+from .nodes import Change, alike
 from .rerun import Script, Stale, is_named, line_of_change, reads
-from .state import Change, Snapshot, alike, scramble
+from .state import Snapshot, scramble
 from .structure import constants, flatten
 from .watch import DRAW, SEED, Watch
 
 _WHY_STATE = "a later step would read what an earlier one left there, and a planned step leaves nothing there"
 _REMEDY_STATE = (
-    "Register it as a buffer (a tensor), pass it as an argument, or change it outside forward. If forward only prepares "
-    "itself at its first call, call the model once before planning."
+    "Register it as a buffer (a tensor), pass it as an argument, or change it outside forward. If forward only "
+    "prepares itself at its first call, call the model once before planning."
 )
 
 
@@ -88,23 +90,36 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[str, ...]:
             refuse(change, "an array changed in forward", _WHY_STATE, _REMEDY_STATE)
     written_again = _compare_steps(changes, watch, rerun, refuse)
     notes: tuple[str, ...] = ()
-    for change in [c for c in changes if c.node.kind != "cache"]:
-        kept = change.node.kind != "generator" and change.path not in written_again
-        if kept and reads(watch.codes, change.name):
+    for change in changes:
+        kept = change.path not in written_again and reads(watch.codes, change.name)
+        if change.node.kind == "generator":
+            _say(f"forward brings {change.path} into a state of its own; the planned step leaves it alone")
+        elif kept and change.node.kind != "cache":
             notes += (f"forward remembers {change.path} at its first call; the planned step will not set it",)
-            continue
-        warnings.warn(
-            f"forward sets {change.path}; the planned step computes the outputs and gradients alone and will "
-            "not set it. Return it from forward, or register it as a buffer, if it is read elsewhere.",
-            stacklevel=2,
-        )
+        elif change.node.kind != "cache":
+            _say(
+                f"forward sets {change.path}; the planned step computes the outputs and gradients alone and will "
+                "not set it. Return it from forward, or register it as a buffer, if it is read elsewhere."
+            )
     return notes
 
 
-def check_backward(before: Snapshot, judged: frozenset[str]) -> None:
+def _say(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
+
+
+def judged(before: Snapshot) -> frozenset[str]:
+    """Paths of what the forward changed."""
+    return frozenset(_HOOK.sub("", change.path) for change in before.changes())
+
+
+_HOOK = re.compile(r"(?<=hooks)\.\d+$")  # each registration has another number
+
+
+def check_backward(before: Snapshot, by_forward: frozenset[str]) -> None:
     """Refuse what changed while tracing though the forward alone did not change it: Python that the backward runs."""
     for change in before.changes():
-        if change.path not in judged:
+        if _HOOK.sub("", change.path) not in by_forward:
             raise Unsupported(
                 "state that changes in the backward", change.path, "its Python runs while tracing, and not in the "
                 "planned steps", "Move the change out of the backward of the custom function.",
@@ -153,15 +168,15 @@ def _compare_steps(
 
 def _outermost(change: Change, changes: list[Change]) -> Change:
     """The change of the first step in the same place; the second step's may be in what the first one made."""
-    return next((c for c in changes if c.path == change.path), change)
+    alike = [c for c in changes if c.path == change.path] or [c for c in changes if c.node.owner is change.node.owner]
+    return next(iter(alike), change)
 
 
 def _say_checkpoints(watch: Watch) -> None:
     for where, names in watch.checkpoints:
         shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        warnings.warn(
+        _say(
             f"torch.utils.checkpoint at {where} contains an update of {shown}: the plain step makes it again when it "
             "recomputes in the backward. The planned step runs the forward once, and makes it once, as the model does "
-            "without the checkpoint. Leave the checkpoint out: the plan decides what is recomputed.",
-            stacklevel=2,
+            "without the checkpoint. Leave the checkpoint out: the plan decides what is recomputed."
         )

@@ -47,9 +47,9 @@ def is_users_module(module: types.ModuleType) -> bool:
     return bool(file) and is_users_file(file) and not any(part in file for part in _INSTALLED)
 
 
-def is_users_own(function: types.FunctionType) -> bool:
-    """Whether a function is not even from an installed package."""
-    return not any(part in function.__code__.co_filename for part in _INSTALLED)
+def is_users_own(code: types.CodeType) -> bool:
+    """Whether a function of the user's or a library's is not even from an installed package."""
+    return not any(part in code.co_filename for part in _INSTALLED)
 
 
 def user_frame(frame: types.FrameType | None) -> types.FrameType | None:

@@ -2,8 +2,8 @@
 
 Attributes are seen by a `__getattribute__` that `nn.Module` and the classes of configs and other plain objects have for
 the time of the trace: objects keep their types, and every way to an attribute leads through it. Globals, methods and
-closures are taken from the code that ran, seen by a profile function: what its names mean is recorded before it runs. Torch's
-own ops are not looked into.
+closures are taken from the code that ran, seen by a profile function: what its names mean is recorded before it runs.
+Torch's own ops are not looked into.
 """
 
 from __future__ import annotations
@@ -27,30 +27,34 @@ from torch.nn.modules import module as module_file
 from torch.overrides import TorchFunctionMode
 
 from .arguments import StateEntry, state_tensors
-from .reads import (
+from .expected import (
     LARGEST,
     LITERALS,
     MISSING,
-    REGISTERED,
     Constant,
     Contents,
     Expected,
-    Getter,
-    Known,
     Literal,
     Object,
-    Read,
-    Reads,
     Same,
     State,
     Whole,
-    by_attribute,
     items_of,
+    parts_of,
+)
+from .reads import (
+    HOOKS,
+    REGISTERED,
+    Getter,
+    Known,
+    Read,
+    Reads,
+    by_attribute,
     names_of,
     of_class,
     of_globals,
+    of_hooks,
     of_instance,
-    parts_of,
 )
 
 
@@ -85,16 +89,16 @@ class Recorder:
             with _NotInsideOps(self._profile):
                 yield
         finally:
-            sys.setprofile(before)
+            _profile_again(before)
             while self.watched:
                 kind, own = self.watched.popitem()
-                if own is None:
-                    type.__delattr__(kind, "__getattribute__")
-                else:
+                if own is not None:
                     type.__setattr__(kind, "__getattribute__", own)
+                elif "__getattribute__" in vars(kind):
+                    type.__delattr__(kind, "__getattribute__")
 
     def finish(self, graph_module: fx.GraphModule) -> Reads:
-        """What was read. What the forward changed outside the model's modules, where that is undone, is as it is now."""
+        """What was read; outside the model's modules, as it is after the trace."""
         self.state = {id(t): i for i, t in enumerate(state_tensors(self.model, self.entries))}
         by_object: dict[int, list[Read]] = {}
         fixed: list[Read] = []
@@ -111,7 +115,10 @@ class Recorder:
             if self.known[holder.index].is_submodule:
                 return read
             holder = self.objects[holder.index]
-        return replace(read, expected=self.snapshot(read.getter(holder)(read.name, MISSING), read.label))
+        found = [read.getter(holder)(read.name, MISSING) for _ in range(2)]
+        expected = self.snapshot(found[0], read.label)
+        made_anew = isinstance(expected, Same) and found[0] is not found[1]
+        return replace(read, expected=None if made_anew else expected)
 
     # Values ---------------------------------------------------------------------------------------------------------
 
@@ -159,7 +166,7 @@ class Recorder:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             self._read(cell, by_attribute, "cell_contents", f"{name} in the closure of {value.__qualname__}")
         if _is_users(value.__code__):
-            for name in ("__code__", "__defaults__", "__kwdefaults__"):
+            for name in ("__code__", "__defaults__", "__kwdefaults__", "__dict__"):
                 self._read(value, by_attribute, name, where)
 
     def _read(self, holder: Any, getter: Callable[[Any], Getter], name: str, label: str) -> Any:
@@ -196,12 +203,22 @@ class Recorder:
         if threading.get_ident() != self.thread or (machinery and name not in _READ_BY_MACHINERY):
             return
         self.looked_at.add((id(obj), name))
-        if name in _READ_AS_A_WHOLE:
-            self._own(obj, "", names_of)
-            for each in ("forward", *object.__getattribute__(obj, "__dict__")):
-                self._own(obj, each)
+        if name in HOOKS:
+            self._own(obj, "hooks", of_hooks)
+        elif name in _READ_AS_A_WHOLE:
+            self._whole(obj)
         elif not (name.startswith("__") and name.endswith("__")):
             self._attribute(obj, name, usual)
+
+    def _whole(self, obj: Any) -> None:
+        if type(obj).__dictoffset__:
+            self._own(obj, "", names_of)
+            for name in ("forward", *object.__getattribute__(obj, "__dict__")):
+                self._own(obj, name)
+        for kind in type(obj).__mro__:
+            for name, value in vars(kind).items():
+                if isinstance(value, types.MemberDescriptorType):
+                    self._own(obj, name, by_attribute)
 
     def _attribute(self, obj: Any, name: str, usual: Callable[[Any, str], Any]) -> None:
         """The place where Python finds the attribute, and those where it looks before."""
@@ -229,22 +246,24 @@ class Recorder:
         place = Object(number)
         self.reads[number, getter, name] = Read(place, getter, name, None)
         value = getter(obj)(name, MISSING)
-        path = self.known[number].path
-        self.reads[number, getter, name] = Read(place, getter, name, self.snapshot(value, f"{path}.{name}".strip(".")))
+        path, kind = self.known[number].path, type(obj).__name__
+        expected = self.snapshot(value, f"{path}.{name}".strip("."))
+        self.reads[number, getter, name] = Read(place, getter, name, expected, f"{path or 'the model'} ({kind})")
 
     # Code -----------------------------------------------------------------------------------------------------------
 
     def _profile(self, frame: types.FrameType, event: str, _: Any) -> None:
         if event == "call" and threading.get_ident() == self.thread and _is_users(frame.f_code):
             code = frame.f_code
-            first = code.co_varnames[0] if code.co_argcount else ""
-            owner = frame.f_locals[first] if first in ("self", "cls") and first in frame.f_locals else None
-            owner = owner if isinstance(owner, type) or owner is None else type(owner)
-            if (code, owner, id(frame.f_globals)) not in self.entered:
-                self.entered.add((code, owner, id(frame.f_globals)))
-                self._enter(code, owner, frame.f_globals)
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            known = id(first) in self.numbers or (code.co_argcount and code.co_varnames[0] == "self")
+            self._enter(code, first if isinstance(first, type) else type(first) if known else None, frame.f_globals)
 
     def _enter(self, code: types.CodeType, owner: type | None, names: dict[str, Any]) -> None:
+        """Record what the code's names mean: globals, attributes of modules and classes, environment variables."""
+        if (code, owner, id(names)) in self.entered:
+            return
+        self.entered.add((code, owner, id(names)))
         label = f"module {names.get('__name__', '?')}"
         for name in code.co_names:
             if name in names:
@@ -254,12 +273,17 @@ class Recorder:
         if owner is not None:
             for name in (code.co_name, *code.co_names):
                 self._class_attribute(owner, name)
+        if not {"environ", "getenv"}.isdisjoint(code.co_names):
+            for name in filter(lambda c: isinstance(c, str), code.co_consts):
+                self._read(os.environ, of_globals, name, "the environment")
 
     def _named(self, value: Any, code: types.CodeType) -> None:
         """The code may read attributes of the modules and classes that it names."""
         if isinstance(value, type):
             for name in code.co_names:
                 self._class_attribute(value, name)
+            if issubclass(value, torch.autograd.Function) and value is not torch.autograd.Function:
+                self._autograd_function(value)
         if not isinstance(value, types.ModuleType) or (code, value) in self.entered:
             return
         self.entered.add((code, value))
@@ -269,6 +293,14 @@ class Recorder:
             if found is not MISSING and (users or callable(found) or isinstance(found, types.ModuleType)):
                 self._named(self._read(vars(value), of_globals, name, f"module {value.__name__}"), code)
 
+    def _autograd_function(self, kind: type) -> None:
+        """Torch calls these by name, and the backward after the forward."""
+        for name in ("forward", "setup_context", "backward"):
+            self._class_attribute(kind, name)
+            function = getattr(kind, name)
+            if isinstance(function, types.FunctionType) and _is_users(function.__code__):
+                self._enter(function.__code__, kind, function.__globals__)
+
     def _class_attribute(self, kind: type, name: str) -> None:
         """A name as the classes define it: where it is found, and in what comes before."""
         defined = [c for c in kind.__mro__ if name in vars(c)]
@@ -277,6 +309,15 @@ class Recorder:
         for each in kind.__mro__[: kind.__mro__.index(defined[-1]) + 1]:
             if each.__flags__ & _ON_THE_HEAP:
                 self._read(each, of_class, name, f"class {each.__qualname__}")
+
+
+def _profile_again(before: Any) -> None:
+    """Give the thread its profile function back; cProfile's object is not one, and is started again."""
+    if hasattr(before, "enable"):
+        sys.setprofile(None)
+        before.enable()
+    else:
+        sys.setprofile(before)
 
 
 class _NotInsideOps(TorchFunctionMode):
@@ -302,10 +343,10 @@ _WRAPPERS = {
     property: "fget", staticmethod: "__func__", classmethod: "__func__", functools._lru_cache_wrapper: "__wrapped__"
 }  # fmt: skip
 _ON_THE_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_READ_BY_MACHINERY = frozenset({"forward", *_HOOKS})
+_READ_BY_MACHINERY = frozenset({"forward", *HOOKS})
 _MACHINERY = frozenset({
-    "__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward", "inner", "__getattr__", "__setattr__", "__delattr__",
+    "__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward", "inner",
+    "__getattr__", "__setattr__", "__delattr__",
 })  # fmt: skip
 _READ_AS_A_WHOLE = frozenset({"__dict__", "__reduce_ex__", "__reduce__", "__getstate__", "__deepcopy__", "__copy__"})
 _NOT_OBJECTS = (type, types.ModuleType, types.FunctionType, BaseException, enum.Enum, torch.Generator)
@@ -343,7 +384,7 @@ def _is_users(code: types.CodeType) -> bool:
 
 @functools.lru_cache(None)
 def _is_users_file(file: str) -> bool:
-    """Whether code of this file is looked into: not Python's own, nor torch's but for its modules, nor this library's."""
+    """Whether the code of this file is looked into: neither Python's own nor ours, and of torch only torch.nn."""
     if file.startswith(_TORCH):
         return file.startswith(_TORCH_NN) and file != module_file.__file__
     if "site-packages" not in file and file.startswith(_PYTHON):

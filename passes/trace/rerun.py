@@ -21,8 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .nodes import Change, changed, really
 from .places import is_users_file, place, user_frame
-from .state import LARGEST_COPY, Change, changed, really
+from .reach import LARGEST_COPY
 from .value_guards import _writes
 
 _BY_SHAPE = frozenset(
@@ -106,9 +107,8 @@ class Script(TorchFunctionMode):
         if not pure:
             self.lines.append(line)
         for i, tensor in enumerate([*made, *changed]):
-            if pure or id(tensor) not in self.names or tensor in changed:
-                self.names[id(tensor)] = (f"{hash(line)}.{i}", pure)
-                self.kept.append(tensor)
+            self.names[id(tensor)] = (f"{hash(line)}.{i}", pure)
+            self.kept.append(tensor)
         return result
 
 
@@ -132,7 +132,7 @@ def _data(tensor: torch.Tensor) -> int:
 
 
 def _function(func: Any) -> str:
-    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", "")
+    name: str = getattr(func, "__qualname__", "") or getattr(func, "__name__", "")
     owner = getattr(getattr(func, "__self__", None), "__name__", "") if "__" in name else ""
     return f"{owner}.{name}"
 
@@ -206,14 +206,14 @@ def is_named(codes: Iterable[types.CodeType], name: str) -> bool:
 
 
 def _mentions(code: types.CodeType, name: str) -> bool:
-    return name in (*code.co_names, *code.co_freevars, *code.co_cellvars, *code.co_varnames) or name in code.co_consts
+    return name in (*code.co_names, *code.co_freevars, *code.co_cellvars, *code.co_varnames, *code.co_consts)
 
 
 def _is_read(node: Any, parents: tuple[ast.AST, ...], name: str) -> bool:
     if isinstance(node, ast.Constant):
         written = isinstance(parents[-1], ast.Subscript) and not isinstance(parents[-1].ctx, ast.Load)
         return node.value == name and not written and not isinstance(parents[-1], ast.Expr)
-    called = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
+    called = node.attr if isinstance(node, ast.Attribute) else node.id
     if called != name or not isinstance(node.ctx, ast.Load):
         return False
     above = list(parents)

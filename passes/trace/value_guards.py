@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 LARGEST = 1 << 22  # elements
@@ -146,17 +146,12 @@ class KnownValues(TorchFunctionMode):
 
     def _really(self, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
         """The call on real values, in a 1-tuple; None where it cannot be made."""
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            before = torch.default_generator.get_state()
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), _Known():
             try:
                 real_args, real_kwargs = pytree.tree_map(self._value, (args, kwargs))
-                result = (func(*real_args, **real_kwargs),)
+                return (func(*real_args, **real_kwargs),)
             except Exception:  # noqa: BLE001 - whatever it is, tracing the call itself will say it better
                 return None
-            if torch.equal(torch.default_generator.get_state(), before):
-                return result
-            torch.default_generator.set_state(before)  # what it drew is known of no other step
-            return None
 
     def _value(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -174,6 +169,15 @@ class KnownValues(TorchFunctionMode):
         for i, (traced, value) in enumerate(pairs):
             same = self.known.get(traced)  # an in-place op returns its argument
             self.known[traced] = Known(value, first + i, from_input or (same is not None and same.from_input))
+
+
+class _Known(TorchDispatchMode):
+    """Raises before an op draws: what it would draw is known of no other step, and the generator is all threads'."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise LookupError(f"{func} draws")
+        return func(*args, **(kwargs or {}))
 
 
 def _resolve(tree: Any, values: dict[int, Any]) -> Any:

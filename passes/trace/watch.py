@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import random
 import secrets
 import sys
 import types
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
 from ..errors import Unsupported
-from .places import is_users_file, place, user_frame
+from .places import is_users_file, is_users_own, place, user_frame
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,12 @@ DATA = Construct(
     "Change the tensor in place (copy_, under no_grad), or assign the attribute of a buffer.",
 )
 
+GRADIENT = Construct(
+    "a parameter's .grad or requires_grad in forward",
+    "it is what tracing found, and the planned steps neither read nor set it",
+    "Read and set it outside forward, between the steps.",
+)
+
 _CLOCKS = frozenset(
     [f"time.{n}" for n in ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns",
                            "process_time", "process_time_ns", "thread_time", "thread_time_ns", "localtime", "gmtime",
@@ -94,13 +101,15 @@ _NAMED: dict[tuple[str, str], Construct] = {
     **{(f"pathlib{s}", n): OUTSIDE for s in (".py", "/__init__.py", "/_local.py") for n in ("read_text", "read_bytes",
                                                                                        "open", "stat", "exists")},
     ("subprocess.py", "run"): OUTSIDE,
+    **{("genericpath.py", n): OUTSIDE for n in ("exists", "isfile", "isdir", "getsize", "getmtime", "getctime")},
+    **{("<frozen genericpath>", n): OUTSIDE for n in ("exists", "isfile", "isdir", "getsize", "getmtime", "getctime")},
     ("threading.py", "current_thread"): OUTSIDE,
 }  # fmt: skip
 _ENVIRONMENT = type(os.environ).__getitem__.__code__
-_BETWEEN = frozenset(
-    [*_FILES, _ENVIRONMENT.co_filename, Mapping.get.__code__.co_filename, _source(contextlib), _source(torch.random), os.path.join(_TORCH, "_compile.py"),
-     os.path.join(_TORCH, "_dynamo", "eval_frame.py")]
-)  # fmt: skip
+_BETWEEN = frozenset({
+    *_FILES, _ENVIRONMENT.co_filename, Mapping.get.__code__.co_filename, _source(contextlib), _source(torch.random),
+    os.path.join(_TORCH, "_compile.py"), os.path.join(_TORCH, "_dynamo", "eval_frame.py"),
+})  # fmt: skip
 
 
 @functools.lru_cache(maxsize=8192)
@@ -147,11 +156,13 @@ class Watch(TorchFunctionMode):
         checkpoints: per call of `torch.utils.checkpoint` in which buffers changed, its place and their names.
     """
 
-    def __init__(self, updates: Callable[[], dict[str, Any]] = dict) -> None:
+    def __init__(self, updates: Callable[[], dict[str, Any]] = dict, given: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
+        self.given = frozenset(map(id, given))
         self.codes: dict[types.CodeType, None] = {}
         self.error: Unsupported | None = None
-        self._before, self._running, self.custom_backward = None, False, False
+        self._before: Any = None
+        self._running = self.custom_backward = False
         self.notes: tuple[str, ...] = ()
         self.updates, self.checkpoints = updates, list[tuple[str, tuple[str, ...]]]()
         self._open: list[tuple[types.FrameType, str, dict[str, Any]]] = []
@@ -161,6 +172,8 @@ class Watch(TorchFunctionMode):
         if self._running:
             return
         self._before, self._running = sys.getprofile(), True
+        self._collects = gc.isenabled()
+        gc.disable()  # what a collection calls back is nobody's call
         sys.setprofile(self._event)
 
     def stop(self) -> None:
@@ -169,27 +182,38 @@ class Watch(TorchFunctionMode):
             return
         self._running = False
         sys.setprofile(None)
+        if self._collects:
+            gc.enable()
         if hasattr(self._before, "enable"):  # cProfile
             self._before.enable()
         elif self._before is not None:
             sys.setprofile(self._before)
 
     def __enter__(self) -> Any:
-        entered = super().__enter__()
-        self.start()
-        return entered
+        try:
+            self.start()
+            return super().__enter__()
+        except BaseException:  # an interrupt in between
+            self.stop()
+            raise
 
     def __exit__(self, *error: Any) -> None:
-        self.stop()
-        super().__exit__(*error)
-        if self.error is not None and not isinstance(error[1], KeyboardInterrupt):
-            raise self.error  # also where the forward caught it
+        try:
+            refused = self.error
+        finally:
+            self.stop()
+            super().__exit__(*error)
+        if refused is not None and not isinstance(error[1], KeyboardInterrupt):
+            raise refused  # also where the forward caught it
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sys.setprofile(None)
         try:
-            if _replaces_data(func):
-                self._refuse(DATA, user_frame(sys._getframe(1)))
+            caller = sys._getframe(1)
+            if _sets(func, "data"):
+                self._refuse(DATA, user_frame(caller))
+            elif is_users_file(caller.f_code.co_filename) and args and id(args[0]) in self.given and _flags(func):
+                self._refuse(GRADIENT, caller)
             return func(*args, **(kwargs or {}))
         finally:
             sys.setprofile(self._event)
@@ -217,7 +241,7 @@ class Watch(TorchFunctionMode):
         caller = _caller(frame.f_back)
         if found := _python_call(code):
             self._refuse(found, caller)
-        elif code is _ENVIRONMENT and caller is not None:
+        elif code is _ENVIRONMENT and caller is not None and is_users_own(caller.f_code):
             self.notes += (f"forward reads the environment at {place(caller)}: its value while planning counts",)
         elif code is _REENTRANT and any(getattr(a, "requires_grad", False) for a in frame.f_locals["args"]):
             self._refuse(REENTRANT, user_frame(frame))
@@ -231,7 +255,8 @@ class Watch(TorchFunctionMode):
 
 
 def _code_of(function: Any) -> types.CodeType:
-    return getattr(function, "__wrapped__", function).__code__  # type: ignore[no-any-return]
+    code: types.CodeType = getattr(function, "__wrapped__", function).__code__
+    return code
 
 
 _CHECKPOINT = _code_of(torch.utils.checkpoint.checkpoint)
@@ -242,9 +267,20 @@ _REENTRANT = _code_of(torch.utils.checkpoint.CheckpointFunction.forward)
 _WATCHED = frozenset({_ENVIRONMENT, _CHECKPOINT, _REENTRANT})
 
 
-def _replaces_data(func: Any) -> bool:
+def _sets(func: Any, name: str, accessor: str = "__set__") -> bool:
+    """Whether a function is what assigns (or reads) this attribute of a tensor."""
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-    return attribute == "data" and getattr(func, "__name__", "") == "__set__"
+    return attribute == name and getattr(func, "__name__", "") == accessor
+
+
+def _flags(func: Any) -> bool:
+    """Whether a function reads or sets a tensor's gradient, or sets whether it requires one."""
+    return (
+        func is torch.Tensor.requires_grad_
+        or _sets(func, "requires_grad")
+        or _sets(func, "grad")
+        or _sets(func, "grad", "__get__")
+    )
 
 
 def _caller(frame: types.FrameType | None) -> types.FrameType | None:

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes._torch import below_autograd
 from passes.alias import is_view
-from passes.run.tensors import laid_out
 from passes.trace.modules import module_path
 from planner.decided import Decided
 from planner.errors import CheckError
@@ -190,16 +189,14 @@ class _Values:
         self.case.take(self._only(first, run), self.step + 1)
         return found
 
-    def _tangents(self, tensors: Tensors) -> Tensors:
+    def _tangents(self) -> Tensors:
         traced = self.planned.prepared.traced
         metas = [p.meta["val"] for p in traced.placeholders[traced.num_primals :]]
-        device = tensors[0].device if tensors else torch.device("cpu")
-        strides = self.planned.step.tangent_strides
-        return [laid_out(tangent(m, device, self.step), s) for m, s in zip(metas, strides, strict=True)]
+        return [tangent(m, m.stride(), self.step) for m in metas]
 
     def _trace(self, tensors: Tensors, found: dict[fx.Node, bytes]) -> None:
         graph_module = self.planned.prepared.traced.graph_module
-        _Noting(graph_module, found).run(*tensors, *self._tangents(tensors))
+        _Noting(graph_module, found).run(*tensors, *self._tangents())
 
     def _halves(self, tensors: Tensors, found: dict[fx.Node, bytes]) -> None:
         traced, step, rewritten = self.planned.prepared.traced, self.planned.step, self.planned.rewritten
@@ -208,7 +205,7 @@ class _Values:
             tensors[i] = value
         primals = [tensors[i] for i in step.saved_primals]
         saved = results[rewritten.num_forward_outputs :]
-        _Noting(rewritten.backward, found).run([*saved, *primals, *self._tangents(tensors)])
+        _Noting(rewritten.backward, found).run([*saved, *primals, *self._tangents()])
 
 
 class _Noting(fx.Interpreter):

@@ -127,6 +127,7 @@ class Case:
 
     def _observe(self, run: Run, tensors: Tensors, step: int) -> Observed:
         given = list(tensors)
+        before = self.generators.state()
         torch.clear_autocast_cache()  # under autocast around both steps, the second would see the first one's weights
         output, template = run(tensors, step, lambda output: self._backward(output, step))
         own = {t.untyped_storage().data_ptr() for t in given}
@@ -144,6 +145,7 @@ class Case:
                        for n, t in zip(self.names, given, strict=True)},
             state={n: self._after(i, step, t) for i, (n, t) in enumerate(zip(self.names, tensors, strict=True))
                    if n not in self.traced.repeated},
+            generators_before=before,
             generators=self.generators.state(),
         )  # fmt: skip
 
@@ -163,21 +165,18 @@ class Case:
         chosen = [t for t, leaf in zip(leaves, self.traced.outputs, strict=False)
                   if leaf.differentiated and t.requires_grad]  # fmt: skip
         if chosen:
-            torch.autograd.backward(chosen, [tangent(t, t.device, step) for t in chosen])
+            planned = self.traced.placeholders[self.traced.num_primals :]
+            strides = [p.meta["val"].stride() for p in planned]
+            torch.autograd.backward(chosen, [tangent(t, s, step) for t, s in zip(chosen, strides, strict=True)])
         return leaves, template
 
 
-def tangent(like: torch.Tensor, device: torch.device, step: int) -> torch.Tensor:
-    """The gradient of an output: one for the loss at the first step, and numbers for other outputs.
-
-    They are laid out like the output at the first step, without gaps at the second: losses give the one or the other.
-    """
+def tangent(like: torch.Tensor, strides: Sequence[int], step: int) -> torch.Tensor:
+    """The gradient of an output, in the strides that are planned for: one for a loss, numbers for other outputs."""
     if like.dim() == 0:
-        return torch.full((), 1 - step / 4, dtype=like.dtype, device=device)
-    numbers = torch.arange(like.numel(), dtype=torch.float32, device=device).mul_(0.37).add_(step).cos_()
-    alike = not step and span(like) == like.numel()
-    result = (torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device) if alike
-              else torch.empty(like.shape, dtype=like.dtype, device=device))  # fmt: skip
+        return torch.full((), 1 - step / 4, dtype=like.dtype, device=like.device)
+    numbers = torch.arange(like.numel(), dtype=torch.float32, device=like.device).mul_(0.37).add_(step).cos_()
+    result = torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
     return result.copy_(numbers.reshape(like.shape))
 
 

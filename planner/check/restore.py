@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.trace.state import refill
+from passes.trace.nodes import refill
 
 CONTAINERS = (dict, OrderedDict, list, set)
 DEPTH = 3

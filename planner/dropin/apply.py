@@ -158,8 +158,9 @@ def _check_same_step(state: PlanState, model: nn.Module, sample: Any) -> None:
         for kind, dtype in state.first.key.autocast:
             stack.enter_context(torch.autocast(kind, dtype))
         other = capture(
-            model, bound, state.loss_fn, differentiated=expected, keep_outputs=prepared.options.keep_outputs
-        )
+            model, bound, state.loss_fn, differentiated=expected, keep_outputs=prepared.options.keep_outputs,
+            layouts=own.layouts,
+        )  # fmt: skip
     if fingerprint(other) != fingerprint(own):
         raise _mismatch(_difference(own, other))
 

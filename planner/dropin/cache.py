@@ -20,7 +20,9 @@ from passes.errors import InputMismatch
 from passes.run.random import set_rng_state
 from passes.trace.arguments import argument_names, run_model, state_tensors
 from passes.trace.capture import Traced
-from passes.trace.reads import Differs, Matched, Reads
+from passes.trace.layouts import Layouts, gradient_key
+from passes.trace.matching import Differs, match
+from passes.trace.reads import Matched, Reads
 from passes.trace.structure import flatten, unflatten
 from planner.decided import Decided
 from planner.pipeline import Replan
@@ -29,6 +31,7 @@ from solvers.errors import PlannerError
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
 
 CACHE_SIZE = 8
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter})
 _DECIDES = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
@@ -49,9 +52,9 @@ class Entry:
     def holds(self, model: nn.Module, loss_fn: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The model's parameters and buffers where the plan holds for a call now; its key is compared before."""
         tensors = self._state(model, loss_fn)
-        if tensors is None or (
-            list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state
-        ):
+        if tensors is None or not _PLAIN.issuperset(map(type, tensors)):
+            return None
+        if list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state:
             return None
         guard = self.planned.prepared.traced.guard
         return tensors if guard is None or guard.holds(inputs) else None
@@ -61,7 +64,7 @@ class Entry:
         tensors = self.matched.state() if self.matched else None
         if tensors is None:
             try:
-                self.matched = self.reads.match(model, loss_fn)
+                self.matched = match(self.reads, model, loss_fn)
             except Differs:
                 self.matched = None
             else:
@@ -87,7 +90,7 @@ class PlanState:
         """Remember the first plan, made for calls that look like `bound`."""
         self.still_eval = not self.model.training
         self.traced_forward = self.model.__dict__.get("forward")
-        self.first = self._add(call_key(*flatten(dict(bound))), planned)
+        self.first = replace(self._add(call_key(*flatten(dict(bound))), planned))  # a copy, never bound to the model
 
     def around(self, model: nn.Module) -> PlanState:
         """The same plans for another instance of the model; whether they hold for it is seen when it is called."""
@@ -141,14 +144,15 @@ class PlanState:
         # A surrounding torch.utils.checkpoint counts the tensors that autograd saves: tracing must not add to them.
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), self.set_aside():
             planned = self.replan(self.model, dict(bound), self.differentiated)
-        self.cache = [e for e in self.cache if e is not outdated]
+        # An entry whose model was changed since finds its objects again when it is next looked at.
+        self.cache = [replace(e, matched=None) for e in self.cache if e is not outdated]
         return self._add(key, planned), state_tensors(self.model, planned.prepared.traced.state)
 
     def _execute(self, planned: Decided, primals: list[torch.Tensor]) -> Any:
         traced = planned.prepared.traced
         _check_materialized(traced, primals)
         self._notice_hooks()
-        return planned.run(primals, _Fallback(self, traced))
+        return planned.run(primals, _Fallback(self, traced, planned.prepared.layouts))
 
     def notice_eval(self) -> None:
         """Say once that a model planned in eval mode runs plain as long as it is in it, gradients or not."""
@@ -156,9 +160,9 @@ class PlanState:
             return
         self.still_eval = False
         warnings.warn(
-            f"this {type(self.model).__name__} was planned in eval mode (from_pretrained returns models in it) and still "
-            "is: its own forward runs, and not under the budget. Call model.train() for training steps, or evaluate "
-            "under torch.no_grad().",
+            f"this {type(self.model).__name__} was planned in eval mode (from_pretrained returns models in it) and "
+            "still is: its own forward runs, and not under the budget. Call model.train() for training steps, or "
+            "evaluate under torch.no_grad().",
             stacklevel=_user_frame(),
         )
 
@@ -184,7 +188,7 @@ class PlanState:
             if got != expected:
                 return InputMismatch(name, describe_tensor(got), describe_tensor(expected), hint)
         try:
-            state = self.first.reads.match(self.model, self.loss_fn).tensors() or []
+            state = match(self.first.reads, self.model, self.loss_fn).tensors() or []
         except Differs as differs:
             return InputMismatch(differs.where, differs.now, differs.then, hint)
         entries = self.first.reads.entries
@@ -228,10 +232,13 @@ class PlanState:
 
 
 class _Fallback:
-    """Backward from other outputs than planned for: the plain model replays the forward; later calls are replanned."""
+    """Backward from other outputs than planned for, or with gradients laid out in another way.
 
-    def __init__(self, state: PlanState, traced: Traced) -> None:
-        self.state, self.traced = state, traced
+    The plain model replays the forward; later calls are replanned.
+    """
+
+    def __init__(self, state: PlanState, traced: Traced, layouts: Layouts) -> None:
+        self.state, self.traced, self.layouts = state, traced, layouts
 
     def __call__(
         self,
@@ -243,14 +250,27 @@ class _Fallback:
         paths = tuple(leaf.path for leaf in wanted.values())
         if not paths:
             return [None] * len(primals)
+        expected = paths == tuple(leaf.path for leaf in self.traced.outputs if leaf.differentiated)
+        new = not expected or self._learn({wanted[i].path: g for i, g in gradients.items()})
         warnings.warn(
-            f"backward started from {', '.join(p or 'the output' for p in paths)}, which the plan did not expect: this "
-            "step replays the plain forward (correct, but not under the budget); later calls are planned for it.",
+            f"backward started from {', '.join(p or 'the output' for p in paths)}"
+            f"{' with a gradient in other strides' if expected else ''}, which the plan did not expect: this step "
+            "replays the plain forward (correct, but not under the budget); "
+            f"{'later calls are planned for it' if new else 'so will others, as a plan is for one set of strides'}.",
             stacklevel=2,
         )
         result = self._replay(primals, generators, gradients)
-        self.state.expect(paths)
+        if new:
+            self.state.expect(paths)
         return result
+
+    def _learn(self, gradients: Mapping[str, torch.Tensor]) -> bool:
+        """Plan for gradients in these strides from now on; not where others were learned before."""
+        keys = {gradient_key(path, g): tuple(g.stride()) for path, g in gradients.items()}
+        if any(key in self.layouts for key in keys):
+            return False
+        self.layouts.update(keys)
+        return True
 
     def _replay(
         self,

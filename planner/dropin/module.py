@@ -97,6 +97,25 @@ class PlannedModule(fx.GraphModule):
                 raise
             return getattr(model, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Settings are the model's, which reads them; what makes a graph module one is this object's."""
+        if self._is_the_models(name):
+            setattr(self._plan_model, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_the_models(name):
+            delattr(self._plan_model, name)
+        else:
+            super().__delattr__(name)
+
+    def _is_the_models(self, name: str) -> bool:
+        model = self.__dict__.get("_plan_model")
+        if model is None or name in self.__dict__ or hasattr(type(self), name):
+            return False
+        return hasattr(model, name) or not name.startswith("_")
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self._plan_model.state_dict(*args, **kwargs)
 

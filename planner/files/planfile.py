@@ -65,7 +65,7 @@ class PlanFile:
         return self.data[key]
 
     def error(self, field: str, message: str) -> PlanFileError:
-        return PlanFileError(f"{brief(self.path)}: {message}", path=self.path, field=field)
+        return PlanFileError(f"{brief(self.path)}: {brief(message, 1000)}", path=self.path, field=field)
 
 
 # Saving -------------------------------------------------------------------------------------------------------------
@@ -341,7 +341,9 @@ def _options(file: PlanFile, loss_fn: Any, cost: Any, progress: bool | None) -> 
 
 def _check_model(file: PlanFile, prepared: Prepared) -> None:
     """Say what differs first between the file's step and the captured one."""
-    if fingerprint(prepared.traced) == file["model"]["fingerprint"]:
+    rows = [tuple(op[k] for k in ("op", "aten", "result", "id")) for op in file["ops"]]
+    lines = [(line.name, line.aten, line.result, line.id) for line in op_lines(prepared)]
+    if fingerprint(prepared.traced) == file["model"]["fingerprint"] and rows == lines:
         return
     model = file["model"]
     made = f"(the plan was made for {model['class']} with torch {model['torch']}; this is {torch.__version__})"
@@ -350,8 +352,6 @@ def _check_model(file: PlanFile, prepared: Prepared) -> None:
     for i, (old, new) in enumerate(_pairs(file["tensors"], tensor_lines(prepared.traced))):
         if old != new:
             raise file.error("tensors", f"another model or sample: tensor {i} is {new}, the plan has {old} {made}")
-    rows = [tuple(op[k] for k in ("op", "aten", "result", "id")) for op in file["ops"]]
-    lines = [(line.name, line.aten, line.result, line.id) for line in op_lines(prepared)]
     for i, (before, after) in enumerate(_pairs(rows, lines)):
         if before != after:
             raise file.error("ops", f"another model: op {i} is {_op(after)}, the plan has {_op(before)} {made}")

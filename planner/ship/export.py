@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from passes.printable import brief
 from passes.run import exported as export_runtime
-from passes.run import kernels, random, tensors
+from passes.run import gradients, kernels, random, tensors
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import OutputLeaf, Traced
 from passes.trace.structure import Constant, Opaque, Slot, Template, Tree
@@ -33,7 +33,8 @@ from solvers.errors import MIB, PlannerError
 from .source import Half, docstring, identifier, write_guard, write_half
 
 # Files of a folder that are ours, word for word.
-COPIED = {"runtime.py": export_runtime, "random.py": random, "kernels.py": kernels, "tensors.py": tensors}
+COPIED = {"runtime.py": export_runtime, "random.py": random, "kernels.py": kernels, "tensors.py": tensors,
+          "gradients.py": gradients}
 INIT = '''{doc}
 
 from pathlib import Path

@@ -15,9 +15,10 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from passes.fuse import library
+from passes.fuse.records import FUSED
 from passes.printable import printable
-from passes.run import kernels, random
+from passes.run import gradients, random
+from passes.trace import routes
 from passes.trace.modules import module_path
 from passes.trace.value_guards import Guard, Ref
 from planner.files.fingerprint import describe_value
@@ -41,24 +42,8 @@ def answers(inputs):
 HELPERS: dict[Any, Callable[..., Any]] = {
     random.get_rng_state: random.get_rng_state,
     random.run_with_rng_state: random.run_with_rng_state,
-    library.CROSS_ENTROPY.default: kernels.cross_entropy,
-    library.CROSS_ENTROPY_BACKWARD.default: kernels.cross_entropy_backward,
-    library.CROSS_ENTROPY_BACKWARD.out: kernels.cross_entropy_backward,
-    library.CROSS_ENTROPY_LOGITS_BACKWARD.default: kernels.cross_entropy_logits_backward,
-    library.CROSS_ENTROPY_LOGITS_BACKWARD.over: kernels.cross_entropy_logits_backward,
-    library.EMBEDDING_BACKWARD_ADD.default: kernels.embedding_backward_add,
-    library.EMBEDDING_BACKWARD_ADD.out: kernels.embedding_backward_add,
-    library.MUL_MASK.default: kernels.mul_mask,
-    library.MUL_MASK.out: kernels.mul_mask,
-    library.DROPOUT.default: kernels.dropout,
-    library.ADD_RELU.default: kernels.add_relu,
-    library.ADD_RELU.out: kernels.add_relu,
-    library.BATCH_NORM_STATISTICS.default: kernels.batch_norm_statistics,
-    library.BATCH_NORM_MOMENTS.default: kernels.batch_norm_moments,
-    library.BATCH_NORM.default: kernels.batch_norm,
-    library.BATCH_NORM_RELU.default: kernels.batch_norm_relu,
-    library.BATCH_NORM_ADD_RELU.default: kernels.batch_norm_add_relu,
-    library.BATCH_NORM_ADD_RELU.out: kernels.batch_norm_add_relu,
+    **{op: fused.kernel for fused in FUSED for op in fused.overloads},
+    routes.GRADIENT_OF: gradients.gradient_of,
 }
 # Names that the source itself uses.
 RESERVED = frozenset(

@@ -24,7 +24,7 @@ from torch import fx
 
 from passes._torch import below_autograd
 from passes.errors import Unsupported, VerificationError
-from passes.ops import FUNCTIONAL, TAKEOVERS, is_random
+from passes.ops import DONATIONS, FUNCTIONAL, is_random
 from passes.rewrite import Rewritten, rewrite
 from passes.run.random import get_rng_state, run_with_rng_state
 from passes.trace.arguments import bind_sample, state_tensors
@@ -183,7 +183,7 @@ def another_op(pick: Pick, r: Rewritten) -> Rewritten | None:
 @damage
 def in_place_twin(pick: Pick, r: Rewritten) -> Rewritten | None:
     found = [
-        (n, p, twin) for n in _calls(_half(pick, r)) for p, twin in TAKEOVERS.get(n.target, {}).items()
+        (n, p, twin) for n in _calls(_half(pick, r)) for p, twin in DONATIONS.get(n.target, {}).items()
         if p < len(n.args) and isinstance(n.args[p], fx.Node)
     ]  # fmt: skip
     chosen = _choose(pick, found)

@@ -12,11 +12,11 @@ import torch
 from torch import fx, nn
 
 from passes.errors import VerificationError
-from passes.fuse import library
-from passes.fuse.batch_norm import FOLLOWED, STATISTICS, WITH_RUNNING
+from passes.fuse import records
+from passes.fuse.records import WITH_RUNNING
+from passes.fuse.rules import NORMALIZE, STATISTICS
 from passes.profile import profile
 from passes.rewrite import Rewritten
-from passes.run import kernels
 from passes.trace.capture import capture
 from passes.verify import verify
 from planner import Plan
@@ -24,54 +24,6 @@ from planner.session import open_session
 from tests.zoo.compare import measured_peak_bytes, same_bits
 
 aten = torch.ops.aten
-SHAPES = ((4, 8, 33, 35), (3, 70, 19), (2, 6, 9, 11, 13), (64, 300), (1, 5, 6, 7))
-
-
-def example(shape: tuple[int, ...], dtype: torch.dtype, *, affine: bool) -> tuple[Any, ...]:
-    """What an op that normalizes takes, and the batch norm's own result."""
-    torch.manual_seed(sum(shape))
-    values = 3 * torch.randn(shape, dtype=dtype) + 2
-    weight, bias = (torch.randn(shape[1], dtype=dtype) if affine else None for _ in range(2))
-    result, mean, invstd = aten._native_batch_norm_legit.no_stats(values, weight, bias, True, 0.1, 1e-5)
-    return (values, weight, bias, mean, invstd), result
-
-
-@pytest.mark.parametrize("block", [1, 5000, kernels.NORM_BLOCK])
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_same_bits(
-    shape: tuple[int, ...], dtype: torch.dtype, affine: bool, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "NORM_BLOCK", block)
-    monkeypatch.setattr(kernels, "SMALLEST_BLOCK", block)
-    arguments, expected = example(shape, dtype, affine=affine)
-    other = torch.randn_like(expected)
-    assert same_bits(expected, library.BATCH_NORM.default(*arguments))
-    assert same_bits(expected.relu(), library.BATCH_NORM_RELU.default(*arguments))
-    assert same_bits((expected + other).relu(), library.BATCH_NORM_ADD_RELU.default(*arguments, other))
-    total = (expected + other).relu()
-    written = library.BATCH_NORM_ADD_RELU.out(*arguments, other, out=other)
-    assert same_bits(total, written) and written is other
-
-
-@pytest.mark.parametrize("special", [float("nan"), float("inf"), float("-inf"), -0.0, 1e-42, 3e38])
-@pytest.mark.parametrize("where", ["values", "weight", "bias"])
-def test_same_bits_with_numbers_that_are_none(special: float, where: str) -> None:
-    (values, weight, bias, *_), _ = example((4, 8, 33, 35), torch.float32, affine=True)
-    {"values": values, "weight": weight, "bias": bias}[where].view(-1)[3] = special
-    result, mean, invstd = aten._native_batch_norm_legit.no_stats(values, weight, bias, True, 0.1, 1e-5)
-    assert same_bits(result, library.BATCH_NORM.default(values, weight, bias, mean, invstd))
-
-
-def test_statistics_are_those_of_the_whole() -> None:
-    (values, weight, bias, *_), _ = example((4, 8, 33, 35), torch.float32, affine=True)
-    running = torch.randn(8), torch.rand(8)
-    whole = WITH_RUNNING(values, weight, bias, *running, True, 0.3, 1e-3)
-    found = library.BATCH_NORM_STATISTICS.default(values, *running, 0.3, 1e-3)
-    assert all(same_bits(a, b) for a, b in zip(whole[1:], found, strict=True))
-    moments = library.BATCH_NORM_MOMENTS.default(values, 1e-3)
-    assert all(same_bits(a, b) for a, b in zip(whole[1:3], moments, strict=True))
 
 
 class Normed(nn.Module):
@@ -115,7 +67,7 @@ class Normed(nn.Module):
         return (out + hidden).relu().square().mean() if self.kind == "residual" else out.relu().square().mean()
 
 
-ALONE, RELU, ADD_RELU = FOLLOWED
+ALONE, RELU, ADD_RELU = records.BATCH_NORM.op, records.BATCH_NORM_RELU.op, records.BATCH_NORM_ADD_RELU.op
 KINDS: dict[str, set[Any]] = {
     "relu": {RELU}, "no weight": {RELU}, "alone": {RELU}, "residual": {RELU, ADD_RELU}, "elu": {ALONE, RELU},
     "instance": {ALONE}, "read twice": {ALONE, RELU}, "added second": {ALONE, RELU}, "channels last": set(),
@@ -160,7 +112,7 @@ def after_a_step(model: nn.Module, module: nn.Module) -> list[torch.Tensor]:
 def test_a_planned_step_is_the_plain_one(kind: str, share: float) -> None:
     model, plan = planned(kind, share)
     found = targets(plan.prepared.traced.graph_module)
-    assert found & set(FOLLOWED) == KINDS[kind]
+    assert found & NORMALIZE == KINDS[kind]
     assert bool(found & STATISTICS) == bool(KINDS[kind])
     assert (aten._native_batch_norm_legit.no_stats in found) == (kind == "strided")
     for expected, got in zip(after_a_step(model, model), after_a_step(model, plan.module), strict=True):
@@ -173,10 +125,10 @@ def test_a_forward_runs_the_whole_batch_norm(kind: str) -> None:
     for plan in (planned(kind, 1.0)[1], run_again(kind, "aten.relu")[1]):
         rewritten = plan.rewritten
         found = targets(rewritten.forward)
-        assert not found & (STATISTICS | set(FOLLOWED))
+        assert not found & (STATISTICS | NORMALIZE)
         assert {WITH_RUNNING, aten._native_batch_norm_legit.no_stats} & found
     again = targets(rewritten.backward)
-    assert bool(again & set(FOLLOWED)) == (kind != "instance") and not again & STATISTICS
+    assert bool(again & NORMALIZE) == (kind != "instance") and not again & STATISTICS
 
 
 @pytest.mark.parametrize("pattern", ["aten._native_batch_norm*", "aten.batch_norm"])
@@ -212,7 +164,7 @@ def test_a_broken_recompute_is_caught(damage: Any) -> None:
     planned_step = run_again("residual", "aten.relu")[1]
     traced, rewritten = planned_step.prepared.traced, planned_step.rewritten
     verify(traced, rewritten)
-    damage(next(n for n in rewritten.backward.graph.nodes if n.target in FOLLOWED))
+    damage(next(n for n in rewritten.backward.graph.nodes if n.target in NORMALIZE))
     with pytest.raises(VerificationError):
         verify(traced, rewritten)
 
@@ -231,7 +183,7 @@ def test_workspace_is_known_without_running_it() -> None:
     graph = capture(Normed("residual"), {"x": IMAGE}).graph_module.graph
     measured, known = (profile(graph, measure=m) for m in (True, False))
     sizes = {n.target: (measured[n].workspace_bytes, known[n].workspace_bytes) for n in measured}
-    for target in (library.BATCH_NORM_STATISTICS.default, ADD_RELU):
+    for target in (records.BATCH_NORM_STATISTICS.op, ADD_RELU):
         assert 0 < sizes[target][1] <= sizes[target][0] <= 1.02 * sizes[target][1]
 
 

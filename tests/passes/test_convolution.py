@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from passes.fuse.convolution import CONVOLUTION_BACKWARD, INPUT, MASK
+from passes.fuse.records import CONVOLUTION_BACKWARD, INPUT, MASK
 from passes.trace.arguments import bind_sample
 from passes.trace.capture import capture
 from tests.zoo.compare import measured_peak_bytes, plan_at, same_bits

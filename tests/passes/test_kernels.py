@@ -1,4 +1,4 @@
-"""The block-wise kernels: the same bits as autograd's, fewer large buffers."""
+"""The block-wise kernels in planned steps: fewer large buffers. Their bits: `test_fused`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from passes._torch import below_autograd
 from passes.alias import alias
-from passes.fuse import library
+from passes.fuse import records
 from passes.memory import high_water, measure_peak
 from passes.profile import profile
 from passes.run.tensors import alone, held_once
@@ -42,46 +42,19 @@ def two_kernels(*arguments: Any) -> torch.Tensor:
     return aten._log_softmax_backward_data.default(picked, arguments[1], 1, arguments[1].dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("reduction", [0, 1, 2])
-@pytest.mark.parametrize(("rows", "classes"), [(1, 3), (7, 1), (100, 5003), (33, 32001)])
-def test_same_bits(rows: int, classes: int, reduction: int, weighted: bool, dtype: torch.dtype) -> None:
-    arguments = example(rows, classes, reduction, weighted=weighted, dtype=dtype)
-    expected = two_kernels(*arguments)
-    assert same_bits(expected, library.CROSS_ENTROPY_BACKWARD(*arguments))
-    written = library.CROSS_ENTROPY_BACKWARD(*arguments, out=arguments[1])
-    assert written.data_ptr() == arguments[1].data_ptr()
-    assert same_bits(expected, written)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("ignored", [-100, 1, 10**6])
-@pytest.mark.parametrize("reduction", [0, 1, 2])
-@pytest.mark.parametrize(("rows", "classes"), [(1, 3), (7, 2), (100, 5003), (33, 32001)])
-def test_same_bits_from_logits(rows: int, classes: int, reduction: int, ignored: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(rows + classes)
-    logits = 3 * torch.randn(rows, classes, dtype=dtype)
-    target = torch.randint(0, classes, (rows,))
-    target[1::3] = ignored
+def test_the_gradient_takes_the_logits_place_only_if_nobody_else_has_them() -> None:
+    logits, target = torch.randn(100, 503), torch.randint(0, 503, (100,))
     log_probabilities = aten._log_softmax.default(logits, 1, False)
-    expected = aten.nll_loss_forward.default(log_probabilities, target, None, reduction, ignored)
-    found = library.CROSS_ENTROPY.default(logits, target, reduction, ignored)
-    assert same_bits(expected[0], found[0]) and same_bits(expected[1], found[1])
-    gradient = torch.randn_like(expected[0])
-    wanted = two_kernels(gradient, log_probabilities, target, None, reduction, ignored, expected[1])
-    arguments = gradient, logits, target, reduction, ignored, expected[1]
-    before = logits.clone()
-    assert same_bits(wanted, library.CROSS_ENTROPY_LOGITS_BACKWARD.default(*arguments))
+    value, total = aten.nll_loss_forward.default(log_probabilities, target, None, 1, -100)
+    expected = two_kernels(value, log_probabilities, target, None, 1, -100, total)
+    over = records.CROSS_ENTROPY_LOGITS_BACKWARD.overloads[1]
+    before, address = logits.clone(), logits.data_ptr()
     with below_autograd():
-        beside = library.CROSS_ENTROPY_LOGITS_BACKWARD.over(*arguments, over=alone(logits))
-    assert same_bits(wanted, beside) and same_bits(logits, before)
-    address = logits.data_ptr()
-    logits = alone(logits)
-    arguments = gradient, logits, target, reduction, ignored, expected[1]
-    written = library.CROSS_ENTROPY_LOGITS_BACKWARD.over(*arguments, over=logits)
-    assert written.data_ptr() == address
-    assert same_bits(wanted, written)
+        beside = over(value, logits, target, 1, -100, total, over=alone(logits))
+        assert same_bits(expected, beside) and same_bits(logits, before)
+        logits = alone(logits)
+        written = over(value, logits, target, 1, -100, total, over=logits)
+    assert same_bits(expected, written) and written.data_ptr() == address
 
 
 @pytest.mark.parametrize("bad", [-1, 5, 7])
@@ -91,7 +64,7 @@ def test_a_target_out_of_range_raises_as_usual(bad: int) -> None:
         nn.functional.cross_entropy(logits, target)
     for ignored in (-100, 1):
         with pytest.raises(IndexError, match=f"Target {bad} is out of bounds"):
-            library.CROSS_ENTROPY.default(logits, target, 1, ignored)
+            records.CROSS_ENTROPY.op(logits, target, 1, ignored)
 
 
 def test_who_holds_memory_is_known() -> None:
@@ -110,73 +83,6 @@ def test_who_holds_memory_is_known() -> None:
     flat = mine.view(24)
     del mine
     assert held_once(flat), "its own base does not count"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("padding", [-1, 0, 700])
-@pytest.mark.parametrize(("rows", "width"), [(701, 3), (5000, 129), (40000, 64)])
-def test_an_embedding_s_gradient_is_added_in_the_same_bits(
-    rows: int, width: int, padding: int, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(rows)
-    indices = torch.randint(0, rows, (4, 60))
-    indices[2:, ::2] = indices[0, 0]
-    indices[1, ::3] = max(padding, 0)
-    gradient = torch.randn(4, 60, width, dtype=dtype)
-    other = torch.randn(rows, width, dtype=dtype)
-    other[::3, 0] = -0.0
-    table = aten.embedding_dense_backward.default(gradient, indices, rows, padding, False)
-    expected = other + table
-    merged = library.EMBEDDING_BACKWARD_ADD
-    assert same_bits(expected, merged.default(gradient, indices, padding, other))
-    assert same_bits(expected, merged.out(gradient, indices, padding, other, out=other))
-    assert same_bits(expected, other)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3,), (2, 7, 1001), (40, 300, 77)])
-def test_a_mask_is_applied_in_the_same_bits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    values, mask = torch.randn(shape, dtype=dtype), torch.rand(shape) > 0.1
-    values.view(-1)[0] = float("inf")
-    expected = values * mask
-    assert same_bits(expected, library.MUL_MASK.default(values, mask))
-    library.MUL_MASK.out(values, mask, out=values)
-    assert same_bits(expected, values)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1 / 3])
-@pytest.mark.parametrize("shape", [(3,), (2, 7, 1001), (40, 300, 77)])
-def test_dropout_draws_and_gives_the_same_bits(shape: tuple[int, ...], p: float, dtype: torch.dtype) -> None:
-    values = torch.randn(shape, dtype=dtype)
-    torch.manual_seed(5)
-    expected, state = aten.native_dropout.default(values, p, True), torch.get_rng_state()
-    torch.manual_seed(5)
-    found = library.DROPOUT.default(values, p)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert same_bits(expected[0], found[0]) and torch.equal(expected[1], found[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (4, 64, 57, 59)])
-def test_a_sum_and_its_relu_give_the_same_bits(
-    shape: tuple[int, ...], channels_last: bool, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    a, b = (torch.randn(shape, dtype=dtype).to(memory_format=layout) for _ in range(2))
-    for values, special in ((a, (float("nan"), -0.0, float("-inf"))), (b, (1.0, -0.0, 1.0))):
-        for place, value in enumerate(special):
-            values[0, 0, 0, place] = value
-    expected = (a + b).relu()
-    found = library.ADD_RELU.default(a, b)
-    assert same_bits(expected, found) and found.stride() == expected.stride()
-    for written in (a, b):
-        x, y = a.clone(), b.clone()
-        assert same_bits(expected, library.ADD_RELU.out(x, y, out=x if written is a else y))
-        assert same_bits(expected, x if written is a else y)
 
 
 class Residual(nn.Module):
@@ -204,7 +110,7 @@ def test_a_residual_sum_is_one_op(kind: str, share: float) -> None:
     low = session.minimum().minimum_bytes
     plan = session.plan(low + int((session.plain_peak_bytes - low) * share))
     found = [n.target for n in plan.prepared.traced.graph_module.graph.nodes]
-    assert (library.ADD_RELU.default in found) == (kind != "read twice")
+    assert (records.ADD_RELU.op in found) == (kind != "read twice")
     model(image).backward()
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
@@ -239,10 +145,10 @@ def test_tied_weights_and_dropout_need_no_second_table_and_no_mask_of_numbers(ki
     plan = auto_checkpoint(model, tokens, progress=False)
     graph = plan.prepared.traced.graph_module.graph
     found = [n.target for n in graph.nodes]
-    assert found.count(library.EMBEDDING_BACKWARD_ADD.default) == (2 if kind == "twice" else 1)
+    assert found.count(records.EMBEDDING_BACKWARD_ADD.op) == (2 if kind == "twice" else 1)
     assert aten.embedding_dense_backward.default not in found
-    assert (library.MUL_MASK.default in found) == (kind != "other rate")  # whose mask is made of numbers
-    assert (library.DROPOUT.default in found) == (kind != "other rate")
+    assert (records.MUL_MASK.op in found) == (kind != "other rate")  # whose mask is made of numbers
+    assert (records.DROPOUT.op in found) == (kind != "other rate")
     state = torch.get_rng_state()
     model(tokens).backward()
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -272,8 +178,8 @@ def test_a_recomputed_dropout_draws_what_it_drew() -> None:
 def test_workspace_is_one_block() -> None:
     arguments = example(1024, 5000, 1, weighted=False, dtype=torch.float32)
     block = 64 * 5000 * 4
-    assert high_water(lambda: library.CROSS_ENTROPY_BACKWARD.default(*arguments), CPU)[0] == block
-    assert measure_peak(lambda: library.CROSS_ENTROPY_BACKWARD.out(*arguments, out=arguments[1])) == block
+    assert high_water(lambda: records.CROSS_ENTROPY_BACKWARD.op(*arguments), CPU)[0] == block
+    assert measure_peak(lambda: records.CROSS_ENTROPY_BACKWARD.overloads[1](*arguments, out=arguments[1])) == block
 
 
 class Classifier(nn.Module):
@@ -326,7 +232,7 @@ def targets(found: Traced) -> list[Any]:
 )
 def test_only_the_plain_pair_is_merged(kind: str, merged: bool) -> None:
     found = targets(traced(Classifier(kind)))
-    assert (library.CROSS_ENTROPY_BACKWARD.default in found) == merged
+    assert (records.CROSS_ENTROPY_BACKWARD.op in found) == merged
     assert (aten.nll_loss_backward.default in found) == (kind in ("smooth", "probabilities"))
 
 
@@ -335,33 +241,33 @@ def test_only_the_plain_pair_is_merged(kind: str, merged: bool) -> None:
 def test_logits_are_saved_where_they_are_returned_and_let_go(kind: str, keep_outputs: bool) -> None:
     found = targets(traced(WithLogits(kind), keep_outputs=keep_outputs))
     expected = kind != "weighted" and not keep_outputs
-    assert (library.CROSS_ENTROPY.default in found) == expected
-    assert (library.CROSS_ENTROPY_LOGITS_BACKWARD.default in found) == expected
-    assert (library.CROSS_ENTROPY_BACKWARD.default in found) == (not expected)
+    assert (records.CROSS_ENTROPY.op in found) == expected
+    assert (records.CROSS_ENTROPY_LOGITS_BACKWARD.op in found) == expected
+    assert (records.CROSS_ENTROPY_BACKWARD.op in found) == (not expected)
     assert (aten._log_softmax.default in found) == (not expected)
 
 
 def test_logits_that_nobody_returns_need_no_such_thing() -> None:
     """The log-probabilities take their place."""
-    assert library.CROSS_ENTROPY.default not in targets(traced(Classifier("plain"), keep_outputs=False))
+    assert records.CROSS_ENTROPY.op not in targets(traced(Classifier("plain"), keep_outputs=False))
 
 
 OPS = (
-    library.CROSS_ENTROPY, library.CROSS_ENTROPY_BACKWARD, library.CROSS_ENTROPY_LOGITS_BACKWARD,
-    library.EMBEDDING_BACKWARD_ADD, library.MUL_MASK, library.DROPOUT,
+    records.CROSS_ENTROPY, records.CROSS_ENTROPY_BACKWARD, records.CROSS_ENTROPY_LOGITS_BACKWARD,
+    records.EMBEDDING_BACKWARD_ADD, records.MUL_MASK, records.DROPOUT,
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("op", OPS, ids=str)
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_workspace_is_known_without_running_it(op: Any) -> None:
-    if op in (library.EMBEDDING_BACKWARD_ADD, library.MUL_MASK, library.DROPOUT):
+    if op in (records.EMBEDDING_BACKWARD_ADD, records.MUL_MASK, records.DROPOUT):
         model: nn.Module = Tied("plain")
         graph = capture(model, {"tokens": torch.randint(0, 8000, (4, 128))}).graph_module.graph
     else:
-        model = Classifier("plain") if op is library.CROSS_ENTROPY_BACKWARD else WithLogits("plain")
-        graph = traced(model, keep_outputs=op is library.CROSS_ENTROPY_BACKWARD).graph_module.graph
+        model = Classifier("plain") if op is records.CROSS_ENTROPY_BACKWARD else WithLogits("plain")
+        graph = traced(model, keep_outputs=op is records.CROSS_ENTROPY_BACKWARD).graph_module.graph
     alias(graph)
-    node = next(n for n in graph.nodes if n.target is op.default)
+    node = next(n for n in graph.nodes if n.target is op.op)
     measured, known = (profile(graph, measure=m)[node].workspace_bytes for m in (True, False))
     assert 0 < measured <= known <= 1.02 * measured
 

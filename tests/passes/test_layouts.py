@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from passes._torch import FakeTensorMode
 from passes.trace.layouts import EagerFakes
 from planner import auto_checkpoint
-from tests.zoo.compare import differences, run_step
+from tests.zoo.compare import differences, run_step, same_bits
 
 aten = torch.ops.aten
 SHAPES = (
@@ -106,3 +107,108 @@ def test_a_convolution_over_one_position() -> None:
     plain = copy.deepcopy(model)
     plan = auto_checkpoint(model, x, progress=False)
     assert differences(run_step(plain, plain, x), run_step(plan.module, model, x)) == []
+
+
+class Gated(nn.Module):
+    """The backward of softplus is laid out by its kernel in another way than its shape rule tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.b = nn.Linear(8, 16), nn.Parameter(torch.randn(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.softplus(self.linear(x) + self.b)
+        return hidden.transpose(1, 2).contiguous().pow(2).sum()
+
+
+def test_what_a_kernel_makes_is_learned_by_running_it() -> None:
+    torch.manual_seed(0)
+    model, x = Gated(), torch.randn(7, 33, 8)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False)
+    assert plan.prepared.traced.layouts
+    assert differences(run_step(plain, plain, x), run_step(plan.module, model, x)) == []
+
+
+def test_a_custom_op_is_laid_out_as_its_kernel_does() -> None:
+    """Its fake kernel says rows, its kernel makes columns, over which a sum has other bits."""
+    library = torch.library.Library("layouts_test", "FRAGMENT")
+    library.define("columns(Tensor x) -> Tensor")
+    library.impl("columns", lambda x: x.t().contiguous().t(), "CompositeExplicitAutograd")
+    torch.library.register_fake("layouts_test::columns", torch.empty_like, lib=library)
+
+    class Columns(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.layouts_test.columns(x)
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+            return torch.ops.layouts_test.columns(gradient)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b = nn.Parameter(torch.randn(19))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(Columns.apply(torch.exp(x + self.b)).view_as(x) * x).sum(0).square().sum()
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(33, 19)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False)
+    assert differences(run_step(plain, plain, x), run_step(plan.module, model, x)) == []
+
+
+GRADIENTS = {
+    "sum": lambda output: output.sum().backward(),
+    "mean": lambda output: output.mean().backward(),
+    "square": lambda output: output.square().mean().backward(),
+    "rows": lambda output: output.backward(torch.linspace(-1, 1, output.numel()).view(output.shape)),
+    "columns": lambda output: output.backward(
+        torch.linspace(-1, 1, output.numel()).view(output.shape[::-1]).permute(3, 2, 1, 0)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_gradient_in_whatever_strides_it_comes(name: str) -> None:
+    """A convolution whose result is laid out as its input: its bias sums over what the loss hands back."""
+
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(32, 48, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.convolution(x.permute(0, 2, 1).reshape(2, 32, 4, 4))
+
+    torch.manual_seed(0)
+    model, x = Patches(), torch.randn(2, 16, 32)
+    plain = copy.deepcopy(model)
+    GRADIENTS[name](plain(x))
+    plan = auto_checkpoint(model, x, progress=False)
+    for attempt in range(3):
+        model.zero_grad()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            GRADIENTS[name](plan.module(x))
+        assert attempt == 0 or not said  # planned for by now
+        for parameter, own in zip(plain.parameters(), model.parameters(), strict=True):
+            assert same_bits(parameter.grad, own.grad)
+
+
+def test_gradients_in_strides_that_change_are_right_and_planned_for_once() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 5), torch.randn(33, 6)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False)
+    gradient = torch.randn(33, 5)
+    for given in (gradient.t().contiguous().t(), gradient, gradient.t().contiguous().t(), gradient):
+        for module in (plain, plan.module):
+            module.zero_grad()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                module(x).backward(given)
+        assert same_bits(plain.bias.grad, model.bias.grad) and same_bits(plain.weight.grad, model.weight.grad)

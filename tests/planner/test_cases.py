@@ -338,7 +338,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
     "generator": (
         own_generator, batch, "random generator of its own at rand", "Draw from the default generator"),
     "scripted": (
-        lambda: torch.jit.trace(linear(), batch()), batch, "compiled, scripted or DataParallel",
+        lambda: torch.jit.trace(linear(), batch()), batch, "compiled, scripted or data-parallel",
         "Plan the module inside it"),
     "data parallel": (
         lambda: nn.DataParallel(linear()), batch, "the model (DataParallel)", "compile or wrap plan.module afterwards"),
@@ -358,7 +358,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
         lambda: Wrap(lambda self, x: (self.layer(x), self.layer.weight.t()), layer=linear()), batch,
         "view of an input or parameter returned at output [1]", "Return a clone() of it"),
     "compiled": (
-        lambda: torch.compile(linear(), backend="eager"), batch, "compiled, scripted or DataParallel",
+        lambda: torch.compile(linear(), backend="eager"), batch, "compiled, scripted or data-parallel",
         "Plan the module inside it"),
 }  # fmt: skip
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
+import cProfile
 import functools
 import math
+import os
 import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy
 import pytest
@@ -103,6 +105,28 @@ class Mapped:
 
     def __getattribute__(self, name: str) -> Any:
         return super().__getattribute__("n_scale" if name == "scale" else name)
+
+
+class Registry:
+    """Looks names up in a table of the class."""
+
+    table: ClassVar = {"scale": 2.0}
+
+    def __getitem__(self, name: str) -> float:
+        return self.table[name]
+
+
+REGISTRY = Registry()
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
 
 
 class Base(nn.Module):
@@ -328,6 +352,9 @@ CHANGES: dict[str, Change] = {
     "functions in a list": (
         lambda: Net(lambda self, h: self.acts[0](h), acts=[torch.tanh]), lambda m: m.acts.__setitem__(0, torch.relu)
     ),
+    "the model's own forward": (
+        lambda: Net(), lambda m: setattr(m, "forward", types.MethodType(lambda self, x: self.first(x) * 5, m))
+    ),
     "another class": (lambda: Net(), with_class),
     # objects
     "a config's field": (reader("cfg", Config(), lambda c: c.scale), setting("cfg.scale", 3.0)),
@@ -339,16 +366,19 @@ CHANGES: dict[str, Change] = {
     "a config replaced": (reader("cfg", Config(), lambda c: c.scale), setting("cfg", Config(scale=3.0))),
     "a config of another type": (reader("cfg", Inner(), lambda c: c.power), setting("cfg", Sharp())),
     "a namespace": (reader("cfg", types.SimpleNamespace(a=2.0), lambda c: c.a), setting("cfg.a", 3.0)),
-    "parsed arguments": (reader("cfg", argparse.Namespace(a=2.0), lambda c: c.a), setting("cfg.a", 3.0)),
+    "arguments": (reader("cfg", argparse.Namespace(a=2.0), lambda c: c.a), setting("cfg.a", 3.0)),
     "a user dict": (
         reader("cfg", collections.UserDict(a=2.0), lambda c: c["a"]), lambda m: m.cfg.__setitem__("a", 3.0)
     ),
     "slots": (reader("cfg", Slotted(), lambda c: c.scale), setting("cfg.scale", 3.0)),
     "__getattr__": (reader("cfg", Dynamic(), lambda c: c.scale), lambda m: m.cfg._data.__setitem__("scale", 3.0)),
     "__getattribute__": (reader("cfg", Mapped(), lambda c: c.scale), setting("cfg.n_scale", 3.0)),
-    "a config in a list": (reader("cfgs", [Config()], lambda c: c[0].scale), lambda m: setting("scale", 3.0)(m.cfgs[0])),
+    "a config in a list": (
+        reader("cfgs", [Config()], lambda c: c[0].scale), lambda m: setting("scale", 3.0)(m.cfgs[0])
+    ),
     "a distribution": (
-        reader("prior", torch.distributions.Normal(0.0, 2.0), lambda p: p.scale), setting("prior.scale", torch.tensor(3.0))
+        reader("prior", torch.distributions.Normal(0.0, 2.0), lambda p: p.scale),
+        setting("prior.scale", torch.tensor(3.0)),
     ),
     # modules' own settings
     "a stride": (Conv, setting("conv.stride", (2,))),
@@ -491,6 +521,16 @@ def test_a_change_after_apply_and_in_a_copy(name: str) -> None:
             assert_same(outcome(lambda m=each: m(x), each), outcome(lambda m=plain: m(x), plain))
 
 
+def test_a_setting_through_the_planned_module() -> None:
+    chosen, model, x = planned(CHANGES["float"][0])
+    chosen.module.scale = 3.0
+    assert model.scale == chosen.module.scale == 3.0
+    with pytest.warns(UserWarning, match="planning anew"):
+        compare(chosen, model, x)
+    del chosen.module.scale
+    assert not hasattr(model, "scale")
+
+
 def test_a_warning_names_what_changed() -> None:
     chosen, model, x = planned(CHANGES["a config in a config"][0])
     model.cfg.inner.power = 3.0
@@ -506,6 +546,7 @@ def test_a_warning_names_what_changed() -> None:
 
 
 def shifted(self: Any, h: torch.Tensor) -> torch.Tensor:
+    h = Scaled.apply(h) * REGISTRY["scale"] * float(os.environ.get("PLANNER_TEST", "1"))
     return helper(h) * SCALE * TABLE["scale"] * SETTINGS.scale * Defaults.scale + TABLE["shift"]["by"]
 
 
@@ -527,9 +568,13 @@ def shifted(self: Any, h: torch.Tensor) -> torch.Tensor:
         lambda patch, here: patch.setattr(Net, "forward", lambda self, x: self.last(x)),
         lambda patch, here: patch.setattr(nn.Linear, "forward", patched),
         lambda patch, here: patch.setattr(F, "gelu", F.silu),
+        lambda patch, here: patch.setitem(Registry.table, "scale", 5.0),
+        lambda patch, here: patch.setattr(Scaled, "backward", staticmethod(lambda ctx, gradient: gradient * 9)),
+        lambda patch, here: patch.setenv("PLANNER_TEST", "5"),
     ],
     ids=["float", "dict", "nested", "namespace", "class", "function", "defaults", "code", "class attribute",
-         "base's attribute", "method", "base's method", "forward", "torch's forward", "torch's function"],
+         "base's attribute", "method", "base's method", "forward", "torch's forward", "torch's function", "a registry",
+         "a backward", "the environment"],
 )  # fmt: skip
 def test_what_lies_outside_the_model_changes(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
@@ -636,7 +681,8 @@ class Noted:
 def everything() -> nn.Module:
     model = Net(
         lambda self, h: h * self.cfg.scale * self.table["a"] * self.odd * helper(h),
-        cfg=Config(), table={"a": 2.0}, odd=1.0, noted=Noted(), mixed=[torch.ones(2), Noted(), math.nan], big=list(range(100_000)),
+        cfg=Config(), table={"a": 2.0}, odd=1.0, noted=Noted(), mixed=[torch.ones(2), Noted(), math.nan],
+        big=list(range(100_000)),
     )  # fmt: skip
     model.spare = nn.Linear(8, 8)
     return model
@@ -724,6 +770,15 @@ def test_the_trace_is_not_noticed_and_leaves_nothing(failure: type[BaseException
     finally:
         sys.setprofile(None)
     assert all("__getattribute__" not in vars(kind) for kind in (nn.Module, Config, Slotted, Inner))
+
+
+def test_a_profiler_goes_on() -> None:
+    profiler = cProfile.Profile()
+    with profiler:
+        plan(nn.Linear(8, 8), x_of())
+        helper(torch.ones(2))
+    profiler.create_stats()
+    assert any(name == "helper" for _, _, name in profiler.stats)  # type: ignore[attr-defined]
 
 
 def test_a_replaced_layer_is_not_kept_alive() -> None:

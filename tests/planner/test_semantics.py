@@ -89,11 +89,12 @@ def case(kind: str, expected: str, **attributes: Callable[[], Any]) -> Callable[
     return register
 
 
-# Globals that forwards change -----------------------------------------------------------------------------------------
+# Globals that forwards change ---------------------------------------------------------------------------------------
 
 COUNTER = 0
 SEEN: list[Any] = []
 TABLE: dict[str, Any] = {}
+CYCLE = itertools.cycle([1.0, 2.0, 3.0])
 
 
 class Config:
@@ -135,6 +136,8 @@ def _reset_globals() -> None:
     SEEN.clear()
     TABLE.clear()
     Config.calls = 0
+    if hasattr(Wrap, "steps"):
+        del Wrap.steps
     remembered.__defaults__[0].clear()  # type: ignore[index]
     closure.reset()  # type: ignore[attr-defined]
     a_default_read_late.__defaults__[0].clear()  # type: ignore[index]
@@ -143,7 +146,7 @@ def _reset_globals() -> None:
     helper.count = 0  # type: ignore[attr-defined]
 
 
-# A.2: torch's generators ----------------------------------------------------------------------------------------------
+# A.2: torch's generators --------------------------------------------------------------------------------------------
 
 
 @case("A.2", "refused")
@@ -300,7 +303,7 @@ def a_coin_from_a_constant(self: Any, x: torch.Tensor) -> Any:
     return self.layer(x) * (2 if keep.bool().item() else 1)  # <<
 
 
-# A.3: Python's and NumPy's randomness, the clock, what is outside -------------------------------------------------------
+# A.3: Python's and NumPy's randomness, the clock, what is outside ---------------------------------------------------
 
 
 @case("A.3", "refused")
@@ -464,7 +467,7 @@ def math_of(n: int) -> int:
     return n * n
 
 
-# A.4: Python state that forward changes ---------------------------------------------------------------------------------
+# A.4: Python state that forward changes -----------------------------------------------------------------------------
 
 
 @case("A.4", "refused", n=lambda: 0)
@@ -745,7 +748,7 @@ def every_second_call_differs(self: Any, x: torch.Tensor) -> Any:
 def builds_a_layer(self: Any, x: torch.Tensor) -> Any:
     if not hasattr(self, "extra"):
         self.extra = nn.Linear(8, 8)  # <<
-    return self.extra(self.layer(x))
+    return self.extra(self.layer(x))  # <<
 
 
 @case("A.4", "said", total=lambda: 0)
@@ -874,7 +877,114 @@ def python_randomness_in_the_backward(self: Any, x: torch.Tensor) -> Any:
     return Shaky.apply(self.layer(x))
 
 
-# A.9: updates inside a checkpoint ------------------------------------------------------------------------------------------
+@case("A.4", "refused", cfg=collections.Counter)
+def a_counter_object(self: Any, x: torch.Tensor) -> Any:
+    self.cfg["n"] += 1
+    return self.layer(x) * self.cfg["n"]  # <<
+
+
+@case("A.4", "refused", cfg=lambda: collections.defaultdict(int))
+def a_default_dict(self: Any, x: torch.Tensor) -> Any:
+    self.cfg["n"] += 1
+    return self.layer(x) * (2 if self.cfg["n"] > 30 else 1)  # <<
+
+
+@case("A.4", "refused")
+def an_attribute_of_its_class(self: Any, x: torch.Tensor) -> Any:
+    type(self).steps = getattr(type(self), "steps", 0) + 1  # <<
+    return self.layer(x) * type(self).steps  # <<
+
+
+@case("A.4", "refused")
+def a_global_iterator(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * next(CYCLE)  # <<
+
+
+@case("A.4", "refused", its=lambda: {"a": iter(range(1, 99))})
+def an_iterator_in_a_dict(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * next(self.its["a"])  # <<
+
+
+@case("A.4", "refused")
+def swaps_its_layers(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    self.layer, self.other = nn.Identity(), self.layer
+    return y
+
+
+@case("A.4", "refused")
+def freezes_a_parameter(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    self.layer.bias.requires_grad_(False)  # <<
+    return y
+
+
+@case("A.4", "refused")
+def reads_a_gradient(self: Any, x: torch.Tensor) -> Any:
+    found = self.layer.weight.grad  # <<
+    return self.layer(x) if found is None else self.layer(x) * 2
+
+
+@case("A.4", "refused")
+def drops_a_gradient(self: Any, x: torch.Tensor) -> Any:
+    self.layer.weight.grad = None  # <<
+    return self.layer(x)
+
+
+@case("A.4", "refused", items=lambda: [Config(), Config()])
+def objects_in_a_list(self: Any, x: torch.Tensor) -> Any:
+    for item in self.items:
+        item.n += 1
+    return self.layer(x) * self.items[1].n  # <<
+
+
+@case("A.4", "refused", pair=lambda: (0, [0]))
+def a_list_in_a_tuple(self: Any, x: torch.Tensor) -> Any:
+    self.pair[1][0] += 1
+    return self.layer(x) * self.pair[1][0]  # <<
+
+
+@case("A.4", "refused", record=lambda: Record(0))
+def a_dataclass_that_counts(self: Any, x: torch.Tensor) -> Any:
+    self.record.n += 1
+    return self.layer(x) / self.record.n  # <<
+
+
+@case("A.4", "refused", scale=lambda: 1.0)
+def a_decaying_factor(self: Any, x: torch.Tensor) -> Any:
+    self.scale *= 0.5
+    return self.layer(x) * self.scale  # <<
+
+
+@case("A.4", "refused")
+def a_hook_registered(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    self.layer.register_forward_hook(lambda module, args, out: out * 2)  # <<
+    return y
+
+
+@case("A.3", "refused")
+def numpy_choice(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * int(np.random.choice([1, 2, 3]))  # <<
+
+
+@case("A.3", "refused")
+def a_system_generator(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * random.SystemRandom().random()  # <<
+
+
+@case("A.3", "refused")
+def the_age_of_a_file(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * (1 + os.path.getmtime(os.devnull) % 7)  # <<
+
+
+@case("A.3", "refused")
+def a_shuffled_index(self: Any, x: torch.Tensor) -> Any:
+    order = sorted(range(4), key=lambda i: random.random())  # <<
+    return self.layer(x)[order]
+
+
+# A.9: updates inside a checkpoint -----------------------------------------------------------------------------------
 
 
 def norm() -> nn.Module:
@@ -947,7 +1057,7 @@ def norm_without_statistics_in_a_checkpoint(self: Any, x: torch.Tensor) -> Any:
     return checkpoint(lambda t: self.norm(self.layer(t)), x, use_reentrant=False)
 
 
-# A.10: tensors hidden in outputs ------------------------------------------------------------------------------------------
+# A.10: tensors hidden in outputs ------------------------------------------------------------------------------------
 
 
 @case("A.10", "refused")
@@ -1073,7 +1183,7 @@ def a_count_returned(self: Any, x: torch.Tensor) -> Any:
     return {"y": self.layer(x), "step": TABLE["n"]}  # <<
 
 
-# The property -----------------------------------------------------------------------------------------------------------
+# The property -------------------------------------------------------------------------------------------------------
 
 
 def _seed() -> None:
@@ -1102,7 +1212,8 @@ def _train(run: nn.Module, model: nn.Module) -> tuple[list[Any], list[Any]]:
         assert all(type(t) is torch.Tensor for t in tensors)
         numbers += [t.detach().clone() for t in tensors]
         numbers += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    left = [*(b.clone() for b in model.buffers()), torch.get_rng_state(), random.getstate(), repr(np.random.get_state())]
+    generators = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
+    left = [*(b.clone() for b in model.buffers()), *generators]
     plain = {k: v for m in model.modules() for k, v in m.__dict__.items() if isinstance(v, (int, float, str, list))}
     return numbers, [*left, sorted(plain)]
 
@@ -1124,8 +1235,7 @@ def check(case: Case) -> str:
         try:
             planned = plan(model, batch_like(), solver="greedy")
         except (Unsupported, CaptureError) as error:
-            assert not case.marked or "# <<" in str(error), f"the line is not told: {error}"
-            return "refused"
+            return "refused" if not case.marked or "# <<" in str(error) else f"refused without its line: {error}"
         finally:
             now = random.getstate(), torch.get_rng_state().tolist(), repr(np.random.get_state())
             assert now == state, "planning moved a generator"
@@ -1153,7 +1263,7 @@ def test_never_silently_wrong(name: str) -> None:
     assert check(CASES[name]) == CASES[name].expected
 
 
-# A.11: a model in eval mode ---------------------------------------------------------------------------------------------
+# A.11: a model in eval mode -----------------------------------------------------------------------------------------
 
 
 def small_net() -> nn.Module:

@@ -43,6 +43,8 @@ def replay(problem: Problem, schedule: Schedule) -> Replay:
         if kind == "free":
             if index not in buffers and index not in given:
                 raise Broken(f"frees {problem.tensors[index].name}")
+            if index in problem.outputs:
+                raise Broken(f"frees {problem.tensors[index].name}, which is handed out")
             given.discard(index) if index in given else buffers.pop(index)
             moments.append(held())
         else:

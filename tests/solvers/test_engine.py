@@ -1,10 +1,12 @@
-"""The engines behind the ILP: CBC instead of HiGHS, Ctrl-C in the middle of a solve, and the time limit."""
+"""HiGHS behind the ILP: its process, Ctrl-C in the middle of a solve, and the time limit."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -13,18 +15,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-import solvers.engine
 from solvers import BudgetError, Problem, Status, floor_bytes, solve
 from solvers.engine import solve_staged
+from solvers.mip import Worker
 from solvers.solution import plain_solution
 from solvers.staged import StagedModel, first_ends
 from tests.bench.problems import plain_peak_bytes, synthetic
 from tests.solvers.chains import even_chain
 from tests.solvers.oracles import replay
 
-SLACK_SECONDS = 3.0  # beside the time limit, for heuristics and model building that are not cut short
+LATE_SHARE, LATE_SECONDS = 0.1, 1.0  # what a solve may take beyond its time limit
 
 
 def chain(stages: int, seed: int = 2) -> Problem:
@@ -36,44 +39,75 @@ def half_way(problem: Problem) -> int:
     return (floor_bytes(problem) + plain_peak_bytes(problem)) // 2
 
 
-# CBC ------------------------------------------------------------------------------------------------------------------
+# The process of its own -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def no_highs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solvers.engine, "highspy", None)
+def hard_model(stages: int = 40) -> StagedModel:
+    """A program that HiGHS works on for many seconds."""
+    problem = chain(stages)
+    budget_bytes = plain_peak_bytes(problem) // 6
+    return StagedModel(problem, budget_bytes, first_ends(problem, 12, budget_bytes))
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", ["ilp", "auto"])
-def test_without_highs_cbc_answers_and_says_so(name: str, seed: int, no_highs: None) -> None:
+@pytest.mark.parametrize("program", ["", "no such program", "/bin/false"])
+def test_without_its_process_the_relaxation_answers_and_says_so(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Valid, within the budget, labelled, and its bound holds for the optimum that the rotor knows."""
-    problem = chain(12, seed)
+    problem = chain(12)
     budget_bytes = half_way(problem)
     best = solve(problem, budget_bytes, solver="rotor").added_cost
-    found = solve(problem, budget_bytes, solver=name, gap=0.0, time_limit=20.0)
+    monkeypatch.setattr(sys, "executable", program or str(Path(__file__)))
+    found = solve(problem, budget_bytes, solver="ilp", gap=0.0, time_limit=3.0)
     again = replay(problem, found.schedule)
     assert (found.peak_bytes, found.added_cost) == (again.peak_bytes, again.added_cost)
     assert found.peak_bytes <= budget_bytes
-    assert any("highspy is not installed: CBC" in note for note in found.notes)
+    assert any("only its relaxation" in note for note in found.notes)
     assert found.bound is not None
     assert 0 < found.bound <= best <= found.added_cost
-    assert (found.status is Status.OPTIMAL) == (found.bound == found.added_cost)
 
 
-def test_with_highs_nothing_is_noted() -> None:
+class Silent(Worker):
+    """HiGHS in a root node: the process takes the program, sends what it is told to and then nothing."""
+
+    def __init__(self, told: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self.told = told
+
+    def _send(self, job: dict[str, Any]) -> None:
+        if self.process is None:
+            self.process = subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for message in self.told:
+            self.answers.put(message)
+
+
+def test_a_silent_process_is_ended_and_what_it_said_counts() -> None:
+    worker = Silent([{"bound": 3.0}, {"values": np.ones(2)}, {"bound": 4.0}])
+    before, begin = children(), time.monotonic()
+    outcome = worker.solve({}, begin + 0.5)
+    assert time.monotonic() - begin < 1.5
+    assert (outcome.bound, outcome.done, outcome.failure) == (4.0, False, "")
+    assert outcome.values is not None and outcome.values.tolist() == [1.0, 1.0]
+    assert children() == before
+
+
+def test_what_is_found_before_the_end_is_used() -> None:
+    """The program is far from solved when it is ended, and yet there are a bound and a solution."""
+    for seconds in (2.0, 10.0):  # the second for a machine that is busy
+        begin = time.monotonic()
+        answer = solve_staged(hard_model(), seconds, 0)
+        assert time.monotonic() - begin < seconds + 2.0
+        assert answer.timed_out
+        if answer.values is not None:
+            break
+    assert answer.bound is not None and answer.values is not None
+
+
+def test_an_impossible_program_is_certified() -> None:
+    """The relaxation alone proves it, checked by its ray; what fits is never called impossible."""
     problem = chain(12)
-    found = solve(problem, half_way(problem), solver="ilp", gap=0.0, time_limit=20.0)
-    assert not any("CBC" in note for note in found.notes)
-
-
-def test_cbc_proves_that_nothing_fits(no_highs: None) -> None:
-    """Infeasible by the program: the error still names a budget that works."""
-    problem = chain(12)
-    with pytest.raises(BudgetError) as caught:
-        solve(problem, floor_bytes(problem) - 1, solver="ilp", time_limit=10.0)
-    assert caught.value.minimum_bytes is not None
-    assert solve(problem, caught.value.minimum_bytes, solver="ilp", time_limit=10.0).added_cost > 0
+    floor = floor_bytes(problem)
+    ends = first_ends(problem, 5, floor)
+    assert solve_staged(StagedModel(problem, floor - 1, ends), 5.0, 0).certified
+    assert not solve_staged(StagedModel(problem, plain_peak_bytes(problem), ends), 5.0, 0).certified
 
 
 # Ctrl-C ---------------------------------------------------------------------------------------------------------------
@@ -119,12 +153,15 @@ def test_ctrl_c_in_highs_leaves_nothing_behind(
     after: float, temporary: Path, alarm: Callable[[float], None]
 ) -> None:
     """A program that HiGHS works on for many seconds, interrupted while it does."""
-    problem = chain(40)
-    model = StagedModel(problem, plain_peak_bytes(problem) // 6, first_ends(problem, 12))
-    solve_staged(StagedModel(problem, problem.static_bytes, first_ends(problem, 2)), 5.0, 0)  # starts HiGHS's workers
+    problem, model = chain(40), hard_model()
+    small = StagedModel(problem, problem.static_bytes, first_ends(problem, 2, problem.static_bytes))
+    solve_staged(small, 5.0, 0)  # starts HiGHS's workers
     threads, processes = threading.active_count(), children()
     late = interrupted(lambda: solve_staged(model, 60.0, 0), alarm, after)
     assert late < 5.0, f"it went on for {late:.1f} s"
+    patience = time.monotonic() + 5.0
+    while threading.active_count() > threads and time.monotonic() < patience:
+        time.sleep(0.01)  # one that was just being started ends by itself
     assert threading.active_count() == threads
     assert children() == processes
     assert os.listdir(temporary) == []
@@ -135,48 +172,44 @@ def test_ctrl_c_in_highs_leaves_nothing_behind(
     assert again.status is Status.OPTIMAL, "the next solve works"
 
 
-def test_ctrl_c_in_cbc_leaves_nothing_behind(
-    temporary: Path, alarm: Callable[[float], None], no_highs: None
-) -> None:
-    problem = chain(40)
-    model = StagedModel(problem, plain_peak_bytes(problem) // 6, first_ends(problem, 12))
-    processes = children()
-    late = interrupted(lambda: solve_staged(model, 60.0, 0), alarm, 1.5)
-    assert late < 5.0, f"it went on for {late:.1f} s"
-    assert children() == processes
-    assert os.listdir(temporary) == []
-
-
 # The time limit -------------------------------------------------------------------------------------------------------
 
 
 def seconds_taken(problem: Problem, name: str, time_limit: float) -> float:
     """Wall clock, or processor time where a busy machine makes that the smaller."""
     begin, used = time.monotonic(), time.process_time()
-    found = solve(problem, plain_peak_bytes(problem) // 3, solver=name, time_limit=time_limit, gap=0.0)
-    taken = min(time.monotonic() - begin, time.process_time() - used)
-    assert found.peak_bytes <= plain_peak_bytes(problem) // 3
-    return taken
+    try:
+        found = solve(problem, plain_peak_bytes(problem) // 3, solver=name, time_limit=time_limit, gap=0.0)
+        assert found.peak_bytes <= plain_peak_bytes(problem) // 3
+    except BudgetError as error:  # on a machine that is busy enough
+        if "The time limit ended the search" not in str(error):
+            raise
+    return min(time.monotonic() - begin, time.process_time() - used)
 
 
 def assert_in_time(problem: Problem, name: str, time_limit: float) -> None:
     """At the second try if need be: what else the machine does can only add to a time."""
     tries = (seconds_taken(problem, name, time_limit) for _ in range(2))
-    assert any(taken < time_limit + SLACK_SECONDS for taken in tries)
+    assert any(taken < (1 + LATE_SHARE) * time_limit + LATE_SECONDS for taken in tries)
 
 
-def test_chen_stops_at_the_limit_and_says_so() -> None:
-    problem = synthetic(1000)
+@pytest.mark.parametrize("name", ["auto", "chen", "greedy", "ilp"])
+def test_no_time_at_all(name: str) -> None:
+    """A plan that exists is used; without one the refusal says that the clock did it, and names what works."""
+    problem = synthetic(200)
     budget = plain_peak_bytes(problem) // 2
-    hurried = solve(problem, budget, solver="chen", time_limit=1e-9)
-    free = solve(problem, budget, solver="chen")
-    assert hurried.peak_bytes <= budget and free.added_cost <= hurried.added_cost
-    assert any("time limit" in note for note in hurried.notes) and free.notes == ()
+    free = solve(problem, budget, solver=name, time_limit=20.0)
+    hurried = solve(problem, budget, solver=name, time_limit=1e-9, warm_starts=(free.schedule,))
+    assert hurried.peak_bytes <= budget and free.added_cost == hurried.added_cost
+    with pytest.raises(BudgetError, match="The time limit ended the search") as caught:
+        solve(problem, budget, solver=name, time_limit=1e-9)
+    assert caught.value.minimum_bytes is not None and caught.value.minimum_bytes > budget
+    assert solve(problem, caught.value.minimum_bytes, solver=name, time_limit=1e-9).added_cost == 0
 
 
 @pytest.mark.parametrize("name", ["auto", "chen", "greedy", "ilp"])
 def test_the_time_limit_holds_on_three_thousand_ops(name: str) -> None:
-    assert_in_time(synthetic(1000), name, 1.0)
+    assert_in_time(synthetic(1000), name, 4.0)
 
 
 @pytest.mark.slow
@@ -187,6 +220,8 @@ def test_the_time_limit_holds_on_ten_thousand_ops(name: str) -> None:
 
 def test_what_the_clock_ended_says_so() -> None:
     problem = synthetic(500)
-    found = solve(problem, plain_peak_bytes(problem) // 3, solver="ilp", time_limit=0.6, gap=0.0)
+    budget = plain_peak_bytes(problem) // 3
+    known = solve(problem, budget, solver="chen").schedule
+    found = solve(problem, budget, solver="ilp", time_limit=2.0, gap=0.0, warm_starts=(known,))
     assert found.status is Status.OPTIMAL or any("time limit" in note for note in found.notes)
     assert plain_solution(problem, "plain").notes == ()

@@ -93,8 +93,8 @@ BROKEN: dict[str, tuple[Schedule, int | None, tuple[str, ...]]] = {
     "runs out of order": (compute(1, 2, 4), 2, ("start", "loss")),
     "leaves out the last op": (compute(1, 2, 3, 4), None, ("back",)),
     "is empty": ((), None, ("mask",)),
-    "frees an output of the forward": (compute(1, 2, 3) + free(4) + compute(4, 5), None, ("l",)),
-    "frees a gradient": (compute(1, 2, 3, 4, 5) + free(6), None, ("g",)),
+    "frees an output of the forward": (compute(1, 2, 3) + free(4) + compute(4, 5), 3, ("l",)),
+    "frees a gradient": (compute(1, 2, 3, 4, 5) + free(6), 5, ("g",)),
 }
 
 
@@ -122,6 +122,17 @@ def test_a_state_saved_after_the_draw_is_refused() -> None:
     """It would replay the wrong numbers: the state must be taken before the op that draws first runs."""
     with pytest.raises(ScheduleError, match="'save'"):
         simulate(RULES, compute(1, 0, 1, 2, 3, 4, 5))
+
+
+def test_an_output_may_not_be_freed_to_be_computed_again() -> None:
+    """The floors count it from its first run on, and its holder reads it: 9 bytes are too few for this problem."""
+    solved = next(s for s in SOLVED if s.name == "forward output")
+    schedule = (*compute(0, 1), *free(0, 1), *compute(0), *compute(1, 2), *free(2), *compute(3), *free(0))
+    assert solved.optimum[9] is None
+    with pytest.raises(ScheduleError, match="'y', an output"):
+        simulate(solved.problem, schedule)
+    with pytest.raises(Broken):
+        replay(solved.problem, schedule)
 
 
 def test_a_second_copy_counts_while_it_is_made() -> None:

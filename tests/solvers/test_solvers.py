@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 
 import solvers
+from solvers.engine import solve_staged
 from solvers.errors import BudgetError, SolverUnavailable
 from solvers.problem import Problem
 from solvers.schedule import plain_order, with_frees
 from solvers.simulate import simulate
 from solvers.solution import Solution, Status
+from solvers.staged import StagedModel, cost_unit, first_ends
 from tests.solvers.oracles import Frontier, brute_force, replay
 from tests.solvers.problems import SOLVED, Solved
+from tests.solvers.random_problems import wrongs
 from tests.solvers.strategies import scaled, seeded_problem
 
 NAMES = tuple(name for name in solvers.SOLVERS if name != "rotor")  # it takes chains only: test_rotor.py
@@ -238,3 +241,32 @@ def test_an_unknown_solver_is_refused_by_name() -> None:
         solvers.get_solver("simplex")
     assert caught.value.solver == "simplex"
     assert set(caught.value.available) == set(solvers.SOLVERS)
+
+
+@pytest.mark.parametrize("seed", range(2000, 2008))
+def test_random_problems_against_the_exact_search(seed: int) -> None:
+    """The command of this name looks at thousands; no seed below was looked at while the solvers were made."""
+    assert wrongs(seed) == []
+
+
+@pytest.mark.parametrize("factor", [7, 1_000_000_007])
+@pytest.mark.parametrize("seed", SEEDS[::20])
+def test_the_unit_of_cost_does_not_matter(seed: int, factor: int) -> None:
+    """The program counts in the costs' common divisor, so that no digit of a large cost is lost to its coefficients."""
+    problem = seeded_problem(seed)
+    dear = replace(problem, ops=tuple(replace(op, cost=op.cost * factor) for op in problem.ops), step_cost=-1)
+    divisor = cost_unit(problem)
+    assert cost_unit(dear) == divisor * factor
+    for _, budget_bytes in frontier(seed).points[-2:]:
+        if budget_bytes < plain_peak(problem):
+            ends = first_ends(problem, 5, budget_bytes)
+            small = solve_staged(StagedModel(problem, budget_bytes, ends), 20.0, 0)
+            big = solve_staged(StagedModel(dear, budget_bytes, ends), 20.0, 0)
+            assert small.bound == big.bound, "in units of each"
+
+
+@pytest.mark.parametrize("seed", SEEDS[::3])
+def test_the_minimum_is_the_true_one(seed: int) -> None:
+    smallest = solvers.minimum_budget(seeded_problem(seed))
+    assert smallest.minimum_bytes == smallest.floor_bytes == frontier(seed).minimum_bytes
+    assert replay(seeded_problem(seed), smallest.schedule).peak_bytes == smallest.minimum_bytes

@@ -40,6 +40,53 @@ def dropout_everywhere() -> tuple[nn.Module, Any]:
     return nn.Sequential(*layers), torch.randn(16, 32)
 
 
+class Siamese(nn.Module):
+    """SimSiam: one encoder, its batch norms called once for each view, and a predictor (Chen and He 2021)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(
+            nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, stride=2), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 16), nn.BatchNorm1d(16, affine=False),
+        )  # fmt: skip
+        self.predictor = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 16))
+
+    def forward(self, *images: torch.Tensor) -> torch.Tensor:
+        found = [self.encoder(image) for image in images]
+        pairs = [(self.predictor(a), b.detach()) for a in found for b in found if a is not b]
+        return -sum(F.cosine_similarity(p, z).mean() for p, z in pairs) / len(pairs)
+
+
+@hazard
+def siamese() -> tuple[nn.Module, Any]:
+    return Siamese(8), (torch.randn(4, 3, 12, 12), torch.randn(4, 3, 12, 12))
+
+
+@hazard
+def siamese_of_three() -> tuple[nn.Module, Any]:
+    return Siamese(8), tuple(torch.randn(4, 3, 12, 12) for _ in range(3))
+
+
+@hazard
+def siamese_in_blocks() -> tuple[nn.Module, Any]:
+    """Large enough for batch norms to be split."""
+    return Siamese(8), tuple(torch.randn(4, 3, 96, 96) for _ in range(2))
+
+
+@hazard
+def shared_norm_of_three() -> tuple[nn.Module, Any]:
+    """One norm in a row: each call is handed what the one before made of its statistics."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        for conv in (self.a, self.b, self.c):
+            x = x + self.norm(conv(x)).relu()
+        return x.square().mean()
+
+    convs = {name: nn.Conv2d(4, 4, 3, padding=1) for name in "abc"}
+    return Wrap(forward, norm=nn.BatchNorm2d(4), **convs), torch.randn(4, 4, 132, 132)
+
+
 @hazard
 def batch_norm() -> tuple[nn.Module, Any]:
     layers = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8),

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from passes._torch import below_autograd
-from passes.fuse import library
+from passes.fuse.fused import LIBRARY
 from passes.memory import measure_peak
-from passes.ops import ROWWISE, TAKEOVERS
+from passes.ops import DONATIONS, ROWWISE
 
 SHAPES = ((3,), (7, 33), (4, 5, 129), (2, 8, 9, 64))
 CASES = [
-    (op, position) for op, twins in TAKEOVERS.items() for position in twins
-    if op.namespace != library.LIBRARY.ns  # tests/passes/test_kernels.py
+    (op, position) for op, twins in DONATIONS.items() for position in twins
+    if op.namespace != LIBRARY.ns  # tests/passes/test_fused.py
 ]  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def arguments(op: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("op", "position"), CASES, ids=[f"{op}-{position}" for op, position in CASES])
 def test_the_twin_writes_the_same_bits_into_the_argument(op: Any, position: int, dtype: torch.dtype) -> None:
-    twin = TAKEOVERS[op][position]
+    twin = DONATIONS[op][position]
     for shape in SHAPES:
         for layout in ("rows", "channels_last"):
             values = arguments(op, shape, dtype)
@@ -67,7 +67,7 @@ def test_the_twin_writes_the_same_bits_into_the_argument(op: Any, position: int,
 @pytest.mark.parametrize(("op", "position"), CASES, ids=[f"{op}-{position}" for op, position in CASES])
 def test_the_twin_allocates_nothing(op: Any, position: int) -> None:
     """Workspace is measured on the functional form, so the twin must do without its result and need no more besides."""
-    twin = TAKEOVERS[op][position]
+    twin = DONATIONS[op][position]
     values = arguments(op, (64, 1024), torch.float32)
     keywords = {twin.out: values[position]} if twin.out else {}
     with below_autograd():

@@ -1,0 +1,162 @@
+"""What was found in a place that the forward read, such that a later value there can be compared with it."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+
+class Missing:
+    """Stands for a name that is not there."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = Missing()
+
+
+@dataclass(frozen=True)
+class Literal:
+    """A number, string, dtype, ...: of this type and value."""
+
+    value: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Same:
+    """A function, class or anything else that is compared by identity."""
+
+    value: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A tensor that is neither parameter, buffer nor input; `live` when the graph holds this very object."""
+
+    value: torch.Tensor
+
+
+@dataclass(frozen=True)
+class State:
+    """Parameter or buffer number `index`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Object:
+    """Object number `index`: a module, a config, ..."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A container (or method, partial, array) of this type and with these parts, as `parts_of` takes it apart."""
+
+    kind: type
+    parts: tuple[Expected, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A container too large to be taken apart: of this type, and holding these very objects."""
+
+    kind: type
+    items: list[Any]
+
+
+Expected = Literal | Same | Constant | State | Object | Contents | Whole | None  # None: anything
+LITERALS = frozenset({
+    int, float, complex, bool, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, Missing,
+})  # fmt: skip
+LARGEST = 2000
+
+
+def parts_of(value: Any) -> list[Any] | None:
+    """What a container consists of; None for what is not one."""
+    parts = next((take(value) for kinds, take in _PARTS if isinstance(value, kinds)), None)
+    attributes = None if parts is None or type(value).__module__ in _PLAIN else getattr(value, "__dict__", None)
+    return [*parts, attributes] if parts is not None and attributes else parts
+
+
+def items_of(value: Any) -> list[Any]:
+    return [*value, *value.values()] if isinstance(value, dict) else list(value)
+
+
+def _in_a_set(value: Any) -> tuple[str, str]:
+    return type(value).__name__, repr(value) if type(value) in LITERALS else str(id(value))
+
+
+_PARTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
+    ((list, tuple, deque), list),
+    (dict, items_of),
+    ((set, frozenset), lambda s: sorted(s, key=_in_a_set)),
+    (types.MethodType, lambda m: [m.__func__, m.__self__]),
+    (partial, lambda p: [p.func, p.args, p.keywords]),
+    (types.SimpleNamespace, lambda n: [vars(n)]),
+    (slice, lambda s: [s.start, s.stop, s.step]),
+    (numpy.ndarray, lambda a: [a.dtype.str, a.shape, a.tobytes()]),
+)
+_PLAIN = frozenset({"builtins", "collections", "functools", "types", "numpy"})
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two plain values are one for a program that computes with them: 1 is not True, 0.0 is not -0.0."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) is tuple:
+        return len(a) == len(b) and all(map(same_value, a, b))
+    if isinstance(a, numpy.generic) or type(a) in (float, complex):
+        return repr(a) == repr(b)
+    return type(a) in LITERALS and bool(a == b)
+
+
+def show(value: Any) -> str:
+    """A value in an error message."""
+    if isinstance(value, (nn.Module, torch.Tensor)) or type(value).__repr__ is object.__repr__:
+        return describe_kind(type(value))
+    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+        return value.__qualname__
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - the user's own code
+        return describe_kind(type(value))
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+_LONGEST = 80
+
+
+def describe_kind(kind: type) -> str:
+    return f"{'an' if kind.__name__[:1] in 'AEIOUaeiou' else 'a'} {kind.__name__}"
+
+
+def describe(expected: Expected) -> str:
+    """What a read expects, in an error message."""
+    match expected:
+        case Literal(value) | Same(value) | Constant(value):
+            return show(value)
+        case Contents(kind, parts) if kind in (list, tuple) and len(parts) < _FEW:
+            return f"{kind.__name__}({', '.join(map(describe, parts))})"
+        case Contents(kind) | Whole(kind):
+            return f"{describe_kind(kind)} as it was"
+        case State():
+            return "the parameter or buffer"
+        case Object() | None:
+            return "that at planning"
+
+
+_FEW = 7

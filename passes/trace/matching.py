@@ -1,0 +1,220 @@
+"""Finding the objects of a model that stand for those of a trace."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from .expected import (
+    MISSING,
+    Constant,
+    Contents,
+    Expected,
+    Literal,
+    Object,
+    Same,
+    State,
+    Whole,
+    describe,
+    describe_kind,
+    items_of,
+    parts_of,
+    same_value,
+    show,
+)
+from .reads import (
+    REGISTERED,
+    Getter,
+    Matched,
+    Read,
+    Reads,
+    by_attribute,
+    holds_these,
+    names_of,
+    of_buffers,
+    of_hooks,
+    of_parameters,
+)
+
+
+class Differs(Exception):
+    """What was read is no longer there: where, what is there now, what was there."""
+
+    def __init__(self, where: str, now: str, then: str) -> None:
+        super().__init__(where, now, then)
+        self.where, self.now, self.then = where, now, then
+
+
+def match(reads: Reads, model: nn.Module, loss_fn: Any) -> Matched:
+    """Find the objects of `model` that stand for those of the trace.
+
+    Raises:
+        Differs: something that was read has changed.
+    """
+    return _Matching(reads, model).run(model, loss_fn)
+
+
+class _Matching:
+    """Walks from the model along the reads."""
+
+    def __init__(self, reads: Reads, model: nn.Module) -> None:
+        self.reads, self.modules = reads, dict(model.named_modules(remove_duplicate=False))
+        self.matched = Matched()
+        self.objects: dict[int, Any] = {}
+        self.numbers: dict[int, int] = {}
+        self.pending: list[int] = []
+        self.open: set[tuple[int, int]] = set()
+
+    def run(self, model: nn.Module, loss_fn: Any) -> Matched:
+        self._state()
+        if not self.agrees(Object(0), model):
+            raise Differs("the model", describe_kind(type(model)), describe_kind(self.reads.objects[0].kind))
+        self._follow()
+        if not self.agrees(self.reads.loss, loss_fn):
+            raise Differs("loss_fn", show(loss_fn), describe(self.reads.loss))
+        for read in self.reads.fixed:
+            self._check(read, read.getter(read.holder), read.label)
+        self._follow()
+        for number in self.reads.by_object:
+            self._unreached(number)
+            self._follow()
+        return self.matched
+
+    def _unreached(self, number: int) -> None:
+        """A submodule that no read led to (Python came to it some other way) is looked up at its path."""
+        known = self.reads.objects[number]
+        if number in self.objects or not known.is_submodule:
+            return
+        module = self.modules.get(known.path, MISSING)
+        if not self.agrees(Object(number), module):
+            raise Differs(known.path, show(module), describe_kind(known.kind))
+
+    def _state(self) -> None:
+        matched = self.matched
+        for i, entry in enumerate(self.reads.entries):
+            for name in (entry.name, *entry.aliases):
+                path, _, leaf = name.rpartition(".")
+                module = self.modules.get(path)
+                if module is None:
+                    raise Differs(name, "nothing", "a parameter or buffer")
+                matched.state_getters.append((REGISTERED[entry.registry](module), leaf))
+                matched.ties.append(i)
+        tensors = matched.tensors()
+        if tensors is None:
+            raise Differs(*self._differing_state())
+        self.tensors: list[torch.Tensor] = tensors
+
+    def _differing_state(self) -> tuple[str, str, str]:
+        found = [get(name, None) for get, name in self.matched.state_getters]
+        names = [name for e in self.reads.entries for name in (e.name, *e.aliases)]
+        first: dict[int, int] = {}
+        for position, (i, tensor, name) in enumerate(zip(self.matched.ties, found, names, strict=True)):
+            other = first.setdefault(id(tensor), position)
+            if tensor is None:
+                return name, "nothing", "a parameter or buffer"
+            if self.matched.ties[other] != i:
+                return name, f"the same tensor as {names[other]}", "one of its own"
+            if other == position and i in self.matched.ties[:position]:
+                return name, "one of its own", f"the same tensor as {self.reads.entries[i].name}"
+        return "(state)", "other parameters or buffers", "those at planning"
+
+    def _bind(self, number: int, value: Any) -> None:
+        self.objects[number] = value
+        self.numbers[id(value)] = number
+        self.matched.objects.append(value)
+        self.matched.kinds.append(type(value))
+        self.pending.append(number)
+
+    def _follow(self) -> None:
+        while self.pending:
+            number = self.pending.pop()
+            for read in self.reads.by_object.get(number, ()):
+                getter = self._getter(read, self.objects[number])
+                self._check(read, getter, read.label)
+
+    def _getter(self, read: Read, holder: Any) -> Getter:
+        try:
+            return read.getter(holder)
+        except AttributeError:
+            return lambda name, default: default
+
+    def _check(self, read: Read, getter: Getter, label: str) -> None:
+        value = getter(read.name, MISSING)
+        matched = self.matched
+        if isinstance(read.expected, State) and read.getter in (of_parameters, of_buffers):
+            pass  # looked up with the state
+        elif read.getter is of_hooks:
+            matched.modules.append(object.__getattribute__(self.objects[read.holder.index], "__dict__"))
+            matched.hooks.append(value)
+        elif read.getter is names_of or (read.getter is by_attribute and isinstance(read.holder, Object)):
+            matched.computed.append((getter, read.name, value))
+        else:
+            matched.getters.append(getter)
+            matched.names.append(read.name)
+            matched.found.append(value)
+        if getattr(type(value), "runs_plan", False):
+            value = MISSING if value.previous is None else value.previous
+        if not self.agrees(read.expected, value):
+            now, then = (f"{read.name}={text}" for text in (show(value), describe(read.expected)))
+            raise Differs("(read by forward)", f"{label} with {now}", then)
+
+    def agrees(self, expected: Expected, value: Any) -> bool:
+        """Whether `value` can stand for what was found there while tracing."""
+        return expected is None or _AGREES[type(expected)](self, expected, value)
+
+    def _same_whole(self, expected: Whole, value: Any) -> bool:
+        self.matched.contents.append((value, expected.items))
+        return type(value) is expected.kind and holds_these(value, expected.items)
+
+    def _same_object(self, expected: Object, value: Any) -> bool:
+        index = expected.index
+        if index in self.objects:
+            return value is self.objects[index]
+        if type(value) is not self.reads.objects[index].kind or id(value) in self.numbers:
+            return False
+        self._bind(index, value)
+        return True
+
+    def _same_parts(self, expected: Contents, value: Any) -> bool:
+        if type(value) is not expected.kind:
+            return False
+        if (id(value), id(expected)) in self.open:
+            return True  # a container that holds itself
+        self.open.add((id(value), id(expected)))
+        now = parts_of(value) or []
+        if isinstance(value, (list, dict, set, deque, numpy.ndarray)):
+            by_value = isinstance(value, (set, numpy.ndarray))
+            if by_value or len(value):
+                self.matched.contents.append((value, now if by_value else items_of(value)))
+            else:
+                self.matched.empty.append(value)
+        return len(now) == len(expected.parts) and all(map(self.agrees, expected.parts, now))
+
+    def _same_tensor(self, expected: Constant, value: Any) -> bool:
+        then = expected.value
+        if value is then and id(then) in self.reads.live:
+            return True
+        self.matched.versions += [(t, t._version) for t in (value, then) if isinstance(t, torch.Tensor)]
+        return value is then or (
+            type(value) is type(then)
+            and value.dtype is then.dtype
+            and value.device == then.device
+            and value.stride() == then.stride()
+            and torch.equal(value, then)
+        )
+
+
+_AGREES: dict[type, Callable[[_Matching, Any, Any], bool]] = {
+    Literal: lambda _, expected, value: same_value(value, expected.value),
+    Same: lambda _, expected, value: value is expected.value,
+    State: lambda matching, expected, value: value is matching.tensors[expected.index],
+    Constant: _Matching._same_tensor,
+    Object: _Matching._same_object,
+    Whole: _Matching._same_whole,
+    Contents: _Matching._same_parts,
+}

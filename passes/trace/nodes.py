@@ -1,0 +1,168 @@
+"""One mutable thing that a forward could change: what it held, whether it differs now, and how it is put back."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class Missing:
+    """What stands in a place that does not exist."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = Missing()
+
+
+@contextlib.contextmanager
+def really() -> Iterator[None]:
+    """Read and write tensors as they are, also while something is traced."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+@dataclass
+class Node:
+    """One mutable thing: how it is reached, and what it held.
+
+    Attributes:
+        path: as the user writes it (`self.block.seen`).
+        name: the attribute, global or variable that holds it, by which code refers to it.
+        kind: "attributes", "items", "generator", "tensor", "array", "iterator", "variable", ...
+    """
+
+    owner: Any
+    path: str
+    name: str
+    kind: str
+    take: Callable[[], Any]
+    give: Callable[[Any], None]
+    content: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.content = self.take()
+
+    def refresh(self) -> None:
+        """A tensor's version counts on when its data is put back; a cache that was cleared stays empty."""
+        if self.kind in ("tensor", "cache"):
+            self.content = self.take()
+
+
+@dataclass(frozen=True)
+class Change:
+    """One place whose value differs from the snapshot's."""
+
+    node: Node
+    path: str
+    name: str
+    before: Any
+    after: Any
+
+
+def refill(container: Any, content: Any) -> None:
+    """Give a container its content back; at no moment, not even for an interrupt, is what it held and holds missing."""
+    if isinstance(container, (list, bytearray)):
+        container[:] = content
+        return
+    if isinstance(container, deque):
+        container.extend(content)
+        while len(container) > len(content):
+            container.popleft()
+        return
+    container.update(content)
+    for extra in [k for k in container if k not in content]:
+        container.remove(extra) if isinstance(container, set) else container.pop(extra)
+    if isinstance(container, dict) and list(container) != list(content):
+        for key in content:
+            container[key] = container.pop(key)
+
+
+def identical(now: Any, before: Any) -> bool:
+    """The same object, or an equal plain value."""
+    return now is before or (type(now) is type(before) and isinstance(now, PLAIN) and (now == before or now != now))
+
+
+def same(now: Any, before: Any) -> bool:
+    """As `identical`; a tuple by its items, a fresh bound method by what it binds."""
+    if identical(now, before):
+        return True
+    if isinstance(now, types.MethodType) and type(before) is type(now):
+        return now == before
+    return type(now) is type(before) is tuple and len(now) == len(before) and all(map(same, now, before))
+
+
+def alike(now: Any, before: Any, depth: int = 0) -> bool:
+    """Whether two values are built equally; tensors count as equal where their shapes and types are."""
+    if same(now, before) or depth > 6:
+        return True
+    if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):
+        return now.shape == before.shape and now.dtype == before.dtype
+    if type(now) is not type(before):
+        return False
+    if isinstance(now, dict):
+        return list(now) == list(before) and all(alike(now[k], before[k], depth + 1) for k in now)
+    if isinstance(now, (list, tuple, deque)):
+        return len(now) == len(before) and all(alike(a, b, depth + 1) for a, b in zip(now, before, strict=True))
+    if isinstance(now, (set, frozenset)):
+        return len(now) == len(before)
+    held, was = getattr(now, "__dict__", None), getattr(before, "__dict__", None)
+    return held is not None and was is not None and alike(dict(held), dict(was), depth + 1)
+
+
+def changed(change: Change) -> bool:
+    """Whether the place of this change differs from the snapshot now."""
+    with really():
+        found = node_changes(change.node, same)
+        return any(c.path == change.path or change.node.kind == "names" for c in found)
+
+
+def node_changes(node: Node, alike: Callable[[Any, Any], bool]) -> Iterator[Change]:
+    """How one node differs from what was taken of it; what torch keeps for itself counts where all is put back."""
+    now, before = node.take(), node.content
+    ignored = () if alike is identical else _ignored(node)
+    if isinstance(before, dict) and node.kind in ("attributes", "variable", "items", "names"):
+        for key in dict.fromkeys([*before, *now]):
+            a, b = now.get(key, MISSING), before.get(key, MISSING)
+            if key not in ignored and not (identical if node.kind == "names" else alike)(a, b):
+                yield _change(node, key, b, a)
+    elif isinstance(before, list) and isinstance(now, list):
+        if len(now) != len(before) or not all(map(alike, now, before)):
+            yield Change(node, node.path, node.name, before, now)
+    elif not _equal(now, before):
+        yield Change(node, node.path, node.name, before, now)
+
+
+def _change(node: Node, key: Any, before: Any, after: Any) -> Change:
+    if node.name in ("_modules", "_parameters", "_buffers"):
+        return Change(node, f"{node.path.rpartition('.')[0]}.{key}", str(key), before, after)
+    if node.kind == "items":
+        return Change(node, f"{node.path}[{key!r}]", node.name, before, after)
+    path = f"{node.path}{key}" if node.kind == "variable" else f"{node.path}.{key}"
+    return Change(node, path, str(key), before, after)
+
+
+def _ignored(node: Node) -> tuple[str, ...]:
+    own = isinstance(node.owner, nn.RNNBase)  # its list of its weights
+    return ("_flat_weights", "_flat_weight_refs") if own else ()
+
+
+def _equal(now: Any, before: Any) -> bool:
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(_equal(now[k], before[k]) for k in now)
+    if type(now).__module__ == "numpy" and hasattr(now, "tobytes"):
+        return now.dtype == before.dtype and now.shape == before.shape and now.tobytes() == before.tobytes()
+    if isinstance(now, (tuple, list)):
+        return len(now) == len(before) and all(map(_equal, now, before))
+    return bool(now == before)

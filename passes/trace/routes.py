@@ -1,0 +1,99 @@
+"""Ops that eager differentiates along another formula than a trace would.
+
+Some of autograd's formulas look at values: whether a factor of `prod` is zero, where a full `max` lies. Under any
+dispatch mode, which tracing is, they take a way around that gives other bits (ATen's `isTensorSubclassLike`). While
+tracing, such an op's backward is therefore one op of its own, `planner::gradient_of`, that runs eager's formula.
+`python -m tests.databases.routes` finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from passes._torch import native_kernels
+from passes.fuse.fused import LIBRARY
+from passes.run.gradients import gradient_of
+
+aten = torch.ops.aten
+
+LIBRARY.define(
+    "gradient_of(str op, Tensor gradient, Tensor[] tensors, int[] constants, int[] differentiated, int wanted) "
+    "-> Tensor"
+)
+LIBRARY.impl("gradient_of", gradient_of, "CompositeExplicitAutograd")
+GRADIENT_OF = torch.ops.planner.gradient_of.default
+
+
+@torch.library.register_fake("planner::gradient_of", lib=LIBRARY)
+def _of_shape(
+    op: str, gradient: Any, tensors: list[Any], constants: list[int], differentiated: list[int], wanted: int
+) -> Any:
+    return torch.empty_like(tensors[wanted])
+
+
+# Op -> positions of the arguments whose gradient takes another way.
+REROUTED: dict[Any, tuple[int, ...]] = {
+    aten.prod.default: (0,),
+    aten.prod.dim_int: (0,),
+    aten.cumprod.default: (0,),
+    aten.max.default: (0,),
+    aten.min.default: (0,),
+    aten.median.default: (0,),
+    aten.nanmedian.default: (0,),
+    aten.masked_fill.Tensor: (2,),
+    aten.ormqr.default: (0, 1, 2),
+}
+IN_PLACE = {aten.masked_fill_.Tensor: aten.masked_fill.Tensor, aten.cumprod_.default: aten.cumprod.default}
+KEYS = (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA)
+
+
+class _Rerouted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: Any, constants: tuple[int, ...], *tensors: torch.Tensor) -> Any:
+        ctx.op, ctx.constants = op, constants
+        ctx.save_for_backward(*tensors)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*tensors, *constants)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        tensors, needed = list(ctx.saved_tensors), ctx.needs_input_grad[2:]
+        name = str(ctx.op).removeprefix("aten.")
+        differentiated = [i for i, wanted in enumerate(needed) if wanted]
+        found = [
+            GRADIENT_OF(name, gradient, tensors, list(map(int, ctx.constants)), differentiated, i) if wanted else None
+            for i, wanted in enumerate(needed)
+        ]
+        return None, None, *found
+
+
+def kernels() -> dict[tuple[Any, Any], Callable[..., Any]]:
+    """What stands for each op on each of autograd's keys while tracing."""
+    ops = (*REROUTED, *IN_PLACE)
+    return {(op, key): _kernel(op) for op in ops for key in KEYS}
+
+
+def _kernel(op: Any) -> Callable[..., Any]:
+    functional = IN_PLACE.get(op, op)
+
+    def run(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+        given = _positional(functional, args, kwargs)
+        if not (torch.is_grad_enabled() and any(given[p].requires_grad for p in REROUTED[functional])):
+            with native_kernels():
+                return op(*args, **kwargs, **({} if dtype is None else {"dtype": dtype}))
+        tensors = [t for t in given if isinstance(t, torch.Tensor)]
+        if dtype is not None or op is not functional:  # an in-place op leaves nothing for the backward to read
+            tensors[0] = tensors[0].to(dtype, copy=op is not functional)
+        result = _Rerouted.apply(functional, tuple(given[len(tensors) :]), *tensors)
+        return result if op is functional else args[0].copy_(result)
+
+    return run
+
+
+def _positional(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """All arguments in the schema's order, tensors first in each of these ops, but for `dtype`."""
+    named = [a for a in op._schema.arguments if not a.kwarg_only]
+    return [args[i] if i < len(args) else kwargs.get(a.name, a.default_value) for i, a in enumerate(named)]

@@ -67,7 +67,8 @@ def start_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Start | N
     ours = {t.untyped_storage().data_ptr() for t in tensors if t.device == device}
     used = [b for s in snapshot for b in s["blocks"] if b["state"] != IDLE]
     others = sum(b["size"] for b in used if b["address"] not in ours)
-    return Start(segments, others, room_bytes(device) or 0, any(s["is_expandable"] for s in snapshot), _descends(device))
+    expandable = any(s["is_expandable"] for s in snapshot)
+    return Start(segments, others, room_bytes(device) or 0, expandable, _descends(device))
 
 
 def _descends(device: torch.device) -> bool:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from passes.device import kind_of, room_bytes
 from solvers import Report
 from solvers.errors import MIB, BudgetError
 from solvers.minimum import Minimum, minimum_budget
 from solvers.solution import Solution, solution
 
+from .footprint import unknown_settings
 from .preference import solve_step
 from .prepared import Prepared
 
@@ -39,7 +41,7 @@ def solve_to_fit(prepared: Prepared, budget_bytes: int | None, *, report: Report
         BudgetError: nothing found fits; says whether the budget or the device's memory is too small.
     """
     if prepared.start is None:
-        return solve_step(prepared, budget_bytes, report=report)
+        return _without_allocator(prepared, budget_bytes, report)
     search = _Search(prepared, budget_bytes, report)
     best, failed = None, search.first()
     if failed.over_bytes <= 0:
@@ -57,6 +59,15 @@ def solve_to_fit(prepared: Prepared, budget_bytes: int | None, *, report: Report
         else:
             failed = tried
     return search.noted(best or search.smallest())
+
+
+def _without_allocator(prepared: Prepared, budget_bytes: int | None, report: Report | None) -> Solution:
+    """Where the allocator cannot be simulated, tensors and workspaces are all that is counted."""
+    if not kind_of(prepared.device).caches:
+        return solve_step(prepared, budget_bytes, report=report)
+    found = solve_step(prepared, room_bytes(prepared.device) if budget_bytes is None else budget_bytes, report=report)
+    note = f"reserved memory is not predicted under {', '.join(unknown_settings())}"
+    return replace(found, notes=(*found.notes, note))
 
 
 def minimum_schedule(prepared: Prepared) -> Minimum:

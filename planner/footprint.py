@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from solvers.simulate import taken_over
 
 Profiles = dict[fx.Node, OpProfile]
 IDLE = "inactive"
+# Settings of the allocator under which it behaves otherwise than `passes.allocator`.
+UNKNOWN_SETTINGS = ("max_split_size_mb", "roundup_power2_divisions", "garbage_collection_threshold", "cudaMallocAsync")
 STEPS = 3  # the second finds what the first left cached; the third shows that nothing more is needed
 
 
@@ -55,8 +58,8 @@ class Start:
 
 
 def start_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Start | None:
-    """The allocator with nothing cached, and `tensors` in it; None on a device that has no caching allocator."""
-    if not kind_of(device).caches:
+    """The allocator with nothing cached, and `tensors` in it; None where there is none, or one that is not known."""
+    if not kind_of(device).caches or unknown_settings():
         return None
     empty_cache(device)
     snapshot = [s for s in torch.cuda.memory_snapshot() if s["device"] == (device.index or 0)]
@@ -69,6 +72,12 @@ def start_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Start | N
     others = sum(b["size"] for b in used if b["address"] not in ours)
     expandable = any(s["is_expandable"] for s in snapshot)
     return Start(segments, others, room_bytes(device) or 0, expandable, _descends(device))
+
+
+def unknown_settings() -> tuple[str, ...]:
+    """The settings in force that the simulation does not know."""
+    asked = " ".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return tuple(name for name in UNKNOWN_SETTINGS if name in asked)
 
 
 def _descends(device: torch.device) -> bool:

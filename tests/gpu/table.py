@@ -1,7 +1,8 @@
 """`python -m tests.gpu.table [NAME ...]`: predicted and measured memory of zoo models on this CUDA device.
 
 A line is one model at one share of what its plain step needs above static, in MiB. Exit status 1 when a prediction of
-allocated memory is below the measurement or more than .1 % above it, or one of reserved memory is off by more than 2 %. A loss taken outside the model is not the plan's.
+allocated memory is below the measurement or more than .1 % above it, or one of reserved memory is off by more than
+2 %. A loss taken outside the model is not the plan's.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Every semi-private call into torch goes through this file (torch 2.11 and newer)."""
+"""The one door to what torch keeps semi-private (torch 2.11 and newer); `passes.run._torch` is its part at run time."""
 
 from __future__ import annotations
 
 import contextlib
 import linecache
 import logging
+import os
 import struct
 import threading
 import weakref
@@ -18,39 +19,71 @@ from torch import fx, nn
 
 try:
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch._ops import HigherOrderOperator, OpOverload
+    from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
+    from torch._prims_common import suggest_memory_format
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.nn.utils.stateless import _reparametrize_module
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
     from torch.utils.flop_counter import flop_registry
+    from torch.utils.weak import WeakIdKeyDictionary
 except ImportError as error:  # pragma: no cover - depends on the installed torch
     raise ImportError(
         f"checkpoint-planner needs torch >= 2.11; torch {torch.__version__} lacks {error.name}: {error}"
     ) from error
 
 __all__ = [
+    "AUTOGRAD_KEYS",
+    "TORCH_FOLDER",
+    "TORCH_VERSION",
+    "DisableTorchFunction",
     "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",
+    "HigherOrderOperator",
     "JointGraph",
+    "OpOverload",
+    "TorchDispatchMode",
+    "WeakIdKeyDictionary",
     "active_saving_hooks",
     "allocator_events",
-    "below_autograd",
     "compiling_flags",
     "cuda_allocations",
+    "disable_current_modes",
     "eager_kernels",
     "export_joint",
     "flop_registry",
     "forget_cublas_workspaces",
     "forget_source",
+    "is_dense",
     "mutation_count",
     "native_kernels",
+    "outside_tracing",
     "private_generator",
+    "pytree",
     "quiet_fake_errors",
     "refer_weakly",
+    "skip_autograd",
+    "suggest_memory_format",
     "swapped_state",
-    "under_transform",
     "without_sources",
 ]
+
+TORCH_VERSION: str = torch.__version__
+TORCH_FOLDER = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
+AUTOGRAD_KEYS = (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA)
+DisableTorchFunction: Any = torch._C.DisableTorchFunction
+skip_autograd: Any = torch._C._AutoDispatchBelowAutograd
+
+
+@contextlib.contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Read and write tensors as they are, also while something is traced."""
+    with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
+        yield
 
 
 @dataclass(frozen=True)
@@ -61,7 +94,6 @@ class JointGraph:
         graph_module: placeholders are the flat inputs then the tangents; outputs are the new values of mutated
             inputs, then the outputs, then bases of aliased outputs, then one gradient or None per input.
         mutated_inputs: indices of inputs whose data the forward changes, in output order.
-        num_outputs: how many outputs the traced function returned.
         num_forward_outputs: how many of the graph's outputs belong to the forward.
         output_bases: for each output, None or the index of the extra output it is a view of.
     """
@@ -69,7 +101,6 @@ class JointGraph:
     graph_module: fx.GraphModule
     mutated_inputs: tuple[int, ...]
     metadata_mutated_inputs: tuple[int, ...]
-    num_outputs: int
     num_forward_outputs: int
     output_kinds: tuple[str, ...]
     output_bases: tuple[int | None, ...]
@@ -99,7 +130,6 @@ def export_joint(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequen
         graph_module=graph_module,
         mutated_inputs=tuple(i for i, info in enumerate(metadata.input_info) if info.mutates_data),
         metadata_mutated_inputs=tuple(i for i, info in enumerate(metadata.input_info) if info.mutates_metadata),
-        num_outputs=len(infos),
         num_forward_outputs=metadata.num_forward_returns,
         output_kinds=tuple(info.output_type.name for info in infos),
         output_bases=tuple(info.base_idx for info in infos),
@@ -281,34 +311,10 @@ def active_saving_hooks() -> str:
     return module if module == "torch.utils.checkpoint" else f"{module}.{name}"
 
 
-def under_transform() -> bool:
-    """Whether a `torch.func` transform (grad, vmap, jvp, ...) is running this code."""
-    functorch = getattr(torch._C, "_functorch", None)
-    level = getattr(functorch, "maybe_current_level", lambda: None)()
-    return level is not None
-
-
 def native_kernels() -> contextlib.AbstractContextManager[Any]:
     """Run C++ kernels also where Python ones are registered for tracing."""
     guard: Any = getattr(torch._C, "_DisablePythonDispatcher", contextlib.nullcontext)
     return guard()
-
-
-@contextlib.contextmanager
-def below_autograd() -> Iterator[None]:
-    """Run ops straight on their kernels: no autograd graph, no view bookkeeping, no autocast.
-
-    Gradient mode stays on, as in the plain forward: some kernels ask for it (oneDNN's LSTM keeps what its backward
-    needs only then).
-    """
-    no_autocast = getattr(torch._C, "_DisableAutocast", contextlib.nullcontext)
-    guard = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
-    if guard is None:  # pragma: no cover - depends on the installed torch
-        with torch.no_grad(), no_autocast():
-            yield
-        return
-    with torch.enable_grad(), no_autocast(), guard():
-        yield
 
 
 _CHECKED: Any = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors")

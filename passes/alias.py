@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator, OpOverload
-from torch.utils import _pytree as pytree
+
+from passes._torch import HigherOrderOperator, OpOverload, pytree
 
 from .errors import Unsupported
 from .ops import FUNCTIONAL

@@ -20,12 +20,10 @@ aten = torch.ops.aten
 
 
 def drawing_privately(target: Any, args: Any, kwargs: Any, device: torch.device) -> Callable[[], Any]:
-    """The call of an op, with equal memory and work, that leaves the default generator where it is.
+    """The call of a random op, with equal memory and work, that leaves the default generator where it is.
 
     Of ops that take no generator (an LSTM's dropout, CUDA's attention) the draw is undone right after each run.
     """
-    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
-        return partial(target, *args, **kwargs)
     generator = torch.Generator(device)
     if target is records.DROPOUT.op:
         return partial(kernels.dropout, args[0], args[1], generator)

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from ._torch import flop_registry
+from ._torch import flop_registry, pytree
 
 aten = torch.ops.aten
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes._torch import is_dense
 from solvers.order import backward_order, in_order
 from solvers.problem import Op, Problem, Tensor
 
@@ -247,7 +248,7 @@ class _Lowering:
             size = round_up(value.numel() * value.element_size(), self.granule)
             index = self._new_tensor(Tensor(node.name, size, "tangent"), storage)
             given.append(index)
-            if not torch._prims_common.is_non_overlapping_and_dense_or_false(value):
+            if not is_dense(value):
                 size = round_up(span(value) * value.element_size(), self.granule)
                 index = self._new_tensor(Tensor(f"{node.name}_laid_out", size, "temporary"), storage)
                 written.append(index)
@@ -340,7 +341,7 @@ def _same_layout(source: torch.Tensor, result: torch.Tensor) -> bool:
     """Whether `result` fits exactly over `source`, and `source` is all of its storage."""
     return (
         source.shape == result.shape and source.stride() == result.stride() and source.dtype == result.dtype
-        and source.storage_offset() == 0 and torch._prims_common.is_non_overlapping_and_dense_or_false(source)
+        and source.storage_offset() == 0 and is_dense(source)
         and source.untyped_storage().nbytes() == result.untyped_storage().nbytes()
     )  # fmt: skip
 
@@ -386,7 +387,7 @@ def _reads_overwritten(node: fx.Node, mutated: set[Any], aliases: Aliases) -> bo
 
 def _stolen(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether autograd keeps the gradient itself instead of a copy (`AccumulateGrad`, accumulate_grad.h)."""
-    dense = torch._prims_common.is_non_overlapping_and_dense_or_false(gradient)
-    if torch._prims_common.is_non_overlapping_and_dense_or_false(parameter):
+    dense = is_dense(gradient)
+    if is_dense(parameter):
         return dense and gradient.stride() == parameter.stride()
     return dense and gradient.is_contiguous()

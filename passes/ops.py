@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
+
+from passes._torch import OpOverload
 
 from .device import kind_of
 from .fuse.fused import IgnoredArguments

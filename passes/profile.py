@@ -11,15 +11,15 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from solvers.errors import BudgetError
 
-from ._torch import FakeTensor, below_autograd
+from ._torch import FakeTensor, pytree
 from .alias import device_of, is_compute
 from .device import kind_of
 from .draws import drawing_privately
@@ -28,7 +28,8 @@ from .exclusive import exclusive, interrupt_point
 from .flops import listed_flops, unlisted_flops
 from .fuse.records import BY_OP, workspace_bytes
 from .memory import high_water, span
-from .ops import OPAQUE_RESULTS, looks_at_values
+from .ops import OPAQUE_RESULTS, is_random, looks_at_values
+from .run._torch import below_autograd
 from .tape import Tape, record
 
 Cost = str | Callable[["OpProfile"], float]
@@ -252,6 +253,8 @@ def _call(node: fx.Node, make_up: Callable[[Any], Any]) -> Callable[[], Any]:
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made, make_up))
     args = _even_groups(node, args)
     kwargs = {k: v for k, v in kwargs.items() if k != "check_errors"}  # made-up matrices may be singular
+    if not is_random(node):  # attention without dropout, which carries the tag all the same
+        return partial(target, *args, **kwargs)
     return drawing_privately(target, args, kwargs, device_of(node))
 
 

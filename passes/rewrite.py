@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from solvers.schedule import Schedule, freed_after
-from solvers.simulate import taken_over
+from solvers.replay import Moment, copies, replay
+from solvers.schedule import Schedule, Step, freed_after
 
 from .alias import Aliases, Storage, device_of, is_view
 from .codegen import boxed
@@ -49,18 +49,18 @@ class Rewritten:
 
 def rewrite(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedule) -> Rewritten:
     """Emit `schedule` as two GraphModules."""
-    computes = [(position, s.index) for position, s in enumerate(schedule) if s.kind == "compute"]
-    boundary = next(p for p, i in computes if i == lowered.tangent_op)
-    saved = _crossing(lowered, schedule, boundary)
-    forward = _Emitter(traced, aliases, lowered, {})
+    boundary = schedule.index(Step("compute", lowered.tangent_op))
+    moments = list(replay(lowered.problem, schedule))
+    saved = _crossing(lowered, schedule, moments, boundary)
+    forward = _Emitter(aliases, lowered)
     for node in traced.placeholders[: traced.num_primals]:
         forward.placeholder(node)
-    forward.emit(schedule, range(boundary))
+    forward.emit(schedule, moments, range(boundary))
     outputs: Any = traced.graph_module.graph.output_node().args[0]
     returned = [forward.resolve(n) for n in outputs[: traced.num_forward_outputs]]
     forward.output([*returned, *(forward.current[t] for t in saved)])
     join_batch_norms(forward.graph)
-    backward = _Emitter(traced, aliases, lowered, forward.executed)
+    backward = _Emitter(aliases, lowered)
     handed: Any = forward.graph.output_node().args[0]
     for t, source in zip(saved, handed[traced.num_forward_outputs :], strict=True):
         backward.saved(t, source)
@@ -69,7 +69,7 @@ def rewrite(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedu
         backward.placeholder(traced.placeholders[i])
     for node in traced.placeholders[traced.num_primals :]:
         backward.tangent(node)
-    backward.emit(schedule, range(boundary + 1, len(schedule)))
+    backward.emit(schedule, moments, range(boundary + 1, len(schedule)))
     backward.output([backward.resolve(n) for n in outputs[traced.num_forward_outputs :]])
     join_batch_norms(backward.graph)
     root = traced.graph_module
@@ -82,31 +82,14 @@ def rewrite(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedu
     )
 
 
-def _crossing(lowered: Lowered, schedule: Schedule, boundary: int) -> list[int]:
+def _crossing(lowered: Lowered, schedule: Schedule, moments: list[Moment], boundary: int) -> list[int]:
     """Tensors written before the boundary whose copy a later step reads, in order of writing."""
-    problem = lowered.problem
-    live: dict[int, None] = {}
-    done: set[int] = set()
-    for kind, i in schedule[:boundary]:
-        if kind == "compute":
-            live.update(dict.fromkeys(problem.ops[i].outputs))
-            done.add(i)
-        else:
-            live.pop(i, None)
-    needed: set[int] = set()
-    fresh: set[int] = set()
-    for kind, i in schedule[boundary:]:
-        if kind == "free":
-            fresh.discard(i)
-            live.pop(i, None) if i not in needed else None
-            continue
-        op = problem.ops[i]
-        reads = op.inputs + op.replay_inputs if i in done else op.inputs
-        needed.update(t for t in reads if t not in fresh)
-        fresh.update(t for t in op.outputs if t not in live)
-        done.add(i)
-    gradients = _returned_by_backward(lowered)
-    return [t for t in live if t in needed or t in gradients]
+    gradients, first_read = _returned_by_backward(lowered), dict[int, int]()
+    for position, moment in enumerate(moments[boundary:], boundary):
+        for t in moment.reads:
+            first_read.setdefault(t, position)
+    crossing = [c for c in copies(lowered.problem, schedule) if c.made < boundary < c.until]
+    return [c.tensor for c in crossing if c.tensor in gradients or first_read.get(c.tensor, c.until + 1) <= c.until]
 
 
 def _returned_by_backward(lowered: Lowered) -> frozenset[int]:
@@ -138,14 +121,12 @@ def _primals_of(node: fx.Node, aliases: Aliases, position: dict[Any, int]) -> li
 class _Emitter:
     """Builds one of the two graphs, step by step."""
 
-    def __init__(self, traced: Traced, aliases: Aliases, lowered: Lowered, executed: dict[int, int]) -> None:
+    def __init__(self, aliases: Aliases, lowered: Lowered) -> None:
         self.aliases, self.lowered = aliases, lowered
         self.graph = fx.Graph()
         self.current: dict[int, fx.Node] = {}
         self.static: dict[fx.Node, fx.Node] = {}
         self.views: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
-        self.executed = dict(executed)
-        self.live: set[int] = set()
 
     def placeholder(self, node: fx.Node) -> None:
         self.static[node] = self._copy_meta(self.graph.placeholder(node.name), node)
@@ -157,19 +138,14 @@ class _Emitter:
 
     def saved(self, tensor: int, source: fx.Node) -> None:
         self.current[tensor] = self._copy_meta(self.graph.placeholder(source.name), source)
-        self.live.add(tensor)
 
     def output(self, values: list[Any]) -> None:
         self.graph.output(tuple(values))
 
-    def emit(self, schedule: Schedule, positions: range) -> None:
+    def emit(self, schedule: Schedule, moments: list[Moment], positions: range) -> None:
         for position in positions:
-            kind, i = schedule[position]
-            if kind == "free":
-                self.live.discard(i)
-            else:
-                taken = taken_over(self.lowered.problem, schedule, position)
-                self._compute(i, taken, freed_after(schedule, position))
+            if schedule[position].kind == "compute":
+                self._compute(moments[position], freed_after(schedule, position))
 
     def resolve(self, node: Any) -> Any:
         """The new graph's value for a node of the joint graph, taking views of its base where needed."""
@@ -198,30 +174,22 @@ class _Emitter:
             self.views[key] = self._copy_meta(self.graph.node_copy(node, lambda a: mapping[a]), node)
         return self.views[key]
 
-    def _compute(self, i: int, taken: int | None, dropped: frozenset[int]) -> None:
-        op, node = self.lowered.problem.ops[i], self.lowered.nodes[i]
+    def _compute(self, moment: Moment, dropped: frozenset[int]) -> None:
+        i, again = moment.step.index, moment.again
+        node = self.lowered.nodes[i]
         if node is None:
             self._special(i)
             return
-        again = self.executed.get(i, 0) > 0
-        self.executed[i] = self.executed.get(i, 0) + 1
         new = self._replay(i, node) if again and is_random(node) else self.graph.node_copy(node, self.resolve)
-        if taken is not None and op.outputs[0] not in self.live:
-            self._write_over(taken, node, new)
+        if moment.donated is not None:
+            self._write_over(moment.donated, node, new)
         self._copy_meta(new, node)
         new.meta["recompute_of"] = node.name if again else None
-        for t in op.outputs:
-            if t in self.live:
-                continue  # what is live keeps its copy, as simulated
-            if t in dropped:
-                continue  # a result that nobody reads
-            storage = self.lowered.storages[t]
-            assert storage is not None
-            self._bind(t, self._output(new, storage))
-
-    def _bind(self, tensor: int, value: fx.Node) -> None:
-        self.current[tensor] = value
-        self.live.add(tensor)
+        for t in moment.born:  # what was live keeps its copy, as simulated
+            if t not in dropped:  # a result that nobody reads
+                storage = self.lowered.storages[t]
+                assert storage is not None
+                self.current[t] = self._output(new, storage)
 
     def _write_over(self, taken: int, node: fx.Node, new: fx.Node) -> None:
         """Make `new` write its result into the memory of the argument that lives in tensor `taken`."""
@@ -250,7 +218,7 @@ class _Emitter:
         state = self.graph.call_function(get_rng_state, (str(device_of(owner)),))
         size = self.lowered.problem.tensors[tensors[0]].bytes
         state.meta["val"] = torch.empty(size, dtype=torch.uint8, device="meta")
-        self._bind(tensors[0], state)
+        self.current[tensors[0]] = state
 
     def _replay(self, i: int, node: fx.Node) -> fx.Node:
         state = self.current[self.lowered.rng_state[i]]

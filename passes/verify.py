@@ -18,6 +18,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -157,7 +158,7 @@ class _Walk:
         numbers: Numbers = dict(inputs)
         for node in graph.nodes:
             if node.op == "get_attr":
-                numbers[node] = self.numbering.number(("constant", id(_fetch(self.root, str(node.target)))))
+                numbers[node] = self.numbering.number(("constant", id(attrgetter(str(node.target))(self.root))))
                 self.numbering.know(numbers[node], node.meta.get("val")) if self.trusted else None
                 self.root_of[node] = node
             elif node.op == "call_function":
@@ -391,10 +392,3 @@ def _layout(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
     return f"{tuple(value.shape)} {value.stride()} {value.dtype} on {value.device}"
-
-
-def _fetch(root: fx.GraphModule, target: str) -> Any:
-    value: Any = root
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value

@@ -15,8 +15,8 @@ from passes.device import empty_cache, kind_of, room_bytes
 from passes.lower import Lowered
 from passes.profile import OpProfile
 from passes.tape import NO_TAPE, Tape
+from solvers.replay import replay
 from solvers.schedule import Schedule
-from solvers.simulate import taken_over
 
 Profiles = dict[fx.Node, OpProfile]
 IDLE = "inactive"
@@ -116,12 +116,13 @@ class _Player:
 
     def step(self, schedule: Schedule) -> None:
         backward = False
-        for position, (kind, i) in enumerate(schedule):
+        for moment in replay(self.lowered.problem, schedule):
+            kind, i = moment.step
             if kind == "free":
                 self._drop(i)
                 continue
             backward = backward or i == self.lowered.tangent_op
-            self._compute(i, taken_over(self.lowered.problem, schedule, position), backward)
+            self._compute(i, moment.donated, backward)
         for t in list(self.held):
             self._drop(t)
 
@@ -130,14 +131,12 @@ class _Player:
         if block is not None:
             self.allocator.release(block)
 
-    def _compute(self, i: int, taken: int | None, backward: bool) -> None:
+    def _compute(self, i: int, donated: int | None, backward: bool) -> None:
         op, node = self.lowered.problem.ops[i], self.lowered.nodes[i]
         profile = self.profiles.get(node) if node is not None else None
         tape = profile.tape if profile is not None else None
         self._keep(tape or NO_TAPE, backward)
-        given = None
-        if taken is not None and op.outputs[0] not in self.held and taken in self.held:
-            given = self.held.pop(taken)
+        given = None if donated is None else self.held.pop(donated, None)
         made = self._play(tape, given) if tape else self._plain(op.workspace)
         for t in op.outputs:
             storage = self.lowered.storages[t]

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
+from passes._torch import OpOverload
 from passes.alias import Aliases, is_compute
 from passes.fuse.records import op_names
 from passes.lower import split_nodes, why_once

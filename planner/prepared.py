@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
 
+from passes._torch import pytree
 from passes.alias import Aliases, alias
 from passes.lower import Lowered, lower
 from passes.printable import printable
@@ -116,7 +116,7 @@ def prepare(
     lowered = lower_step(traced, aliases, profiles, device, options, once)
     schedule = with_frees(lowered.problem, plain_order(lowered.problem))
     plain = simulate(lowered.problem, schedule).peak_bytes
-    resident = [*model.parameters(), *model.buffers(), *tree_leaves(dict(arguments))]
+    resident = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(dict(arguments))]
     start = start_of([t for t in resident if isinstance(t, torch.Tensor)], device) if real else None
     name = printable(type(model).__name__)
     prepared = Prepared(traced, aliases, profiles, lowered, device, plain, options, hinted, name, layouts, start)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from solvers.problem import Problem
-from solvers.schedule import Schedule
-from solvers.simulate import taken_over
+from solvers.replay import Copy, copies
+from solvers.schedule import Schedule, Step
 
 CATEGORIES = ("parameters", "gradients", "saved", "recomputed", "temporary")
 
@@ -39,59 +41,33 @@ class Timeline:
 
 
 def timeline(problem: Problem, schedule: Schedule) -> Timeline:
-    """Replay `schedule`, keeping the bytes of each category apart."""
-    kinds = _copies(problem, schedule)
-    rows: dict[str, list[int]] = {c: [] for c in CATEGORIES}
-    level = dict.fromkeys(CATEGORIES, 0)
-    level["parameters"] = problem.static_bytes
-    holder: dict[int, str] = {}
-    labels: list[str] = []
-    backward_from = 0
-    for position, (kind, i) in enumerate(schedule):
-        if kind == "free":
-            level[holder.pop(i)] -= problem.tensors[i].bytes
-            continue
-        op = problem.ops[i]
-        if i == problem.num_forward:
-            backward_from = len(labels)
-        transient = op.workspace
-        taken = taken_over(problem, schedule, position)
-        if taken is not None and op.outputs[0] in holder:
-            taken = None
-        for t in op.outputs:
-            if t in holder:
-                transient += problem.tensors[t].bytes
-            else:
-                holder[t] = kinds[position, t]
-                level[holder[t]] += problem.tensors[t].bytes
-        labels.append(op.name)
-        if taken is not None:
-            level[holder[taken]] -= problem.tensors[taken].bytes
-        for category in CATEGORIES:
-            rows[category].append(level[category] + (transient if category == "temporary" else 0))
-        if taken is not None:
-            level[holder[taken]] += problem.tensors[taken].bytes
-    return Timeline(tuple(labels), backward_from, {c: tuple(v) for c, v in rows.items()})
+    """The copies that `schedule` makes of tensors, added up by category."""
+    changes = {category: [0] * (len(schedule) + 1) for category in CATEGORIES}
+    for copy, category in with_category(problem, schedule):
+        changes[category][copy.made] += problem.tensors[copy.tensor].bytes
+        changes[category][copy.until] -= problem.tensors[copy.tensor].bytes
+    changes["parameters"][0] += problem.static_bytes
+    levels = {category: list(accumulate(change)) for category, change in changes.items()}
+    runs = [(position, problem.ops[step.index]) for position, step in enumerate(schedule) if step.kind == "compute"]
+    rows = {category: tuple(level[position] for position, _ in runs) for category, level in levels.items()}
+    rows["temporary"] = tuple(b + op.workspace for b, (_, op) in zip(rows["temporary"], runs, strict=True))
+    backward_from = [position for position, _ in runs].index(_boundary(problem, schedule))
+    return Timeline(tuple(op.name for _, op in runs), backward_from, rows)
 
 
-def _copies(problem: Problem, schedule: Schedule) -> dict[tuple[int, int], str]:
-    """The category of the copy that a compute (by its position) makes of a tensor."""
-    kinds: dict[tuple[int, int], str] = {}
-    done: set[int] = set()
-    boundary = next(p for p, s in enumerate(schedule) if s.kind == "compute" and s.index == problem.num_forward)
-    held: dict[int, int] = {}
-    for position, (kind, i) in enumerate(schedule):
-        if kind == "free":
-            made = held.pop(i, None)
-            if made is not None and made < boundary < position and kinds[made, i] == "temporary":
-                kinds[made, i] = "saved"
-            continue
-        for t in problem.ops[i].outputs:
-            category = problem.tensors[t].category
-            kinds[position, t] = (
-                "gradients" if category == "gradient" else "recomputed" if i in done
-                else "saved" if category == "output" else "temporary"
-            )  # fmt: skip
-            held.setdefault(t, position)
-        done.add(i)
-    return kinds
+def with_category(problem: Problem, schedule: Schedule) -> Iterable[tuple[Copy, str]]:
+    """Every copy of a tensor (`solvers.replay.copies`) with what it is for."""
+    boundary = _boundary(problem, schedule)
+    return ((copy, _category(problem, copy, boundary)) for copy in copies(problem, schedule))
+
+
+def _boundary(problem: Problem, schedule: Schedule) -> int:
+    return schedule.index(Step("compute", problem.num_forward))
+
+
+def _category(problem: Problem, copy: Copy, boundary: int) -> str:
+    category = problem.tensors[copy.tensor].category
+    crosses = copy.made < boundary < copy.until and copy.tensor not in problem.pinned
+    if category == "gradient":
+        return "gradients"
+    return "recomputed" if copy.again else "saved" if category == "output" or crosses else "temporary"

@@ -122,10 +122,6 @@ class Live:
         before, after = self.around(tensor, key)
         return before >= 0 and (self.pinned[tensor] or (after >= 0 and not after & 1))
 
-    def peak_key(self) -> int:
-        """The moment of the peak."""
-        return self.worst_key(int(self.total.argmax()))
-
     def worst_key(self, slot: int) -> int:
         """The worst moment of `slot`."""
         worst, at = -1, slot

@@ -10,14 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .staged import StagedModel
-
-COEFFICIENT_LIMIT = 1 << 20
+from .stages import COEFFICIENT_LIMIT, Stages
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class Terms:
 class Peaks:
     """The peak rows of one model."""
 
-    def __init__(self, model: StagedModel) -> None:
+    def __init__(self, model: Stages) -> None:
         self.model, self.problem = model, model.problem
         self.sizes = np.array([t.bytes for t in self.problem.tensors], dtype=np.int64)
         self.slots = len(self.problem.ops)
@@ -206,9 +202,9 @@ class Peaks:
     def holds(self) -> Holds:
         """Constraint 4's terms at slots, each over the slots that it stands for."""
         found: list[tuple[int, int, int, int]] = []
-        for t in self.model._decided_tensors:
+        for t in self.model.decided_tensors:
             if self.sizes[t]:
-                stages = range(self.model.home[t], self.model._last_stage(t) + 1)
+                stages = range(self.model.home[t], self.model.last_stage(t) + 1)
                 found += (hold for k in stages for hold in self._holds_in(t, k))
         table = np.array([hold for hold in found if hold[0] < hold[1]], dtype=np.int64).reshape(-1, 4)
         return Holds(*(np.ascontiguousarray(table[:, c]) for c in range(4)))

@@ -52,55 +52,18 @@ and is judged by the simulator. More end slots make the relaxation tighter and s
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
-from math import gcd
 
 import numpy as np
 import pulp
 
 from .live import Live
-from .peaks import COEFFICIENT_LIMIT, Peaks, Rows
+from .peaks import Peaks, Rows
 from .problem import Problem
+from .stages import Stages
 
 NEAR_END = 10
 ABOUT = 0.99
-
-
-@dataclass(frozen=True)
-class Reach:
-    """What recomputing can still be good for.
-
-    Attributes:
-        last_use: for each tensor the last slot that can profit from it, through recomputes too; -1 for none.
-        useful: for each op whether recomputing it in the backward can be of use.
-    """
-
-    last_use: tuple[int, ...]
-    useful: tuple[bool, ...]
-
-
-def cost_unit(problem: Problem) -> int:
-    """What the program counts costs in: their common divisor, or a multiple of it that keeps coefficients small."""
-    costs = [op.cost for op in problem.ops if op.recomputable]
-    divisor = gcd(*costs) or 1
-    return divisor * max(1, -(-max(costs, default=0) // (divisor * COEFFICIENT_LIMIT)))
-
-
-def reach(problem: Problem, cut: int) -> Reach:
-    """Propagate the reads after slot `cut` through the forward ops that may be recomputed."""
-    last = [-1] * len(problem.tensors)
-    useful = [False] * len(problem.ops)
-    for i in range(len(problem.ops) - 1, -1, -1):
-        op = problem.ops[i]
-        again = max((last[t] for t in op.outputs), default=-1)
-        useful[i] = i < problem.num_forward and op.recomputable and again >= 0
-        latest = max(i if i > cut else -1, again if useful[i] else -1)
-        for t in op.inputs:
-            last[t] = max(last[t], latest)
-    return Reach(tuple(last), tuple(useful))
 
 
 def plain_bytes(problem: Problem) -> np.ndarray:
@@ -114,7 +77,7 @@ def plain_bytes(problem: Problem) -> np.ndarray:
     return total
 
 
-class StagedModel:
+class StagedModel(Stages):
     """The program for one choice of end slots. `program` is the PuLP problem; peak rows are added by the caller.
 
     Raises:
@@ -124,22 +87,9 @@ class StagedModel:
     def __init__(
         self, problem: Problem, budget_bytes: int, ends: tuple[int, ...], deadline: float = float("inf")
     ) -> None:
-        self.problem = problem
+        super().__init__(problem, budget_bytes, ends)
         self.deadline = deadline
-        self.budget_bytes = budget_bytes
-        self.decided = [self._is_decided(t) for t in range(len(problem.tensors))]
-        self.ends = ends
-        self.reach = reach(problem, self.ends[0])
-        self.stage = [bisect_left(self.ends, s) for s in range(len(problem.ops))]
-        self.home = [self.stage[p] for p in problem.producer]
-        self.R: dict[tuple[int, int], pulp.LpVariable] = {}
-        self.A: dict[tuple[int, int], pulp.LpVariable] = {}
-        self.H: dict[tuple[int, int], pulp.LpVariable] = {}
-        self.U: dict[tuple[int, int], pulp.LpVariable] = {}
-        self.cost_unit = cost_unit(problem)
-        self.program = pulp.LpProblem("recompute", pulp.LpMinimize)
         self.peaks = Peaks(self)
-        self._variables()
         self._need()
         self._keep()
         self._closure()
@@ -153,11 +103,6 @@ class StagedModel:
         """The left-hand sides of all peak rows at once, constants included; `values` go by `column`."""
         return self.peaks.left_sides(values)
 
-    @cached_property
-    def column(self) -> dict[str, int]:
-        """The place of each variable, by name, in the program's own order."""
-        return {v.name: j for j, v in enumerate(self.program.variables())}
-
     def to_live(self, values: dict[str, float]) -> Live:
         """The recomputes of a solution, each right before its first reader of the stage.
 
@@ -167,7 +112,7 @@ class StagedModel:
         slots = list(self.problem.required())
         for k, end in enumerate(self.ends):
             last = max(s for s in slots if self.stage[s] == k) if end not in slots else end
-            chosen = [i for i in self._ops if (i, k) in self.R and values[self.R[i, k].name] > 0.5]
+            chosen = [i for i in self.recomputable if (i, k) in self.R and values[self.R[i, k].name] > 0.5]
             place: dict[int, int] = {}
             for i in reversed(chosen):
                 outputs = self.problem.ops[i].outputs
@@ -199,37 +144,6 @@ class StagedModel:
             values[variable.name] = max(0.0, following)
         return values
 
-    @cached_property
-    def _ops(self) -> list[int]:
-        return [i for i in self.problem.forward if self.problem.ops[i].recomputable]
-
-    @cached_property
-    def _decided_tensors(self) -> list[int]:
-        return [t for t, decided in enumerate(self.decided) if decided]
-
-    def _is_decided(self, t: int) -> bool:
-        p = self.problem.producer[t]
-        return p < self.problem.num_forward and self.problem.ops[p].recomputable and t not in self.problem.pinned
-
-    def _last_stage(self, t: int) -> int:
-        last = self.reach.last_use[t]
-        return self.stage[last] if last >= 0 else self.home[t]
-
-    def _variables(self) -> None:
-        for i in self._ops:
-            first = self.stage[i]
-            last = max((self._last_stage(t) for t in self.problem.ops[i].outputs), default=first)
-            for k in range(first, last + 1 if self.reach.useful[i] else first + 1):
-                self.R[i, k] = pulp.LpVariable(f"R{i}_{k}", 0, 1, pulp.LpInteger)
-        for t in self._decided_tensors:
-            last = self._last_stage(t)
-            for k in range(self.home[t] + 1, last + 1):
-                self.A[t, k] = pulp.LpVariable(f"A{t}_{k}", 0, 1, pulp.LpInteger)
-                if k < last:
-                    self.H[t, k] = pulp.LpVariable(f"H{t}_{k}", 0, 1)
-        costs = {v: self.problem.ops[i].cost // self.cost_unit for (i, _), v in self.R.items()}
-        self.program.setObjective(pulp.LpAffineExpression(costs))
-
     def _from_stage(self, i: int, k: int) -> list[pulp.LpVariable]:
         """R[i, l] over l >= k."""
         found = []
@@ -248,7 +162,7 @@ class StagedModel:
         self.program.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, rhs=right))
 
     def _need(self) -> None:
-        for t in self._decided_tensors:
+        for t in self.decided_tensors:
             p = self.problem.producer[t]
             for k in dict.fromkeys(self.stage[r] for r in self._later_readers(t)):
                 self._add({self.A[t, k]: 1, self.R[p, k]: 1}, pulp.LpConstraintGE, 1)
@@ -279,7 +193,7 @@ class StagedModel:
         for i, k in self.U:
             for t in dict.fromkeys(self.problem.ops[i].inputs):
                 self._is_there(t, k, {self.U[i, k]: -1}, 0)
-        for t in self._decided_tensors:
+        for t in self.decided_tensors:
             last = max((self.stage[r] for r in self._later_readers(t)), default=0)
             for k in range(self.home[t] + 1, last):  # in stage `last` itself it is constraint 1
                 self._is_there(t, k, {}, 1)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
+
+from passes._torch import OpOverload
 
 from .meaning import Argument, targets
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
+from passes._torch import OpOverload
 from passes.memory import span
 from passes.run import kernels
 

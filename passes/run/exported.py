@@ -6,7 +6,6 @@ of inputs and outputs and the module tree, `weights.safetensors` parameters and 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 from collections import OrderedDict, namedtuple
@@ -19,8 +18,8 @@ from typing import Any, cast
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils._pytree import register_pytree_node
 
+from ._torch import below_autograd, register_pytree_node
 from .tensors import alone, distinct, laid_out
 
 Half = Callable[[list[Any], dict[str, torch.Tensor]], tuple[Any, ...]]
@@ -34,21 +33,12 @@ class ExportError(RuntimeError):
 # The step -------------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _below_autograd() -> Iterator[None]:
-    """Run ops straight on their kernels: no autograd graph, no view bookkeeping, no autocast."""
-    no_autocast = getattr(torch._C, "_DisableAutocast", contextlib.nullcontext)
-    guard = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
-    with torch.enable_grad(), no_autocast(), guard():
-        yield
-
-
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: _Exported, *primals: torch.Tensor) -> tuple[Any, ...]:
         spec = step.spec
         ctx.step, ctx.primals = step, primals
-        with _below_autograd():
+        with below_autograd():
             results = step.halves[0]([p.detach() for p in primals], step.constants)
         mutated, count = spec["mutated"], len(spec["mutated"])
         with torch.no_grad():
@@ -91,7 +81,7 @@ class _Step(torch.autograd.Function):
         values = [*ctx.saved, *(p.detach() for p in primals), *tangents]
         ctx.saved = ctx.primals = None
         del kept, primals, tangents
-        with _below_autograd():
+        with below_autograd():
             gradients_of_primals = step.halves[1](values, step.constants)
         ctx.held = None
         return (None, *gradients_of_primals)

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-_C = torch._C
-_AUTOGRAD = (_C.DispatchKey.AutogradFunctionality, _C.DispatchKey.AutogradOther, _C.DispatchKey.AutogradNestedTensor)
+from ._torch import with_autograd
 
 
 def gradient_of(
@@ -34,10 +33,7 @@ def gradient_of(
         function = getattr(function, name)
     kinds = [str(a.type) for a in function._schema.arguments][len(tensors) :]
     given = [bool(c) if kind == "bool" else c for c, kind in zip(constants, kinds, strict=False)]
-    excluded = _C._dispatch_tls_local_exclude_set()
-    for key in _AUTOGRAD:
-        excluded = excluded.remove(key)
-    with torch.enable_grad(), _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded):
+    with with_autograd():
         leaves = [t.detach().requires_grad_(i in differentiated) for i, t in enumerate(tensors)]
         result = function(*leaves, *given)
         return torch.autograd.grad(result, leaves[wanted], gradient)[0]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes._torch import below_autograd, under_transform
 from passes.errors import PlannerError
 
+from ._torch import below_autograd, under_transform
 from .replay import as_tensor, copy_generator, old_value
 from .tensors import alone, distinct, is_laid_out, laid_out
 

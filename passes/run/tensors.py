@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ._torch import num_owners
+
 
 def distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Autograd wants every output to be an object of its own."""
@@ -35,9 +37,8 @@ def held_once(tensor: torch.Tensor) -> bool:
 
     What a step saves is `alone`: never a view of what its caller was given, so a caller's tensor always counts.
     """
-    count = getattr(torch._C, "_storage_Use_Count", None)
     own = 1 if tensor._base is None else 2
-    return count is not None and count(tensor.untyped_storage()._cdata) == own + 1  # and the storage object itself
+    return num_owners(tensor.untyped_storage()) == own + 1  # and the storage object itself
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:

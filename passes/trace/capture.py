@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from passes._torch import (
     JointGraph,
@@ -23,6 +22,7 @@ from passes._torch import (
     eager_kernels,
     export_joint,
     mutation_count,
+    pytree,
     quiet_fake_errors,
     swapped_state,
     without_sources,
@@ -72,7 +72,6 @@ class OutputLeaf:
         index: its position among the graph's outputs otherwise (-1 when `input` is set).
         requires_grad: whether the plain model's output requires a gradient.
         differentiated: whether the traced backward starts from it (its tangent is an input of the backward).
-        view: `(size, stride, offset)` when it is a view of graph output `index`, to be taken outside the graph.
     """
 
     path: str
@@ -80,7 +79,6 @@ class OutputLeaf:
     index: int
     requires_grad: bool
     differentiated: bool
-    view: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,6 @@ def capture(
     loss_fn: Callable[..., Any] | None = None,
     *,
     differentiated: tuple[str, ...] | None = None,
-    device: torch.device | None = None,
     keep_outputs: bool = True,
     layouts: Layouts | None = None,
 ) -> Traced:
@@ -141,7 +138,6 @@ def capture(
         bound: the arguments by name (`bind_sample`).
         loss_fn: called with the model's output (and the call's further arguments); the step then returns its value.
         differentiated: paths of the outputs that `backward` starts from; None chooses (`loss`, else scalars, else all).
-        device: where meta tensors are to live.
         keep_outputs: whether the caller holds what the model returns besides its loss through the backward.
         layouts: how kernels lay out what they make, where another trace had it otherwise (`layouts.learned`), and in
             which strides the gradients of outputs come (`gradient_key`).
@@ -160,7 +156,7 @@ def capture(
     )
     tensors = [*state_tensors(model, entries), *input_tensors]
     with exclusive(), isolated(model, loss_fn) as tracer.before, without_sources():
-        fake = _fake_inputs(tensors, device, layouts)
+        fake = _fake_inputs(tensors, layouts)
         try:
             joint = _export(tracer, fake)
         except CaptureError as error:
@@ -168,7 +164,7 @@ def capture(
             # model's ordinary path is tried first because it is the one the plain step executes.
             try:
                 with compiling_flags():
-                    joint = _export(tracer, _fake_inputs(tensors, device, layouts))
+                    joint = _export(tracer, _fake_inputs(tensors, layouts))
                 tracer.notes += (f"{COMPILING} ({error.location or 'place unknown'})",)
             except CaptureError:
                 raise error from error.__cause__
@@ -457,7 +453,7 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 
 def _fake_inputs(
-    tensors: list[torch.Tensor], device: torch.device | None, layouts: Layouts | None
+    tensors: list[torch.Tensor], layouts: Layouts | None
 ) -> list[torch.Tensor]:
     mode = EagerFakes(layouts, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # a cached answer forgets that two results are one tensor (the LSTM's bias gradients)
@@ -466,7 +462,7 @@ def _fake_inputs(
         if tensor.device.type == "meta":
             with mode:
                 fake = torch.empty_strided(
-                    tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device or torch.device("cpu")
+                    tensor.size(), tensor.stride(), dtype=tensor.dtype, device=torch.device("cpu")
                 )
         else:
             fake = mode.from_tensor(tensor.detach(), static_shapes=True)

@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakIdKeyDictionary
+
+from passes._torch import WeakIdKeyDictionary, disable_current_modes, pytree
 
 aten = torch.ops.aten
 LARGEST = 1 << 16  # elements
@@ -52,7 +51,7 @@ class Constants:
         return func.overloadpacket in FACTORIES or (bool(leaves) and all(t in self.values for t in leaves))
 
     def _really(self, func: Any, args: Any, kwargs: Any) -> Any:
-        with _disable_current_modes(), torch.no_grad():
+        with disable_current_modes(), torch.no_grad():
             try:
                 real_args, real_kwargs = pytree.tree_map(self._value, (args, kwargs))
                 return func(*real_args, **real_kwargs)
@@ -67,7 +66,7 @@ class Constants:
         position = LENGTHS.get(func)
         if position is None or args[position] not in self.values:
             return None
-        with _disable_current_modes():
+        with disable_current_modes():
             mask = self.values[args[position]]
             count = int(mask.expand(torch.broadcast_shapes(mask.shape, args[0].shape)).count_nonzero())
         return ((count, args[0].dim()) if func is aten.nonzero.default else (count,),)

@@ -7,17 +7,16 @@ import linecache
 import os
 import traceback
 
-import torch
-
+from .._torch import TORCH_FOLDER
 from ..errors import CaptureError
 
-_PLACES = (torch.__file__, os.path.dirname(__file__), contextlib.__file__)
-_OWN = tuple(os.path.dirname(os.path.abspath(place)) + os.sep for place in _PLACES)
+_PLACES = (os.path.dirname(__file__), contextlib.__file__)
+_OWN = (TORCH_FOLDER, *(os.path.dirname(os.path.abspath(place)) + os.sep for place in _PLACES))
 
 
 def capture_error(error: BaseException) -> CaptureError:
     stack = traceback.extract_tb(error.__traceback__)
-    modules = os.path.join(_OWN[0], "nn", "modules")
+    modules = os.path.join(TORCH_FOLDER, "nn", "modules")
     frames = [f for f in stack if not _is_ours(f.filename)] or [
         f for f in stack if f.filename.startswith(modules) and not f.filename.endswith(os.sep + "module.py")
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,11 +19,15 @@ def isolated(model: nn.Module, loss_fn: Any = None) -> Iterator[Snapshot]:
     """Trace in training mode with gradients on, from the state that is yielded; everything is put back afterwards."""
     before = start = Snapshot(model, loss_fn)
     devices = sorted({t.device.index or 0 for t in model.parameters() if t.device.type == "cuda"})
+    collects = gc.isenabled()
     try:
+        gc.disable()  # what a collection calls back, or finalizes, is no part of the forward
         if not model.training:
             model.train()
             start = Snapshot(model, loss_fn)
         with private_generator(), start.iterators_held(), torch.random.fork_rng(devices=devices), torch.enable_grad():
             yield start
     finally:
+        if collects:
+            gc.enable()
         before.restore()

@@ -18,11 +18,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._prims_common import suggest_memory_format
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from passes._torch import FakeTensor, FakeTensorMode, FunctionalTensor, native_kernels
+from passes._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    FunctionalTensor,
+    TorchDispatchMode,
+    native_kernels,
+    pytree,
+    suggest_memory_format,
+)
 from passes.exclusive import interrupt_point
 from passes.fuse.fused import LIBRARY
 from passes.ops import looks_at_values

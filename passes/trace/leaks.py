@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from passes._torch import pytree
 
 from ..errors import Unsupported
 

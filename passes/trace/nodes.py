@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+
+from passes._torch import outside_tracing
 
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -24,13 +24,6 @@ class Missing:
 
 
 MISSING = Missing()
-
-
-@contextlib.contextmanager
-def really() -> Iterator[None]:
-    """Read and write tensors as they are, also while something is traced."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        yield
 
 
 @dataclass
@@ -123,7 +116,7 @@ def alike(now: Any, before: Any, depth: int = 0) -> bool:
 
 def changed(change: Change) -> bool:
     """Whether the place of this change differs from the snapshot now."""
-    with really():
+    with outside_tracing():
         found = node_changes(change.node, same)
         return any(c.path == change.path or change.node.kind == "names" for c in found)
 

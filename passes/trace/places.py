@@ -10,12 +10,11 @@ import sysconfig
 import types
 from typing import Any
 
-import torch
+from passes._torch import TORCH_FOLDER
 
 _STDLIB = tuple(os.path.join(p, "") for p in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 _HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_OURS = tuple(os.path.join(_HERE, name, "") for name in ("passes", "planner", "solvers"))
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+OUR_FOLDERS = tuple(os.path.join(_HERE, name, "") for name in ("passes", "planner", "solvers"))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _OTHERS = ("numpy", "tqdm")  # their code is trusted: what it draws or asks is told by its callers
 _PYTHONS = frozenset(sys.stdlib_module_names) | {"builtins", "torch", "numpy", "passes", "planner", "solvers", "tqdm"}
@@ -26,7 +25,7 @@ def is_users_file(path: str) -> bool:
     """Whether a source file is the user's or one of a library other than torch and numpy."""
     if path.startswith("<") and not linecache.getlines(path):  # made by exec, or frozen
         return False
-    if path.startswith((_TORCH, *_OURS)):
+    if path.startswith((TORCH_FOLDER, *OUR_FOLDERS)):
         return False
     for part in _INSTALLED:
         if part in path:

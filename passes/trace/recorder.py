@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import gc
 import os
 import sys
 import sysconfig
@@ -25,6 +26,8 @@ import torch
 from torch import fx, nn
 from torch.nn.modules import module as module_file
 from torch.overrides import TorchFunctionMode
+
+from passes._torch import TORCH_FOLDER
 
 from .arguments import StateEntry, state_tensors
 from .expected import (
@@ -42,6 +45,7 @@ from .expected import (
     items_of,
     parts_of,
 )
+from .places import OUR_FOLDERS
 from .reads import (
     HOOKS,
     REGISTERED,
@@ -81,8 +85,9 @@ class Recorder:
         """Record in the block, in which `tensors` stand for the model's parameters and buffers."""
         self.state = {id(tensor): i for i, tensor in enumerate(tensors)}
         self.loss = self.snapshot(self.loss_fn, "loss_fn")
-        before = sys.getprofile()
+        before, collects = sys.getprofile(), gc.isenabled()
         try:
+            gc.disable()  # what a collection calls back is not the forward
             for kind in (nn.Module, *self.watched):
                 self._watch(kind)
             sys.setprofile(self._profile)
@@ -90,6 +95,8 @@ class Recorder:
                 yield
         finally:
             _profile_again(before)
+            if collects:
+                gc.enable()
             while self.watched:
                 kind, own = self.watched.popitem()
                 if own is not None:
@@ -367,14 +374,7 @@ def _is_plain_object(value: Any) -> bool:
 
 _PLAIN_OF_PYTHON = frozenset({("argparse", "Namespace"), ("collections", "UserDict"), ("collections", "UserList")})
 _OTHERS = sys.stdlib_module_names | {"torch", "numpy", "planner", "passes", "solvers"} - {"__main__"}
-
-
-def _folder(path: str) -> str:
-    return os.path.join(os.path.dirname(os.path.abspath(path)), "")
-
-
-_TORCH, _OURS = _folder(torch.__file__), _folder(os.path.dirname(os.path.dirname(__file__)))
-_TORCH_NN = os.path.join(_TORCH, "nn", "")
+_TORCH_NN = os.path.join(TORCH_FOLDER, "nn", "")
 _PYTHON = os.path.join(sysconfig.get_paths()["stdlib"], "")
 
 
@@ -385,11 +385,10 @@ def _is_users(code: types.CodeType) -> bool:
 @functools.lru_cache(None)
 def _is_users_file(file: str) -> bool:
     """Whether the code of this file is looked into: neither Python's own nor ours, and of torch only torch.nn."""
-    if file.startswith(_TORCH):
+    if file.startswith(TORCH_FOLDER):
         return file.startswith(_TORCH_NN) and file != module_file.__file__
     if "site-packages" not in file and file.startswith(_PYTHON):
         return False
-    return not file.startswith(("<frozen", *_LIBRARY))
+    return not file.startswith(("<frozen", *OUR_FOLDERS))
 
 
-_LIBRARY = tuple(os.path.join(_OURS, name, "") for name in ("passes", "planner", "solvers"))

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .nodes import Change, changed, really
+from passes._torch import TorchDispatchMode, outside_tracing, pytree
+
+from .nodes import Change, changed
 from .places import is_users_file, place, user_frame
 from .reach import LARGEST_COPY
 from .value_guards import _writes
@@ -127,7 +127,7 @@ def _data(tensor: torch.Tensor) -> int:
     """What distinguishes a real tensor that no run was given; 0 for a traced one."""
     if type(tensor) is not torch.Tensor or tensor.numel() > LARGEST_COPY or tensor.device.type != "cpu":
         return 0
-    with really():
+    with outside_tracing():
         return hash(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()) if tensor.numel() else 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from passes._torch import native_kernels
+from passes._torch import AUTOGRAD_KEYS, native_kernels, skip_autograd
 from passes.fuse.fused import LIBRARY
 from passes.run.gradients import gradient_of
 
@@ -47,7 +47,6 @@ REROUTED: dict[Any, tuple[int, ...]] = {
     aten.ormqr.default: (0, 1, 2),
 }
 IN_PLACE = {aten.masked_fill_.Tensor: aten.masked_fill.Tensor, aten.cumprod_.default: aten.cumprod.default}
-KEYS = (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA)
 
 
 class _Rerouted(torch.autograd.Function):
@@ -55,7 +54,7 @@ class _Rerouted(torch.autograd.Function):
     def forward(ctx: Any, op: Any, constants: tuple[int, ...], *tensors: torch.Tensor) -> Any:
         ctx.op, ctx.constants = op, constants
         ctx.save_for_backward(*tensors)
-        with torch._C._AutoDispatchBelowAutograd():
+        with skip_autograd():
             return op(*tensors, *constants)
 
     @staticmethod
@@ -73,7 +72,7 @@ class _Rerouted(torch.autograd.Function):
 def kernels() -> dict[tuple[Any, Any], Callable[..., Any]]:
     """What stands for each op on each of autograd's keys while tracing."""
     ops = (*REROUTED, *IN_PLACE)
-    return {(op, key): _kernel(op) for op in ops for key in KEYS}
+    return {(op, key): _kernel(op) for op in ops for key in AUTOGRAD_KEYS}
 
 
 def _kernel(op: Any) -> Callable[..., Any]:

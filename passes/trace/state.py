@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes._torch import outside_tracing
+
 from ..errors import Unsupported
-from .nodes import Change, Node, identical, node_changes, really, same
+from .nodes import Change, Node, identical, node_changes, same
 from .places import place, user_frame
 from .reach import visit
 
@@ -63,19 +65,19 @@ class Snapshot:
         self._queue.append((torch.default_generator, "torch's random generator", "torch"))
         if (numpy := sys.modules.get("numpy")) is not None:
             self._queue.append((numpy.random.mtrand._rand, "numpy.random", "random"))
-        with really():
+        with outside_tracing():
             while self._queue and len(self.nodes) < MAX_NODES:
                 visit(self, *self._queue.popleft())
         self._queue.clear()
 
     def changes(self, alike: Callable[[Any, Any], bool] | None = None) -> list[Change]:
         """Places that differ from what was taken."""
-        with really():
+        with outside_tracing():
             return [change for node in self.nodes for change in node_changes(node, alike or same)]
 
     def restore(self) -> None:
         """Put back what differs."""
-        with really():
+        with outside_tracing():
             for node in self.nodes:
                 if next(node_changes(node, identical), None) is not None:
                     node.give(node.content)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from passes._torch import pytree
 
 MAX_DEPTH = 8
 LONGEST = 60

@@ -17,18 +17,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils.weak import WeakIdKeyDictionary
+
+from passes._torch import TorchDispatchMode, WeakIdKeyDictionary, disable_current_modes, outside_tracing, pytree
 
 LARGEST = 1 << 22  # elements
 FACTORIES = frozenset(
     {torch.arange, torch.zeros, torch.ones, torch.full, torch.tensor, torch.linspace, torch.eye, torch.scalar_tensor}
 )
-YES_OR_NO = frozenset({torch.Tensor.__bool__, torch.equal, torch.is_nonzero})
+YES_OR_NO = frozenset({Tensor.__bool__, torch.equal, torch.is_nonzero})
 QUESTIONS = YES_OR_NO | frozenset(
-    {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
+    {Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__index__}
 )
 
 
@@ -99,7 +99,7 @@ class KnownValues(TorchFunctionMode):
         self.answers: list[bool] = []
         self.asked_at = 0
         self.count = len(traced)
-        with _disable_current_modes():
+        with disable_current_modes():
             for i, (tensor, real) in enumerate(zip(traced, sample, strict=True)):
                 if not (real.is_floating_point() or real.is_complex() or real.is_meta) and real.numel() <= LARGEST:
                     self.known[tensor] = Known(real.detach().cpu().clone(), i, True)
@@ -129,7 +129,7 @@ class KnownValues(TorchFunctionMode):
     def _answer(self, func: Any, args: Any, kwargs: Any, real: Any, from_input: bool) -> Any:
         if not from_input:
             return real
-        if not (func in YES_OR_NO or (func is torch.Tensor.item and isinstance(real, bool))):
+        if not (func in YES_OR_NO or (func is Tensor.item and isinstance(real, bool))):
             return func(*args, **kwargs)  # a number decides: fails to trace, and says where
         self._record(func, args, kwargs, 0)
         self.answers.append(bool(real))
@@ -146,7 +146,7 @@ class KnownValues(TorchFunctionMode):
 
     def _really(self, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
         """The call on real values, in a 1-tuple; None where it cannot be made."""
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), _Known():
+        with outside_tracing(), _Known():
             try:
                 real_args, real_kwargs = pytree.tree_map(self._value, (args, kwargs))
                 return (func(*real_args, **real_kwargs),)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 import random
 import secrets
@@ -23,6 +22,7 @@ import torch
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
+from .._torch import TORCH_FOLDER
 from ..errors import Unsupported
 from .places import is_users_file, is_users_own, place, user_frame
 
@@ -85,7 +85,6 @@ _OUTSIDE = frozenset(
                                                     "times", "read")]
 )  # fmt: skip
 _ENTROPY = frozenset(f"{m}.{n}" for m in ("posix", "nt") for n in ("urandom", "getrandom"))
-_TORCH = os.path.dirname(torch.__file__)
 
 
 def _source(module: Any) -> str:
@@ -108,7 +107,7 @@ _NAMED: dict[tuple[str, str], Construct] = {
 _ENVIRONMENT = type(os.environ).__getitem__.__code__
 _BETWEEN = frozenset({
     *_FILES, _ENVIRONMENT.co_filename, Mapping.get.__code__.co_filename, _source(contextlib), _source(torch.random),
-    os.path.join(_TORCH, "_compile.py"), os.path.join(_TORCH, "_dynamo", "eval_frame.py"),
+    os.path.join(TORCH_FOLDER, "_compile.py"), os.path.join(TORCH_FOLDER, "_dynamo", "eval_frame.py"),
 })  # fmt: skip
 
 
@@ -172,8 +171,6 @@ class Watch(TorchFunctionMode):
         if self._running:
             return
         self._before, self._running = sys.getprofile(), True
-        self._collects = gc.isenabled()
-        gc.disable()  # what a collection calls back is nobody's call
         sys.setprofile(self._event)
 
     def stop(self) -> None:
@@ -182,8 +179,6 @@ class Watch(TorchFunctionMode):
             return
         self._running = False
         sys.setprofile(None)
-        if self._collects:
-            gc.enable()
         if hasattr(self._before, "enable"):  # cProfile
             self._before.enable()
         elif self._before is not None:

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from passes._torch import below_autograd
+from passes._torch import DisableTorchFunction, TorchDispatchMode, pytree
 from passes.alias import is_view
+from passes.run._torch import below_autograd
 from passes.trace.modules import module_path
 from planner.decided import Decided
 from planner.errors import CheckError
@@ -250,14 +249,14 @@ class _Outer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self._note(result)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for tensor in pytree.tree_leaves(result):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(self._note)
         return result
 
     def _note(self, value: Any) -> None:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self.known.update(_digests(value))
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from passes._torch import TORCH_VERSION
 from passes.memory import measure_peak
 from planner.plan import Plan
 from planner.session import open_session
@@ -207,7 +208,7 @@ def print_demo(console: Console | None = None, *, layers: int = 6, steps: int = 
     start = time.perf_counter()
     plan, seen = run_demo(layers=layers, steps=steps, time_limit=time_limit)
     console.print(demo_table(plan, seen))
-    where = f"on {plan.prepared.device}, torch {torch.__version__}"
+    where = f"on {plan.prepared.device}, torch {TORCH_VERSION}"
     console.print(f"in {time.perf_counter() - start:.0f} s, {where}")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import active_saving_hooks, swapped_state
+from passes._torch import TORCH_FOLDER, active_saving_hooks, swapped_state
 from passes.errors import InputMismatch
 from passes.run.random import set_rng_state
 from passes.trace.arguments import argument_names, run_model, state_tensors
@@ -314,5 +314,4 @@ def _user_frame() -> int:
     return level
 
 
-_PLACES = (os.path.dirname(__file__), torch.__file__)
-_LIBRARY = tuple(os.path.join(os.path.dirname(os.path.abspath(f)), "") for f in _PLACES)
+_LIBRARY = (os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""), TORCH_FOLDER)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
+from passes._torch import TORCH_VERSION
 from passes.printable import brief, printable
 from passes.rates import is_cost
 from passes.trace.arguments import bind_sample
@@ -96,7 +96,7 @@ def to_data(plan: Decided) -> dict[str, Any]:
         "model": {
             "class": prepared.model_name,
             "device": prepared.device.type,
-            "torch": torch.__version__.split("+")[0],
+            "torch": TORCH_VERSION.split("+")[0],
             "fingerprint": fingerprint(prepared.traced),
             "problem": problem_digest(plan.problem),
         },
@@ -346,7 +346,7 @@ def _check_model(file: PlanFile, prepared: Prepared) -> None:
     if fingerprint(prepared.traced) == file["model"]["fingerprint"] and rows == lines:
         return
     model = file["model"]
-    made = f"(the plan was made for {model['class']} with torch {model['torch']}; this is {torch.__version__})"
+    made = f"(the plan was made for {model['class']} with torch {model['torch']}; this is {TORCH_VERSION})"
     if file["model"]["device"] != prepared.device.type:
         raise file.error("device", f"planned on {file['model']['device']}, the model is on {prepared.device.type}")
     for i, (old, new) in enumerate(_pairs(file["tensors"], tensor_lines(prepared.traced))):

@@ -8,6 +8,7 @@ import json
 import os
 from collections import namedtuple
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from passes._torch import TORCH_VERSION, pytree
 from passes.printable import brief
+from passes.run import _torch, gradients, kernels, random, tensors
 from passes.run import exported as export_runtime
-from passes.run import gradients, kernels, random, tensors
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import OutputLeaf, Traced
 from passes.trace.structure import Constant, Opaque, Slot, Template, Tree
@@ -34,7 +35,7 @@ from .source import Half, docstring, identifier, write_guard, write_half
 
 # Files of a folder that are ours, word for word.
 COPIED = {"runtime.py": export_runtime, "random.py": random, "kernels.py": kernels, "tensors.py": tensors,
-          "gradients.py": gradients}
+          "gradients.py": gradients, "_torch.py": _torch}
 INIT = '''{doc}
 
 from pathlib import Path
@@ -156,10 +157,10 @@ def _spec(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tensors
     model = state.model
     tensors = _data(dict(zip((e.name for e in traced.state), state_tensors(model, traced.state), strict=True)))
     used = [n for half in (step.forward, step.backward) for n in half.graph.nodes if n.op == "get_attr"]
-    constants = _data({str(n.target): _fetch(traced.graph_module, str(n.target)) for n in used})
+    constants = _data({str(n.target): attrgetter(str(n.target))(traced.graph_module) for n in used})
     spec = {
         "class": type(model).__name__,
-        "torch": torch.__version__,
+        "torch": TORCH_VERSION,
         "device": plan.prepared.device.type,
         "signature": [[p.name, p.kind.name, p.default is not p.empty] for p in state.signature.parameters.values()],
         "inputs": _template(traced.input_template, "the sample"),
@@ -193,13 +194,6 @@ def _data(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if tensor.device.type == "meta" or type(tensor) not in (torch.Tensor, nn.Parameter):
             raise PlannerError(f"{brief(name)} has no data to export: materialize the model first (load its weights).")
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def _fetch(root: fx.GraphModule, target: str) -> torch.Tensor:
-    value: Any = root
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _described(name: str, tensor: torch.Tensor, kind: str) -> dict[str, Any]:

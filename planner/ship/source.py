@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 
+from passes._torch import OpOverload, pytree
 from passes.fuse.records import FUSED
 from passes.printable import printable
 from passes.run import gradients, random

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from passes.trace.modules import ancestors, module_path
 from planner.decided import Decided
 from planner.files.fingerprint import describe_value, owner
-from planner.timeline import _copies
+from planner.timeline import with_category
 from solvers.errors import MIB, PlannerError
 from solvers.problem import Problem
-from solvers.schedule import Schedule, computes
+from solvers.schedule import computes
 from solvers.simulate import simulate
 
 if TYPE_CHECKING:
@@ -124,31 +124,17 @@ def live_at_peak(plan: Decided) -> tuple[LiveRow, ...]:
     """What is resident at the peak besides static bytes, largest first; the running op's workspace included."""
     problem, schedule = plan.problem, plan.schedule
     peak = simulate(problem, schedule).peak_step
-    kinds, held = _copies(problem, schedule), _held(problem, schedule, peak)
+    held = [(copy, kind) for copy, kind in with_category(problem, schedule) if copy.made <= peak < copy.until]
     rows = []
-    for t, position in held.items():
-        node = plan.prepared.lowered.nodes[problem.producer[t]]
-        tensor = problem.tensors[t]
-        rows.append(LiveRow(
-            tensor.name, module_path(node), "" if node is None else str(node.target), kinds[position, t], tensor.bytes
-        ))  # fmt: skip
+    for copy, kind in held:
+        node, tensor = plan.prepared.lowered.nodes[problem.producer[copy.tensor]], problem.tensors[copy.tensor]
+        target = "" if node is None else str(node.target)
+        rows.append(LiveRow(tensor.name, module_path(node), target, kind, tensor.bytes))
     op = problem.ops[schedule[peak].index]
     if op.workspace:
         node = plan.prepared.lowered.nodes[schedule[peak].index]
         rows.append(LiveRow(f"{op.name} (workspace)", module_path(node), "", "temporary", op.workspace))
     return tuple(sorted(rows, key=lambda r: (-r.bytes, r.tensor)))
-
-
-def _held(problem: Problem, schedule: Schedule, last: int) -> dict[int, int]:
-    """Tensors live during step `last`, with the step that made each."""
-    held: dict[int, int] = {}
-    for position, (kind, i) in enumerate(schedule[: last + 1]):
-        if kind == "free":
-            held.pop(i, None)
-        else:
-            for t in problem.ops[i].outputs:
-                held.setdefault(t, position)
-    return held
 
 
 # Names ----------------------------------------------------------------------------------------------------------------

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes._torch import below_autograd
 from passes.errors import Unsupported, VerificationError
 from passes.ops import DONATIONS, FUNCTIONAL, is_random
 from passes.rewrite import Rewritten, rewrite
+from passes.run._torch import below_autograd
 from passes.run.random import get_rng_state, run_with_rng_state
 from passes.trace.arguments import bind_sample, state_tensors
 from passes.verify import verify

@@ -12,7 +12,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from passes.device import kind_of
 from passes.errors import Unsupported
 from passes.memory import measure_peak
 from passes.run import kernels
+from passes.run.tensors import laid_out
 from passes.trace.arguments import bind_sample
 from passes.trace.structure import flatten
 from planner import BudgetError, auto_checkpoint
@@ -192,11 +193,20 @@ def check(program: Program, schedule_pick: Pick) -> Outcome:
     model = copy.deepcopy(program.model)
     bound = bind_sample(model, program.sample)
     prepared = prepare(model, bound, OPTIONS, Progress(False))
+    program = as_planned_for(program, prepared)
     schedule = draw_schedule(schedule_pick, prepared.lowered.problem)
     planned = emit_schedule(prepared, schedule)
     module = Plan.of(model, bound, planned).module
     _compare(program, module, model)
     return _memory(prepared, schedule, _measure(program, module, model))
+
+
+def as_planned_for(program: Program, prepared: Prepared) -> Program:
+    """Its gradients of outputs in the strides that are planned for: in others, the plain step would run first."""
+    traced = prepared.traced
+    strides = [p.meta["val"].stride() for p in traced.placeholders[traced.num_primals :]]
+    tangents = {i: laid_out(t, s) for (i, t), s in zip(program.tangents.items(), strides, strict=True)}
+    return replace(program, tangents=tangents)
 
 
 def check_auto(program: Program, share: int) -> Outcome:
@@ -210,6 +220,7 @@ def check_auto(program: Program, share: int) -> Outcome:
         plan = auto_checkpoint(model, program.sample, error.minimum_mb, time_limit=2, progress=False)
     if plan.budget_bytes is None or plan.peak_bytes > plan.budget_bytes:
         raise WrongPlan(f"{plan.peak_bytes} bytes predicted where {plan.budget_bytes} were asked for")
+    program = as_planned_for(program, plan.prepared)
     _compare(program, plan.module, model)
     return _memory(plan.prepared, plan.schedule, _measure(program, plan.module, model))
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from passes._torch import below_autograd
 from passes.fuse import records
 from passes.fuse.fused import Fused, Split
 from passes.fuse.meaning import run
 from passes.run import kernels
+from passes.run._torch import below_autograd
 from passes.run.tensors import alone
 from tests.zoo.compare import same_bits
 

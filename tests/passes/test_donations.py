@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from passes._torch import below_autograd
 from passes.fuse.fused import LIBRARY
 from passes.memory import measure_peak
 from passes.ops import DONATIONS, ROWWISE
+from passes.run._torch import below_autograd
 
 SHAPES = ((3,), (7, 33), (4, 5, 129), (2, 8, 9, 64))
 CASES = [

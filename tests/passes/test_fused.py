@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from passes._torch import below_autograd
 from passes.errors import VerificationError
 from passes.fuse import match, records
 from passes.fuse.fused import Fused, Split
 from passes.fuse.normal_form import COMMUTES, DIMENSION, SAME
 from passes.ops import ignored_by
 from passes.run import kernels
+from passes.run._torch import below_autograd
 from planner import auto_checkpoint
 from tests.passes import damaged_rules
 from tests.passes.registry import CASES, DTYPES, NORMED, draw, small_blocks, wrong, wrong_split

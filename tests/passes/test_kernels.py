@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from passes._torch import below_autograd
 from passes.alias import alias
 from passes.fuse import records
 from passes.memory import high_water, measure_peak
 from passes.profile import profile
+from passes.run._torch import below_autograd
 from passes.run.tensors import alone, held_once
 from passes.trace.arguments import bind_sample
 from passes.trace.capture import Traced, capture

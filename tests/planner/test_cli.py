@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from planner.check import case
 from planner.command.cli import main
+from planner.decided import Decided
 from planner.units import parse_size
 from solvers.engine import _interruptible
 from solvers.errors import MIB, BudgetError
@@ -110,8 +110,8 @@ def test_check(factory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert code == 0 and out.startswith("check by running: 2 steps beside the plain model, equal bit for bit: ")
     code, out, _ = run(capsys, "check", "a.json", "mine:small", "--json")
     assert code == 0 and json.loads(out)["steps"] == 2
-    real = case.run_planned
-    monkeypatch.setattr(case, "run_planned", lambda *a: real(*a) * 2)
+    real = Decided.run
+    monkeypatch.setattr(Decided, "run", lambda *a: real(*a) * 2)
     for arguments in (options, ("check", "a.json", "mine.py:small")):
         code, out, err = run(capsys, *arguments)
         assert (code, out) == (2, "") and err.count("\n") == 1 and "differs from the plain one: the output" in err

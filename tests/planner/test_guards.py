@@ -11,6 +11,7 @@ import collections
 import copy
 import cProfile
 import functools
+import gc
 import math
 import os
 import types
@@ -839,3 +840,32 @@ def test_a_model_of_transformers(change: Any, stays: bool) -> None:
     assert torch.equal(loss, plain) and list(keys) == list(expected)
     assert all(torch.equal(a, b) if a is not None else b is None for a, b in zip(ours, theirs, strict=True))
     assert (count(chosen) == 1) is stays
+
+
+class Littering(nn.Module):
+    """A forward in which the garbage collector runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        litter = [[] for _ in range(3000)]  # type: ignore[var-annotated]
+        return self.linear(x).sin().sum() + len(litter)
+
+
+def test_what_the_garbage_collector_calls_back_is_not_read_by_forward() -> None:
+    def count(phase: str, _: Any) -> None:
+        COUNTED["collections"] = COUNTED.get("collections", 0) + 1
+
+    model, x = Littering(), torch.randn(3, 4)
+    gc.callbacks.append(count)
+    try:
+        planned = plan(model, x)
+        COUNTED["collections"] = COUNTED.get("collections", 0) + 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # "planning anew" would be one
+            planned.module(x).backward()
+    finally:
+        gc.callbacks.remove(count)
+        COUNTED.pop("collections", None)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from solvers.errors import PlannerError, ScheduleError
 from solvers.problem import Op, Problem, Tensor
+from solvers.replay import copies
 from solvers.schedule import Schedule, Step, computes, plain_order, with_frees
 from solvers.simulate import peak_and_cost, simulate
 from tests.solvers.oracles import Broken, replay
@@ -28,6 +29,17 @@ def test_agrees_with_the_naive_replayer(data: st.DataObject) -> None:
     assert peak_and_cost(problem, schedule) == (expected.peak_bytes, expected.added_cost)
     reached = [i for i, moment in enumerate(got.moment_bytes) if moment == got.peak_bytes]
     assert got.peak_step == (reached[0] if reached else 0)
+
+
+@given(st.data())
+def test_the_copies_add_up_to_what_is_resident(data: st.DataObject) -> None:
+    problem = data.draw(problems())
+    schedule = data.draw(schedules(problem))
+    found = copies(problem, schedule)
+    for position, (kind, i) in enumerate(schedule):
+        held = sum(problem.tensors[c.tensor].bytes for c in found if c.made <= position < c.until)
+        running = problem.ops[i].workspace if kind == "compute" else 0
+        assert problem.static_bytes + held + running == replay(problem, schedule).moment_bytes[position]
 
 
 @given(st.data())

@@ -18,7 +18,8 @@ from solvers.problem import Problem
 from solvers.schedule import plain_order, with_frees
 from solvers.simulate import simulate
 from solvers.solution import Solution, Status
-from solvers.staged import StagedModel, cost_unit, first_ends
+from solvers.staged import StagedModel, first_ends
+from solvers.stages import cost_unit
 from tests.solvers.oracles import Frontier, brute_force, replay
 from tests.solvers.problems import SOLVED, Solved
 from tests.solvers.random_problems import wrongs

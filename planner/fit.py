@@ -13,9 +13,10 @@ from passes.device import kind_of, room_bytes
 from solvers import Report
 from solvers.errors import MIB, BudgetError
 from solvers.minimum import Minimum, minimum_budget
+from solvers.schedule import Schedule
 from solvers.solution import Solution, solution
 
-from .footprint import unknown_settings
+from .footprint import Footprint, unknown_settings
 from .preference import solve_step
 from .prepared import Prepared
 
@@ -111,8 +112,7 @@ class _Search:
         tried = self._measured(minimum.minimum_bytes, found)
         if tried.over_bytes <= 0:
             return tried
-        needed = self.prepared.footprint(found.schedule)
-        assert needed is not None
+        needed = self._worst(found.schedule)
         raise BudgetError(
             f"the step does not fit: the smallest plan known allocates {needed.allocated_bytes / MIB:,.1f} MiB, for "
             f"which torch's allocator reserves {needed.reserved_bytes / MIB:,.1f} MiB of the device; the limits are "
@@ -131,9 +131,19 @@ class _Search:
         return replace(tried.found, notes=(*tried.found.notes, f"planned to reserve {size}"))
 
     def _measured(self, asked_bytes: int, found: Solution) -> _Try:
-        needed = self.prepared.footprint(found.schedule)
-        assert needed is not None
+        needed = self._worst(found.schedule)
         over = needed.reserved_bytes - self.room_bytes
         if self.budget_bytes is not None:
             over = max(over, needed.allocated_bytes - self.budget_bytes)
         return _Try(asked_bytes, found, over, needed.reserved_bytes)
+
+    def _worst(self, schedule: Schedule) -> Footprint:
+        """Where the driver will place new segments is its own affair: the plan is to fit both ways."""
+        start = self.prepared.start
+        assert start is not None
+        both = [
+            replace(self.prepared, start=replace(start, descending=way)).footprint(schedule) for way in (False, True)
+        ]
+        return Footprint(
+            max(f.allocated_bytes for f in both if f is not None), max(f.reserved_bytes for f in both if f is not None)
+        )

@@ -49,7 +49,7 @@ def _fill(megabytes: int) -> str:
 @pytest.mark.skipif(not HOLLOW, reason="a real device's memory is what it is")
 def test_without_a_budget_the_plan_fills_the_device_and_no_more() -> None:
     found = dict(pair.split("=") for pair in _fill(420).split())
-    assert int(found["retries"]) == 0
+    assert int(found["retries"]) == 0, found
     assert float(found["plain_mib"]) > 420, "the plain step fits: nothing was tested"
     assert float(found["reserved_mib"]) == pytest.approx(float(found["predicted_reserved_mib"]), rel=0.02)
     assert 0.95 * 420 <= float(found["reserved_mib"]) <= 420

@@ -26,6 +26,9 @@ $(STAMP): constraints.txt pyproject.toml
 test: $(STAMP)  ## the tests, without the slow ones
 	$(PY) -m pytest
 
+hollow:  ## tests/gpu without a GPU: CUDA's memory, kernels that do nothing (3.7 GB)
+	@tests/hollow/make.sh .venv-hollow $(HOLLOW_TORCH) $(PYTHON)
+
 check: lint types test check-notebooks  ## what CI runs: lint, types, tests, notebooks
 
 lint: $(STAMP)  ## ruff

@@ -51,10 +51,12 @@ __all__ = [
     "active_saving_hooks",
     "allocator_events",
     "compiling_flags",
+    "cuda_allocations",
     "disable_current_modes",
     "eager_kernels",
     "export_joint",
     "flop_registry",
+    "forget_cublas_workspaces",
     "forget_source",
     "is_dense",
     "mutation_count",
@@ -228,6 +230,26 @@ def allocator_events(run: Callable[[], Any]) -> list[int]:
     finally:
         threads = autograd._disable_profiler_legacy()
     return [e.cpu_memory_usage() for events in threads for e in events if e.kind() == "memory_alloc"]
+
+
+def cuda_allocations(run: Callable[[], Any]) -> tuple[list[tuple[int, int]], Any]:
+    """`(address, bytes asked for)` of each allocation on the current CUDA device while `run()` executes, a free with
+    its bytes negative; and what `run()` returned.
+    """
+    record = torch.cuda.memory._record_memory_history
+    record("all", context=None, clear_history=True)
+    try:
+        result = run()
+        traces = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    finally:
+        record(None)
+    sign = {"alloc": 1, "free_requested": -1}
+    return [(e["addr"], sign[e["action"]] * e["size"]) for e in traces if e["action"] in sign], result
+
+
+def forget_cublas_workspaces() -> None:
+    """Free the workspaces that cuBLAS keeps for each of its handles; the next product allocates its own again."""
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def _kineto_events(run: Callable[[], Any]) -> list[int]:

@@ -14,6 +14,7 @@ from solvers.order import backward_order, in_order
 from solvers.problem import Op, Problem, Tensor
 
 from .alias import Aliases, Storage, is_compute
+from .device import kind_of
 from .errors import Unsupported
 from .memory import granule, round_up, span
 from .ops import (
@@ -27,10 +28,10 @@ from .ops import (
 )
 from .profile import OpProfile
 from .run.replay import is_counter
+from .tape import NO_TAPE
 from .trace.capture import Traced
 
 UPDATE = "optimizer_step"  # the op that stands for the update of the parameters
-RNG_STATE_BYTES = 5056  # the CPU generator's state; a CUDA generator's is 16 bytes, kept on the CPU
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ class _Lowering:
         pinned = self._add_end(pinned, let_go, tangent_tensors, step_bytes)
         static = sum(self._bytes(self.aliases.of[p]) for p in self._distinct(primals))
         accumulated = sum(round_up(value.numel() * value.element_size(), self.granule) for value in self.accumulated)
+        static += kept_bytes(forward, self.profiles) + kept_bytes(backward, self.profiles)
         problem = Problem(
             ops=tuple(self.ops),
             tensors=tuple(self.tensors),
@@ -180,7 +182,7 @@ class _Lowering:
         read = [s for a in node.all_input_nodes for s in self.aliases.storages(a)]
         inputs = tuple(dict.fromkeys(self.storage_tensor[s] for s in read if s in self.storage_tensor))
         replay: tuple[int, ...] = ()
-        recomputable = forward and node not in self.once and must_run_once(node, self.device.type) is None
+        recomputable = forward and node not in self.once and must_run_once(node, self.device) is None
         if _reads_overwritten(node, mutated, self.aliases):
             recomputable = False
             if not forward:
@@ -226,7 +228,7 @@ class _Lowering:
         return taken if same and self.tensors[taken].bytes == self.tensors[outputs[0]].bytes else None
 
     def _rng_bytes(self) -> int:
-        return 0 if self.device.type == "cuda" else round_up(RNG_STATE_BYTES, self.granule)
+        return round_up(kind_of(self.device).rng_state_bytes, self.granule)
 
     def _add_kept(self) -> list[int]:
         """The old buffers that the runtime copies, should the backward start elsewhere than planned (see `replay`)."""
@@ -381,6 +383,11 @@ def _same_layout(source: torch.Tensor, result: torch.Tensor) -> bool:
     )  # fmt: skip
 
 
+def kept_bytes(nodes: Collection[fx.Node], profiles: dict[fx.Node, OpProfile]) -> int:
+    """What ops that run in one thread leave on the device for ever, each size once (cuBLAS has a handle per thread)."""
+    return sum(dict.fromkeys(size for n in nodes for size in (profiles[n].tape or NO_TAPE).kept))
+
+
 def stateful_primals(traced: Traced) -> tuple[int, ...]:
     """Overwritten primals whose old value a replay needs: it decides a result, and the backward can start elsewhere.
 
@@ -402,7 +409,7 @@ def why_once(node: fx.Node, traced: Traced, aliases: Aliases, device: torch.devi
     """Why a forward kernel may not run again whatever the user wants, or None."""
     mutated = {aliases.of[traced.placeholders[i]] for i in traced.mutated}
     changed = "it reads what the forward changes" if _reads_overwritten(node, mutated, aliases) else None
-    return must_run_once(node, device.type) or changed
+    return must_run_once(node, device) or changed
 
 
 def _reads_overwritten(node: fx.Node, mutated: set[Any], aliases: Aliases) -> bool:

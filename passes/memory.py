@@ -7,17 +7,14 @@ from typing import Any
 
 import torch
 
-from ._torch import allocator_events
+from .device import kind_of, round_up
+
+__all__ = ["granule", "high_water", "measure_peak", "round_up", "span"]
 
 
 def granule(device: torch.device) -> int:
     """What the allocator rounds sizes up to: 512 bytes on CUDA, 64 on the CPU."""
-    return 512 if device.type == "cuda" else 64
-
-
-def round_up(size: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `size`."""
-    return -(-size // multiple) * multiple
+    return kind_of(device).granule
 
 
 def span(value: torch.Tensor) -> int:
@@ -30,22 +27,10 @@ def span(value: torch.Tensor) -> int:
 def measure_peak(run: Callable[[], Any], device: torch.device | None = None) -> int:
     """Bytes of the highest point of memory *above its level at the start* while `run()` executes.
 
-    On the CPU every allocator event of the block is replayed, each rounded to the granule in which sizes are
-    predicted, so the figure is exact; on CUDA it is `max_memory_allocated` less what was allocated before.
+    Without a device, on the CPU: exact there, by allocator events; on CUDA by `max_memory_allocated`.
     """
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    level = peak = 0
-    multiple = granule(torch.device("cpu"))
-    for change in allocator_events(run):
-        level += round_up(change, multiple) if change > 0 else -round_up(-change, multiple)
-        peak = max(peak, level)
-    return peak
+    device = torch.device("cpu") if device is None else device
+    return kind_of(device).peak_bytes(run, device)
 
 
 def high_water(

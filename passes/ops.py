@@ -10,6 +10,7 @@ from torch import fx
 
 from passes._torch import OpOverload
 
+from .device import kind_of
 from .fuse.fused import IgnoredArguments
 from .fuse.records import FUSED
 
@@ -108,15 +109,6 @@ TIES = frozenset(
     for name in ("topk", "sort", "argsort", "msort", "kthvalue", "median", "nanmedian", "mode", "_unique2")
 )
 
-# Sums whose order of addition is not fixed on a GPU: recomputing would change bits there.
-ATOMIC_ON_CUDA = frozenset(
-    getattr(aten, name)
-    for name in (
-        "index_add", "index_put", "_unsafe_index_put", "scatter_add", "scatter_reduce", "embedding_dense_backward",
-        "put", "bincount", "histc", "_embedding_bag", "cumsum", "grid_sampler_2d", "upsample_bilinear2d",
-    )
-)  # fmt: skip
-
 
 def is_random(node: fx.Node) -> bool:
     """Whether the op draws from a random number generator."""
@@ -154,7 +146,7 @@ def donations(node: fx.Node) -> dict[int, Donation]:
         return found
     position = ROWWISE[functional]
     last = position is None or node.args[position] in (-1, value.dim() - 1)
-    return found if last and value.device.type == "cpu" and value.is_contiguous() else {}
+    return found if last and kind_of(value.device).rowwise_in_place and value.is_contiguous() else {}
 
 
 def donated_argument(node: fx.Node) -> fx.Node | None:
@@ -194,15 +186,15 @@ def is_collective(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace in collectives
 
 
-def must_run_once(node: fx.Node, device_type: str) -> str | None:
+def must_run_once(node: fx.Node, device: torch.device) -> str | None:
     """Why an op may not be recomputed, or None."""
     target = node.target
     if not isinstance(target, OpOverload):
         return "not an ATen op"
     if target.overloadpacket in TIES:
         return "ties could fall differently"
-    if device_type == "cuda" and target.overloadpacket in ATOMIC_ON_CUDA:
-        return "not deterministic on CUDA"
+    if target.overloadpacket in kind_of(device).order_dependent:
+        return f"not deterministic on {device.type.upper()}"
     if is_collective(node):
         return "collective"
     if torch.Tag.nondeterministic_bitwise in target.tags:

@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from solvers.errors import BudgetError
+
 from ._torch import FakeTensor, pytree
 from .alias import device_of, is_compute
+from .device import kind_of
 from .draws import drawing_privately
 from .errors import Unsupported
 from .exclusive import exclusive, interrupt_point
@@ -27,6 +30,7 @@ from .fuse.records import BY_OP, workspace_bytes
 from .memory import high_water, span
 from .ops import OPAQUE_RESULTS, is_random, looks_at_values
 from .run._torch import below_autograd
+from .tape import Tape, record
 
 aten = torch.ops.aten
 Cost = str | Callable[["OpProfile"], float]
@@ -50,6 +54,7 @@ class OpProfile:
         workspace_bytes: memory above inputs and outputs while it runs, measured; 0 when it was not.
         result_bytes: measured size of each result's storage; None when it was not measured.
         result_strides: each result's strides as the kernel made it, likewise; None for what is not a tensor.
+        tape: what it asks the device's caching allocator for; None on the CPU, which has none, or when not measured.
         dtype: what it computes in, `bfloat16`: that of the first floating-point tensor read, else written; "" for none.
     """
 
@@ -65,6 +70,7 @@ class OpProfile:
     dtype: str = ""
     unlisted_flops: int = 0
     result_strides: tuple[tuple[int, ...] | None, ...] | None = None
+    tape: Tape | None = None
 
     @property
     def work(self) -> int:
@@ -80,6 +86,7 @@ class Measured:
     result_bytes: tuple[int, ...] | None = None
     result_strides: tuple[tuple[int, ...] | None, ...] | None = None
     seconds: float | None = None
+    tape: Tape | None = None
 
 
 def roofline(op: OpProfile, ridge: float = RIDGE) -> float:
@@ -144,7 +151,7 @@ def profile(
 def _annotated(op: OpProfile, found: Measured) -> OpProfile:
     return replace(
         op, seconds=found.seconds, workspace_bytes=found.workspace_bytes, result_bytes=found.result_bytes,
-        result_strides=found.result_strides,
+        result_strides=found.result_strides, tape=found.tape,
     )  # fmt: skip
 
 
@@ -198,14 +205,19 @@ def _measure(node: fx.Node, timed: bool) -> Measured:
             break
         try:
             run = _call(node, make_up)
-            workspace, results = high_water(run, device, expected)
+            workspace, results, tape = _memory(run, device, expected)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"the device has no room to run {node.name} ({node.target}) by itself, as profiling does: {error}. "
+                "Take a smaller batch, or free memory there."
+            ) from error
         except (RuntimeError, IndexError, ValueError):
             continue
         _check_shapes(node, results)
         sizes = tuple(t.untyped_storage().nbytes() if isinstance(t, torch.Tensor) else 0 for t in results)
         told = expected if expected is not None else [value]
         strides = tuple(_strides(*pair) for pair in zip(told, results, strict=False))
-        seen.append(Measured(workspace, sizes, strides, _time(run, device) if timed else None))
+        seen.append(Measured(workspace, sizes, strides, _time(run, device) if timed else None, tape))
     if not seen:
         counted = _count(node)
         return Measured(2 * (counted.bytes_read + counted.bytes_written), seconds=0.0 if timed else None)
@@ -216,6 +228,16 @@ def _strides(told: Any, made: Any) -> tuple[int, ...] | None:
     """The strides that a kernel gave its result, where it is a tensor as large as told."""
     both = isinstance(told, torch.Tensor) and isinstance(made, torch.Tensor)
     return tuple(made.stride()) if both and told.shape == made.shape else None
+
+
+def _memory(
+    run: Callable[[], Any], device: torch.device, expected: Sequence[Any] | None
+) -> tuple[int, Sequence[Any], Tape | None]:
+    """Workspace, results and, where blocks are cached, the tape of an op."""
+    if not kind_of(device).caches:
+        return *high_water(run, device, expected), None
+    tape, results = record(run, expected)
+    return tape.workspace_bytes(kind_of(device).granule), results, tape
 
 
 def _check_shapes(node: fx.Node, results: Sequence[Any]) -> None:
@@ -332,14 +354,9 @@ def _time(run: Callable[[], Any], device: torch.device) -> float:
     others = torch.empty(OTHERS_BYTES, dtype=torch.uint8, device=device)
     for _ in range(REPEATS):
         others.zero_()  # in a step, other ops have used the cache since
-        _synchronize(device)
+        kind_of(device).synchronize(device)
         start = time.perf_counter()
         run()
-        _synchronize(device)
+        kind_of(device).synchronize(device)
         samples.append(time.perf_counter() - start)
     return min(samples)  # whatever else the machine does can only add to it
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

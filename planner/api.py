@@ -50,7 +50,8 @@ def auto_checkpoint(
         sample: a tensor, a tuple (args) or a dict (kwargs), as the model will be called in training.
         budget_mb: MiB of peak memory of the whole step, as `torch.cuda.max_memory_allocated` counts it:
             parameters, buffers, inputs, gradients, activations, outputs. Also a size with its unit ("12GB") or a
-            share of the plain step's peak ("50%"). None: the device's free memory on CUDA, no limit on the CPU.
+            share of the plain step's peak ("50%"). None: all that truly
+            fits the device on CUDA, segments of its allocator included; no limit on the CPU.
         solver: a name of `solvers.SOLVERS`.
         cost: what recompute is measured in: "flops", "roofline" (bytes), "measured" (nanoseconds on this device),
             or a function of an `OpProfile`.
@@ -103,7 +104,7 @@ def auto_checkpoint(
         save=save, never_recompute=never_recompute, recompute=recompute, check=check,
         gradients=gradients,
     )  # fmt: skip
-    return session.plan(budget.to_bytes(session.prepared.device, session.plain_peak_bytes))
+    return session.plan(budget.to_bytes(session.plain_peak_bytes))
 
 
 def minimum_budget(

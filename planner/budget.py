@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from solvers.errors import MIB, BudgetError
 
 from .units import parse_size
@@ -27,16 +25,16 @@ class Budget:
     value: Any
 
     def __post_init__(self) -> None:
-        self.to_bytes(torch.device("cpu"), MIB)
+        self.to_bytes(MIB)
 
-    def to_bytes(self, device: torch.device, plain_peak_bytes: int | None) -> int | None:
-        """Bytes, rounded down; None asks for the device's free memory on CUDA, and for no limit elsewhere.
+    def to_bytes(self, plain_peak_bytes: int | None) -> int | None:
+        """Bytes, rounded down; None sets no limit but the device's own.
 
         Raises:
             BudgetError: a share is asked for where `plain_peak_bytes` is not known.
         """
         if self.value is None:
-            return _free_bytes(device) if device.type == "cuda" else None
+            return None
         if isinstance(self.value, str):
             return parse_size(self.value, plain_peak_bytes)
         if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
@@ -44,12 +42,6 @@ class Budget:
         if not 0 < self.value <= LARGEST_MB:
             raise BudgetError(f"budget_mb={self.value!r} is not a usable budget: {ACCEPTED}.")
         return int(self.value * MIB)
-
-
-def _free_bytes(device: torch.device) -> int:
-    """What the device has free, with all that this process has reserved there."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free) + int(torch.cuda.memory_reserved(device))
 
 
 def reserve_to_bytes(reserve_mb: Any) -> int:

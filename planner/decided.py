@@ -24,6 +24,7 @@ from solvers.schedule import Schedule, computes, plain_order, with_frees
 from solvers.solution import Solution
 
 from .check.record import NOT_RUN, Checked
+from .footprint import Footprint
 from .hints import hint_notes
 from .optimizer import NO_UPDATE
 from .prepared import Prepared
@@ -70,7 +71,17 @@ class Decided:
     @property
     def peak_bytes(self) -> int:
         """Predicted peak of the planned step, everything in `budget_bytes`' meaning included."""
-        return self.solution.peak_bytes
+        return self.solution.peak_bytes if self.footprint is None else self.footprint.allocated_bytes
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """Predicted `torch.cuda.max_memory_reserved`; None where no caching allocator is simulated (the CPU)."""
+        return None if self.footprint is None else self.footprint.reserved_bytes
+
+    @cached_property
+    def footprint(self) -> Footprint | None:
+        """What the device's caching allocator makes of the schedule."""
+        return self.prepared.footprint(self.schedule)
 
     @property
     def baseline_peak_bytes(self) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from passes.device import room_bytes
 from solvers.errors import MIB, BudgetError, PlannerError
 from solvers.problem import Problem
 from solvers.solution import Solution
@@ -172,7 +173,7 @@ def max_batch(
     Raises:
         BudgetError: not even a batch of one fits; carries the minimum.
     """
-    budget = Budget(budget_mb).to_bytes(model_device(model), None)
+    budget = Budget(budget_mb).to_bytes(None) or room_bytes(model_device(model))
     if budget is None:
         raise BudgetError("budget_mb=None has no meaning on the CPU here: give the MiB that the step may take.")
     search = _Search(model, make_sample, budget, {"check": "auto", **options})

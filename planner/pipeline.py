@@ -20,8 +20,8 @@ from solvers.solution import Solution, solution
 
 from .check.run import check_step
 from .decided import Decided
+from .fit import solve_to_fit
 from .options import Options
-from .preference import solve_step
 from .prepared import Prepared, check_model, prepare
 from .progress import Progress
 
@@ -52,7 +52,7 @@ def decide(prepared: Prepared, budget_bytes: int | None, progress: Progress) -> 
         BudgetError: nothing found fits.
     """
     with progress.stage("solve"):
-        found = solve_step(prepared, budget_bytes, report=progress.report)
+        found = solve_to_fit(prepared, budget_bytes, report=progress.report)
     return emit(prepared, found, budget_bytes, progress)
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from passes.device import empty_cache
+
 from .check.record import Checked
 from .check.run import check_step
 from .decided import Decided
@@ -42,6 +44,7 @@ class Plan(Decided):
         options = decided.prepared.options
         with Progress(options.progress).stage("check"):
             checked = check_step(model, decided, arguments, options.loss_fn, options.check)
+        empty_cache(decided.prepared.device)
         replan = replanner(options, decided.budget_bytes, decided.prepared.layouts)
         module = PlannedModule(model, decided, arguments, replan, options.loss_fn, options.on_new_shape)
         figures = {f.name: getattr(decided, f.name) for f in fields(Decided)}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from passes._torch import pytree
 from passes.alias import Aliases, alias
 from passes.lower import UPDATE, Lowered, lower
 from passes.printable import printable
@@ -19,9 +20,10 @@ from passes.trace.refuse import refuse
 from solvers.bounds import floor_bytes
 from solvers.errors import MIB, BudgetError, PlannerError
 from solvers.problem import Problem
-from solvers.schedule import plain_order, with_frees
+from solvers.schedule import Schedule, plain_order, with_frees
 from solvers.simulate import simulate
 
+from .footprint import Footprint, Start, footprint, start_of
 from .hints import Hinted, resolve
 from .options import Options
 from .progress import Progress
@@ -36,6 +38,7 @@ class Prepared:
         hinted: the hint that names each kernel, where one does.
         model_name: the model's class, for people to read.
         layouts: what running has shown about layouts so far; one object for all plans of a model.
+        start: the device's caching allocator before the step; None where it has none or the model is on no device.
     """
 
     traced: Traced
@@ -48,6 +51,7 @@ class Prepared:
     hinted: dict[fx.Node, Hinted]
     model_name: str
     layouts: Layouts
+    start: Start | None = None
 
     @property
     def problem(self) -> Problem:
@@ -66,6 +70,12 @@ class Prepared:
     def preferred(self) -> tuple[int, ...]:
         """Ops that the hints want to be recomputed, in order."""
         return tuple(sorted(self.lowered.node_op[n] for n, hint in self.hinted.items() if not hint.once))
+
+    def footprint(self, schedule: Schedule) -> Footprint | None:
+        """What the device's caching allocator makes of a schedule; None where there is none."""
+        if self.start is None:
+            return None
+        return footprint(self.lowered, self.profiles, schedule, self.start, self.options.reserve_bytes)
 
 
 def prepare(
@@ -112,9 +122,14 @@ def prepare(
             break
         layouts.update(made)
     lowered = lower_step(traced, aliases, profiles, device, options, once)
-    plain = simulate(lowered.problem, with_frees(lowered.problem, plain_order(lowered.problem)))
+    schedule = with_frees(lowered.problem, plain_order(lowered.problem))
+    plain = simulate(lowered.problem, schedule).peak_bytes
+    resident = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(dict(arguments))]
+    start = start_of([t for t in resident if isinstance(t, torch.Tensor)], device) if real else None
     name = printable(type(model).__name__)
-    return Prepared(traced, aliases, profiles, lowered, device, plain.peak_bytes, options, hinted, name, layouts)
+    prepared = Prepared(traced, aliases, profiles, lowered, device, plain, options, hinted, name, layouts, start)
+    found = prepared.footprint(schedule)
+    return prepared if found is None else replace(prepared, baseline_peak_bytes=found.allocated_bytes)
 
 
 def check_model(model: Any) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 from torch import nn
 
 from passes.trace.arguments import bind_sample
-from solvers.minimum import Minimum, minimum_budget
+from solvers.minimum import Minimum
 from solvers.problem import Problem
 from solvers.schedule import Schedule
 from solvers.solution import Solution
 
 from .budget import reserve_to_bytes
+from .fit import minimum_schedule
 from .hints import make_hints
 from .optimizer import measure_update
 from .options import Options
@@ -47,7 +48,9 @@ class Session:
     def minimum(self) -> Minimum:
         """The smallest peak known to work, and the proved floor."""
         with self.progress.stage("minimum"):
-            return minimum_budget(self.problem, time_limit=self.prepared.options.time_limit)
+            found = minimum_schedule(self.prepared)
+        needed = self.prepared.footprint(found.schedule)
+        return found if needed is None else replace(found, minimum_bytes=needed.allocated_bytes)
 
     def solve(
         self, budget_bytes: int | None, *, solver: str | None = None, warm_starts: tuple[Schedule, ...] = ()

@@ -143,7 +143,7 @@ def _block(value: Any, indent: str = "    ") -> str:
 
 def _result(plan: Decided, found: Solution) -> dict[str, Any]:
     return {
-        "peak_bytes": plan.peak_bytes,
+        "peak_bytes": found.peak_bytes,
         "plain_peak_bytes": plan.baseline_peak_bytes,
         "static_bytes": plan.static_bytes,
         "added_cost": found.added_cost,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.device import room_bytes
 from passes.profile import OpProfile
 from passes.rates import cost_function
 from planner.budget import Budget, reserve_to_bytes
@@ -62,7 +63,7 @@ class CompileOptions:
     def settings(self, device: torch.device) -> Settings:
         """The same, ready for use on a device."""
         cost: Any = self.cost or (compiled_cost if self.inner == "inductor" else "roofline")
-        budget = Budget(self.budget_mb).to_bytes(device, None)
+        budget = Budget(self.budget_mb).to_bytes(None) or room_bytes(device)
         return Settings(
             budget, self.inner == "inductor", self.solver, self.time_limit, self.gap,
             cost if callable(cost) else cost_function(cost), cost == "measured", reserve_to_bytes(self.reserve_mb),

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from passes.device import kind_of
 from passes.errors import Unsupported
-from passes.lower import RNG_STATE_BYTES
 from passes.memory import measure_peak
 from passes.run import kernels
 from passes.run.tensors import laid_out
@@ -262,7 +262,7 @@ def _slack_bytes(problem: Problem) -> int:
     copied = sum(problem.tensors[t].bytes for op in handed_on for t in op.outputs)
     norms = [op for op in problem.ops if op.name.startswith("batch_norm_statistics")]
     numbers = max((sum(problem.tensors[t].bytes for t in op.outputs) for op in norms), default=0)
-    return copied + numbers + (3 * RNG_STATE_BYTES if draws else 0)
+    return copied + numbers + (3 * kind_of(torch.device("cpu")).rng_state_bytes if draws else 0)
 
 
 def _compare(program: Program, module: nn.Module, model: nn.Module) -> None:

@@ -47,7 +47,7 @@ def loss_bytes(module: nn.Module, sample: Any) -> int:
     output = unflatten(template, fresh)
     if any(scalar_loss(output) is t for t in fresh):
         return 0
-    peak = measure_peak(lambda: scalar_loss(output).backward())
+    peak = measure_peak(lambda: scalar_loss(output).backward(), fresh[0].device)
     given = [t.grad for t in fresh if t.grad is not None]
     return peak - sum(round_up(g.untyped_storage().nbytes(), granule(g.device)) for g in given)
 

@@ -1,0 +1,149 @@
+"""fit: a solution that the device's caching allocator has room for, not only its schedule.
+
+The solvers count tensors. The allocator adds blocks that it does not split, and segments, which decide whether the
+device is full. Both are known once a schedule is, so a schedule that turns out too large is solved anew for as much
+less; where that gives away too much, for something in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from passes.device import kind_of, room_bytes
+from solvers import Report
+from solvers.errors import MIB, BudgetError
+from solvers.minimum import Minimum, minimum_budget
+from solvers.schedule import Schedule
+from solvers.solution import Solution, solution
+
+from .footprint import Footprint, unknown_settings
+from .preference import solve_step
+from .prepared import Prepared
+
+TRIES = 8
+WELL_USED = 0.97
+
+
+@dataclass(frozen=True)
+class _Try:
+    asked_bytes: int
+    found: Solution
+    over_bytes: int
+    reserved_bytes: int
+
+
+def solve_to_fit(prepared: Prepared, budget_bytes: int | None, *, report: Report | None = None) -> Solution:
+    """The cheapest schedule found whose peak is within the budget, and whose segments are within the device.
+
+    Args:
+        budget_bytes: what may be allocated; None leaves the device's own limit.
+
+    Raises:
+        BudgetError: nothing found fits; says whether the budget or the device's memory is too small.
+    """
+    if prepared.start is None:
+        return _without_allocator(prepared, budget_bytes, report)
+    search = _Search(prepared, budget_bytes, report)
+    best, failed = None, search.first()
+    if failed.over_bytes <= 0:
+        return failed.found
+    for _ in range(TRIES):
+        asked = failed.asked_bytes - failed.over_bytes if best is None else (best.asked_bytes + failed.asked_bytes) // 2
+        try:
+            tried = search.attempt(asked)
+        except BudgetError:
+            break
+        if tried.over_bytes <= 0:
+            best = tried
+            if tried.over_bytes > -(1 - WELL_USED) * search.limit_bytes:
+                break
+        else:
+            failed = tried
+    return search.noted(best or search.smallest())
+
+
+def _without_allocator(prepared: Prepared, budget_bytes: int | None, report: Report | None) -> Solution:
+    """Where the allocator cannot be simulated, tensors and workspaces are all that is counted."""
+    if not kind_of(prepared.device).caches:
+        return solve_step(prepared, budget_bytes, report=report)
+    found = solve_step(prepared, room_bytes(prepared.device) if budget_bytes is None else budget_bytes, report=report)
+    note = f"reserved memory is not predicted under {', '.join(unknown_settings())}"
+    return replace(found, notes=(*found.notes, note))
+
+
+def minimum_schedule(prepared: Prepared) -> Minimum:
+    """The schedule of the smallest peak known."""
+    return minimum_budget(prepared.problem, time_limit=prepared.options.time_limit)
+
+
+class _Search:
+    def __init__(self, prepared: Prepared, budget_bytes: int | None, report: Report | None) -> None:
+        assert prepared.start is not None
+        self.prepared, self.budget_bytes, self.report = prepared, budget_bytes, report
+        self.room_bytes = prepared.start.room_bytes
+        self.limit_bytes = self.room_bytes if budget_bytes is None else min(self.room_bytes, budget_bytes)
+
+    def attempt(self, asked_bytes: int | None) -> _Try:
+        found = solve_step(self.prepared, asked_bytes, report=self.report)
+        return self._measured(found.peak_bytes if asked_bytes is None else min(asked_bytes, found.peak_bytes), found)
+
+    def first(self) -> _Try:
+        """What the budget alone allows."""
+        try:
+            return self.attempt(self.budget_bytes)
+        except BudgetError as error:
+            needed = self.prepared.footprint(minimum_schedule(self.prepared).schedule)
+            if needed is None or error.minimum_bytes is None or needed.allocated_bytes <= error.minimum_bytes:
+                raise
+            taken = f"With the blocks that torch's allocator does not split it takes {needed.allocated_bytes} bytes."
+            raise BudgetError(
+                f"{error} {taken}", budget_bytes=error.budget_bytes, minimum_bytes=needed.allocated_bytes,
+                floor_bytes=error.floor_bytes,
+            ) from error  # fmt: skip
+
+    def smallest(self) -> _Try:
+        """What is left to try: the schedule of the smallest peak known.
+
+        Raises:
+            BudgetError: not even that fits.
+        """
+        minimum = minimum_schedule(self.prepared)
+        found = solution(self.prepared.problem, minimum.schedule, "minimum")
+        tried = self._measured(minimum.minimum_bytes, found)
+        if tried.over_bytes <= 0:
+            return tried
+        needed = self._worst(found.schedule)
+        raise BudgetError(
+            f"the step does not fit: the smallest plan known allocates {needed.allocated_bytes / MIB:,.1f} MiB, for "
+            f"which torch's allocator reserves {needed.reserved_bytes / MIB:,.1f} MiB of the device; the limits are "
+            f"{'no budget' if self.budget_bytes is None else f'{self.budget_bytes / MIB:,.1f} MiB'} and "
+            f"{self.room_bytes / MIB:,.1f} MiB of the device. Take a smaller batch, free memory there, or set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, with which less is reserved.",
+            budget_bytes=self.budget_bytes, minimum_bytes=needed.allocated_bytes, floor_bytes=minimum.floor_bytes,
+        )  # fmt: skip
+
+    def noted(self, tried: _Try) -> Solution:
+        """The answer, saying that the device's memory and not the budget decided, where that is so."""
+        plain = self.budget_bytes is None or self.budget_bytes > self.room_bytes
+        if not plain:
+            return tried.found
+        size = f"{tried.reserved_bytes / MIB:,.1f} of the device's {self.room_bytes / MIB:,.1f} MiB"
+        return replace(tried.found, notes=(*tried.found.notes, f"planned to reserve {size}"))
+
+    def _measured(self, asked_bytes: int, found: Solution) -> _Try:
+        needed = self._worst(found.schedule)
+        over = needed.reserved_bytes - self.room_bytes
+        if self.budget_bytes is not None:
+            over = max(over, needed.allocated_bytes - self.budget_bytes)
+        return _Try(asked_bytes, found, over, needed.reserved_bytes)
+
+    def _worst(self, schedule: Schedule) -> Footprint:
+        """Where the driver will place new segments is its own affair: the plan is to fit both ways."""
+        start = self.prepared.start
+        assert start is not None
+        both = [
+            replace(self.prepared, start=replace(start, descending=way)).footprint(schedule) for way in (False, True)
+        ]
+        return Footprint(
+            max(f.allocated_bytes for f in both if f is not None), max(f.reserved_bytes for f in both if f is not None)
+        )

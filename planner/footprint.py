@@ -1,0 +1,179 @@
+"""What a schedule makes the device's caching allocator hold: its own allocations, played step after step."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from passes.allocator import OWN_SEGMENT, Block, CachingAllocator, Segment
+from passes.device import empty_cache, kind_of, room_bytes
+from passes.lower import Lowered
+from passes.profile import OpProfile
+from passes.tape import NO_TAPE, Tape
+from solvers.replay import replay
+from solvers.schedule import Schedule
+
+Profiles = dict[fx.Node, OpProfile]
+IDLE = "inactive"
+# Settings of the allocator under which it behaves otherwise than `passes.allocator`.
+UNKNOWN_SETTINGS = ("max_split_size_mb", "roundup_power2_divisions", "garbage_collection_threshold", "cudaMallocAsync")
+STEPS = 3  # the second finds what the first left cached; the third shows that nothing more is needed
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on the device, at their highest.
+
+    Attributes:
+        allocated_bytes: as `torch.cuda.max_memory_allocated` counts, without what was there besides the step.
+        reserved_bytes: as `torch.cuda.max_memory_reserved` counts.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """The allocator as the step finds it.
+
+    Attributes:
+        segments: what it has reserved.
+        others_bytes: what is allocated in them besides the step's parameters, buffers and inputs.
+        room_bytes: what can be reserved in all before the device is full.
+        expandable: whether the allocator's segments grow.
+        descending: whether a new segment lies below those before it.
+    """
+
+    segments: tuple[Segment, ...]
+    others_bytes: int
+    room_bytes: int
+    expandable: bool
+    descending: bool
+
+
+def start_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Start | None:
+    """The allocator with nothing cached, and `tensors` in it; None where there is none, or one that is not known."""
+    if not kind_of(device).caches or unknown_settings():
+        return None
+    empty_cache(device)
+    snapshot = [s for s in torch.cuda.memory_snapshot() if s["device"] == (device.index or 0)]
+    segments = tuple(
+        Segment(s["address"], s["segment_type"] == "small", tuple((b["size"], b["state"] != IDLE) for b in s["blocks"]))
+        for s in snapshot
+    )
+    ours = {t.untyped_storage().data_ptr() for t in tensors if t.device == device}
+    used = [b for s in snapshot for b in s["blocks"] if b["state"] != IDLE]
+    others = sum(b["size"] for b in used if b["address"] not in ours)
+    expandable = any(s["is_expandable"] for s in snapshot)
+    return Start(segments, others, room_bytes(device) or 0, expandable, _descends(device))
+
+
+def unknown_settings() -> tuple[str, ...]:
+    """The settings in force that the simulation does not know."""
+    asked = " ".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return tuple(name for name in UNKNOWN_SETTINGS if name in asked)
+
+
+def _descends(device: torch.device) -> bool:
+    """Whether the driver places segments downwards: two of the smallest that are not shared are asked for."""
+    try:
+        first, second = (torch.empty(OWN_SEGMENT, dtype=torch.uint8, device=device) for _ in range(2))
+    except torch.OutOfMemoryError:
+        return False
+    found = second.data_ptr() < first.data_ptr()
+    del first, second
+    empty_cache(device)
+    return found
+
+
+def footprint(
+    lowered: Lowered, profiles: Profiles, schedule: Schedule, start: Start, reserve_bytes: int = 0
+) -> Footprint:
+    """Play `STEPS` steps, the gradients and outputs of each being dropped after it.
+
+    Args:
+        reserve_bytes: what is set aside on top of both figures.
+    """
+    allocator = CachingAllocator(expandable=start.expandable, segments=start.segments, descending=start.descending)
+    player = _Player(lowered, profiles, allocator)
+    for _ in range(STEPS):
+        player.step(schedule)
+    allocated = allocator.peak_allocated_bytes - start.others_bytes
+    return Footprint(allocated + reserve_bytes, allocator.peak_reserved_bytes + reserve_bytes)
+
+
+class _Player:
+    def __init__(self, lowered: Lowered, profiles: Profiles, allocator: CachingAllocator) -> None:
+        self.lowered, self.profiles, self.allocator = lowered, profiles, allocator
+        self.held: dict[int, Block] = {}
+        self.kept: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
+
+    def step(self, schedule: Schedule) -> None:
+        backward = False
+        for moment in replay(self.lowered.problem, schedule):
+            kind, i = moment.step
+            if kind == "free":
+                self._drop(i)
+                continue
+            backward = backward or i == self.lowered.tangent_op
+            self._compute(i, moment.donated, backward)
+        for t in list(self.held):
+            self._drop(t)
+
+    def _drop(self, tensor: int) -> None:
+        block = self.held.pop(tensor, None)
+        if block is not None:
+            self.allocator.release(block)
+
+    def _compute(self, i: int, donated: int | None, backward: bool) -> None:
+        op, node = self.lowered.problem.ops[i], self.lowered.nodes[i]
+        profile = self.profiles.get(node) if node is not None else None
+        tape = profile.tape if profile is not None else None
+        self._keep(tape or NO_TAPE, backward)
+        given = None if donated is None else self.held.pop(donated, None)
+        made = self._play(tape, given) if tape else self._plain(op.workspace)
+        for t in op.outputs:
+            storage = self.lowered.storages[t]
+            k = tape.results[storage.index] if tape and storage and storage.index < len(tape.results) else None
+            block = made.pop(k, None) if k is not None else None
+            if block is None and t == op.outputs[0] and given is not None:
+                block, given = given, None
+            if block is None and self.lowered.problem.tensors[t].bytes:
+                block = self.allocator.allocate(self.lowered.problem.tensors[t].bytes)
+            if block is not None and t in self.held:
+                self.allocator.release(block)  # an output that was live keeps its old copy
+            elif block is not None:
+                self.held[t] = block
+        for block in made.values():
+            self.allocator.release(block)
+
+    def _play(self, tape: Tape, given: Block | None) -> dict[int, Block]:
+        """The allocations that are left at the op's end; the first result's is not made where memory is given."""
+        skipped = tape.results[0] if given is not None and tape.results else None
+        made: dict[int, Block] = {}
+        count = 0
+        for event in tape.events:
+            if event < 0:
+                if (block := made.pop(-1 - event, None)) is not None:
+                    self.allocator.release(block)
+                continue
+            if count != skipped:
+                made[count] = self.allocator.allocate(event)
+            count += 1
+        return made
+
+    def _plain(self, workspace: int) -> dict[int, Block]:
+        return {-1: self.allocator.allocate(workspace)} if workspace else {}
+
+    def _keep(self, tape: Tape, backward: bool) -> None:
+        """cuBLAS keeps a workspace for each thread that runs products: autograd's has its own."""
+        for size, count in Counter(tape.kept).items():
+            while self.kept[backward][size] < count:
+                self.allocator.allocate(size)
+                self.kept[backward][size] += 1

@@ -1,0 +1,54 @@
+"""`python -m tests.gpu.table [NAME ...]`: predicted and measured memory of zoo models on this CUDA device.
+
+A line is one model at one share of what its plain step needs above static, in MiB. Exit status 1 when a prediction of
+allocated memory is below the measurement or more than .1 % above it, or one of reserved memory is off by more than
+2 %. A loss taken outside the model is not the plan's.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from planner import PlannerError
+from tests.gpu.device import HOLLOW, MIB, measure, on_device, plan_for
+from tests.zoo.compare import loss_bytes
+from tests.zoo.table import ENTRIES
+
+SHARES = (None, 80, 60, 40)
+NAMES = ("gpt2-sdpa", "llama", "bert", "vit", "mixtral", "resnet50", "densenet121", "vnet", "lstm")
+
+
+def line(name: str, share: int | None) -> tuple[str, bool]:
+    """The line, and whether it holds."""
+    model, sample = on_device(ENTRIES[name])
+    plan = plan_for(model, sample, share)
+    found = measure(plan, model, sample)
+    reserved = plan.reserved_bytes or 0
+    most = plan.peak_bytes + loss_bytes(plan.module, sample)
+    holds = 0.999 * plan.peak_bytes <= found.allocated_bytes <= most
+    holds = holds and abs(found.reserved_bytes - reserved) <= 0.02 * reserved and not found.retries
+    sizes = (plan.peak_bytes, found.allocated_bytes, reserved, found.reserved_bytes)
+    cells = [name, "plain" if share is None else f"{share} %", *(f"{size / MIB:.2f}" for size in sizes)]
+    cells += [f"{found.reserved_bytes / plan.peak_bytes:.3f}", str(found.retries), "yes" if holds else "NO"]
+    return f"| {' | '.join(cells)} |", holds
+
+
+def main() -> int:
+    """Print the table."""
+    print(f"hollow: {HOLLOW}")
+    print("| model | share | predicted allocated | measured | predicted reserved | measured | over | retries | holds |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    failed = 0
+    for name in sys.argv[1:] or NAMES:
+        for share in SHARES:
+            try:
+                text, holds = line(name, share)
+            except PlannerError as error:
+                text, holds = f"| {name} | {type(error).__name__}: {str(error)[:150]} |", False
+            print(text, flush=True)
+            failed += not holds
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

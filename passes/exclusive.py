@@ -41,6 +41,11 @@ def exclusive() -> Iterator[None]:
         yield
 
 
+def alone() -> bool:
+    """Whether no other thread of the program runs: then the generators that all threads share move here alone."""
+    return all(thread is threading.current_thread() or thread.daemon for thread in threading.enumerate())
+
+
 def interrupt_point() -> None:
     """Raise here what Ctrl-C asked for since the last such point."""
     handler = signal.getsignal(signal.SIGINT)

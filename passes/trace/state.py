@@ -22,6 +22,7 @@ from torch import nn
 from passes._torch import outside_tracing
 
 from ..errors import Unsupported
+from ..exclusive import alone
 from .nodes import Change, Node, identical, node_changes, same
 from .places import place, user_frame
 from .reach import visit
@@ -61,10 +62,11 @@ class Snapshot:
         for prefix, module in model.named_modules():
             self._queue.append((module, f"self.{prefix}" if prefix else "self", ""))
         self._queue.extend((other, "loss_fn", "loss_fn") for other in others if other is not None)
-        self._queue.append((_python_generator(), "Python's random", "random"))
-        self._queue.append((torch.default_generator, "torch's random generator", "torch"))
-        if (numpy := sys.modules.get("numpy")) is not None:
-            self._queue.append((numpy.random.mtrand._rand, "numpy.random", "random"))
+        if alone():  # else another thread may draw meanwhile
+            self._queue.append((_python_generator(), "Python's random", "random"))
+            self._queue.append((torch.default_generator, "torch's random generator", "torch"))
+            if (numpy := sys.modules.get("numpy")) is not None:
+                self._queue.append((numpy.random.mtrand._rand, "numpy.random", "random"))
         with outside_tracing():
             while self._queue and len(self.nodes) < MAX_NODES:
                 visit(self, *self._queue.popleft())

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from passes.exclusive import alone
 from planner.decided import Decided
 from planner.errors import CheckError
 
@@ -31,7 +32,8 @@ def check_step(
     the hooks of the user's parameters; attributes, training flags and generators are put back, whatever happens.
 
     Args:
-        check: "auto" runs it where it takes no longer than planning took and its memory is free.
+        check: "auto" runs it where it takes no longer than planning took, its memory is free, and no other thread
+            runs.
 
     Raises:
         CheckError: something differs, or, under `check=True`, the check could not run.
@@ -69,6 +71,8 @@ def _check(
 
 
 def _case(model: nn.Module, planned: Decided, bound: Mapping[str, Any], loss_fn: Any, auto: bool) -> Case:
+    if auto and not alone():
+        raise _CannotRun("other threads are running, whose random draws its steps would repeat; plan.check runs it")
     traced = planned.prepared.traced
     case = Case(model, traced, bound, loss_fn)
     missing = [name for name, t in zip(case.names, case.originals, strict=True) if t.is_meta]

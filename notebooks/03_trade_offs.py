@@ -135,7 +135,9 @@ def compare(name, points=8):
     session = open_session(model, batch, cost="flops", time_limit=3, progress=False)
     curves = {}
     for solver in ("auto", "greedy", "chen"):
-        curves[solver] = frontier_of(replace(session, options=replace(session.options, solver=solver)), points)
+        options = replace(session.prepared.options, solver=solver)
+        by_solver = replace(session, prepared=replace(session.prepared, options=options))
+        curves[solver] = frontier_of(by_solver, points)
     static_bytes = session.problem.static_bytes
     table = pd.DataFrame({
         "plain (eager)": measure(lambda: step(model, batch), static_bytes),

@@ -13,11 +13,13 @@ import json
 import math
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -97,16 +99,33 @@ class Worker:
     def _send(self, job: Message) -> None:
         if self.process is None:
             path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
-            self.process = subprocess.Popen(
-                [sys.executable or "python", "-c", BOOT, __file__], env=os.environ | path,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+            with _interrupts_deferred():  # else a process could have begun that nobody knows of
+                self.process = subprocess.Popen(
+                    [sys.executable or "python", "-c", BOOT, __file__], env=os.environ | path,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                )  # fmt: skip
             self.answers = SimpleQueue()
             self.reader = Thread(target=_receive, args=(self.process.stdout, self.answers.put), daemon=True)
             self.reader.start()
         assert self.process.stdin is not None
         pickle.dump(job, self.process.stdin)
         self.process.stdin.flush()
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block."""
+    if threading.current_thread() is not threading.main_thread() or not callable(signal.getsignal(signal.SIGINT)):
+        yield
+        return
+    asked: list[tuple[int, Any]] = []
+    previous: Any = signal.signal(signal.SIGINT, lambda number, frame: asked.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if asked:
+            previous(*asked[0])
 
 
 def job_of(highs: Any, integer: np.ndarray, start: np.ndarray | None, options: dict[str, Any]) -> Message:

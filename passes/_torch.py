@@ -150,6 +150,20 @@ class _InThisThread:
     def __bool__(self) -> bool:
         return threading.get_ident() == self.thread
 
+    def __or__(self, other: Any) -> Any:
+        return bool(self) | other
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    __ror__, __rand__ = __or__, __and__
+
 
 @contextlib.contextmanager
 def compiling_flags() -> Iterator[None]:

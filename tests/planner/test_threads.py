@@ -298,3 +298,11 @@ made.save(folder / "plan.json"), made.report(folder / "page.html"), made.export(
 assert random.getstate() == before
 """, str(tmp_path))
     assert done.returncode == 0, done.stderr
+
+
+def test_the_compiling_flag_is_an_ordinary_answer() -> None:
+    with compiling_flags():
+        flag: Any = torch.compiler.is_compiling()
+        assert (flag | False) is (False | flag) is True and (flag & True) is (True & flag) is True
+        assert flag and flag == True  # noqa: E712
+    assert torch.compiler.is_compiling() is False

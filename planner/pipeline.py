@@ -10,7 +10,7 @@ from torch import nn
 from passes.alias import device_of
 from passes.lower import stateful_primals
 from passes.ops import is_random
-from passes.rewrite import Rewritten, rewrite
+from passes.rewrite import Rewritten, reads, rewrite
 from passes.run.step import Step
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
@@ -88,6 +88,8 @@ def _bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
         keep_primals=stateful_primals(traced),
         rng_devices=_rng_devices(traced),
         hold_outputs=prepared.options.keep_outputs,
+        leaves=tuple(handover.outputs for handover in rewritten.handovers),
+        reads=reads(traced, rewritten),
     )
 
 

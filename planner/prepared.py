@@ -162,7 +162,7 @@ def lower_step(
     """The Problem of a profiled step; `once` are the kernels that hints keep from running again."""
     return lower(
         traced, aliases, profiles, options.cost_function, device=device, reserve_bytes=options.set_aside_bytes,
-        keep_outputs=options.keep_outputs, once=once, accumulate=options.gradients == "accumulated",
+        keep_outputs=options.keep_outputs, once=once, gradients=options.gradients,
         step_bytes=options.update.step_bytes,
     )  # fmt: skip
 

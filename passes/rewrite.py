@@ -20,6 +20,7 @@ from solvers.schedule import Schedule, Step, freed_after
 from .alias import Aliases, Storage, device_of, is_view
 from .codegen import Handover, boxed, resumed
 from .errors import VerificationError
+from .exclusive import interrupt_point
 from .fuse.match import item
 from .fuse.rules import join_batch_norms
 from .lower import Lowered
@@ -200,6 +201,7 @@ class _Emitter:
 
     def emit(self, schedule: Schedule, moments: list[Moment], positions: range, leaving: Leaving = NOTHING) -> None:
         for position in positions:
+            interrupt_point()
             if schedule[position].kind == "compute":
                 self._compute(moments[position], freed_after(schedule, position))
             if position in leaving:

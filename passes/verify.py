@@ -26,6 +26,7 @@ from torch import fx
 
 from .alias import aliased_argument, device_of, is_view
 from .errors import VerificationError
+from .exclusive import interrupt_point
 from .fuse.meaning import Call, Item, Like, Of
 from .fuse.normal_form import SAME, counted_from_front, may_swap
 from .fuse.records import BY_OP, SPLIT_BY_OP
@@ -180,6 +181,7 @@ class _Walk:
     def run(self, graph: fx.Graph, inputs: dict[fx.Node, Number]) -> list[Any]:
         numbers: Numbers = dict(inputs)
         for node in graph.nodes:
+            interrupt_point()
             if node.op == "get_attr":
                 numbers[node] = self.numbering.number(("constant", id(attrgetter(str(node.target))(self.root))))
                 self.numbering.know(numbers[node], node.meta.get("val")) if self.trusted else None

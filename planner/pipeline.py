@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from passes.alias import device_of
+from passes.exclusive import exclusive
 from passes.lower import stateful_primals
 from passes.ops import is_random
 from passes.rewrite import Rewritten, reads, rewrite
@@ -56,6 +57,7 @@ def decide(prepared: Prepared, budget_bytes: int | None, progress: Progress) -> 
     return emit(prepared, found, budget_bytes, progress)
 
 
+@exclusive()
 def emit(prepared: Prepared, solution: Solution, budget_bytes: int | None, progress: Progress) -> Decided:
     """Rewrite a solution into code, and prove it."""
     with progress.stage("rewrite"):

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from passes._torch import pytree
 from passes.alias import Aliases, alias
+from passes.exclusive import exclusive
 from passes.lower import UPDATE, Lowered, lower
 from passes.printable import printable
 from passes.profile import Measured, OpProfile, profile
@@ -78,6 +79,7 @@ class Prepared:
         return footprint(self.lowered, self.profiles, schedule, self.start, self.options.reserve_bytes)
 
 
+@exclusive()
 def prepare(
     model: nn.Module,
     arguments: Mapping[str, Any],

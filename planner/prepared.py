@@ -165,7 +165,7 @@ def lower_step(
     return lower(
         traced, aliases, profiles, options.cost_function, device=device, reserve_bytes=options.set_aside_bytes,
         keep_outputs=options.keep_outputs, once=once, gradients=options.gradients,
-        step_bytes=options.update.step_bytes,
+        step_bytes=options.update.step_bytes, hook_bytes=options.update.hook_bytes,
     )  # fmt: skip
 
 

@@ -257,18 +257,20 @@ def build(asked: Asked) -> dict[str, Any]:
 def samples(model: nn.Module, config: Any, task: str, size: Size) -> Iterator[tuple[str, dict[str, Any]]]:
     """Different samples, the likeliest first."""
     seen: list[str] = []
+    failed: list[Exception] = []
     for variant in VARIANTS:
         torch.manual_seed(0)
         try:
             sample = build(Asked(model, config, task, size, variant))
-        except Exception:  # noqa: BLE001 - one way of several; the last one's error is told
-            if variant == VARIANTS[-1] and not seen:
-                raise
+        except Exception as error:  # noqa: BLE001 - one way of several
+            failed.append(error)
             continue
         outline = str({k: getattr(v, "shape", type(v)) for k, v in sample.items()})
         if outline not in seen:
             seen.append(outline)
             yield variant, sample
+    if not seen:
+        raise failed[0]
 
 
 def _place_images(asked: Asked, sample: dict[str, Any]) -> None:

@@ -115,17 +115,20 @@ def of_monai(everything: bool) -> Iterator[Entry]:
 
     found = {getattr(nets, n): n for n in sorted(dir(nets)) if n[0].isupper() and isinstance(getattr(nets, n), type)}
     names = sorted({kind.__name__ for kind in found if issubclass(kind, nn.Module)})
-    names = [n for n in names if hasattr(nets, n) and not re.match(r"Bert|SE(Net154|Res.*1)|DenseNet(1|2)", n)]
+    names = [n for n in names if hasattr(nets, n) and not re.search(PARTS_OF_OTHERS, n)]
     for name in names if everything else spread(names, 50):
         yield Entry(f"{name} (MONAI)", "MONAI", _monai(name))
 
 
+PARTS_OF_OTHERS = (
+    r"^Bert|^SE(Net|Res)|DenseNet(1|2)|Block|Pooler|Bottleneck|Merging|FullyConnected|Topology|Adapter|Features|Encoder$"
+)
 GIVEN: dict[str, Any] = {
     "in_channels": 1, "out_channels": 2, "num_classes": 3, "classes": 3, "label_nc": 2, "kernel_size": (3, 3, 3),
     "upsample_kernel_size": (2, 2), "patch_size": 8, "model_name": "efficientnet-b0", "backbone": "resnet18",
     "num_channel_initial": 4, "extract_levels": (0, 1, 2), "depth": 2, "hidden_channels": [16, 16],
     "encode_channels": [16, 8], "decode_channels": [8, 16], "latent_size": 8, "in_planes": 8, "planes": 4,
-    "feature_size": 12, "init_filters": 4, "features": (4, 4, 8, 8, 16, 4), "hidden_size": 64, "mlp_dim": 128,
+    "feature_size": 12, "init_filters": 8, "features": (4, 4, 8, 8, 16, 4), "hidden_size": 64, "mlp_dim": 128,
     "num_layers": 2, "num_heads": 4, "num_tokens": 32, "max_seq_len": 64, "attn_layers_dim": 32,
     "attn_layers_depth": 2, "attn_layers_heads": 4, "num_d": 2, "num_layers_d": 2, "unet_out_channels": 8,
     "final_conv_channels": (8,), "pretrained": False, "dropout_prob": 0.1, "hyena_stages": (True,) * 4,
@@ -172,8 +175,7 @@ def _monai_options(kind: Any, dims: int, side: int, more: int) -> dict[str, Any]
 
 
 def _is_asked(name: str, parameter: inspect.Parameter) -> bool:
-    small = ("feature_size", "init_filters", "spatial_dims", "pretrained", "dropout_prob", "hidden_size", "mlp_dim",
-             "num_layers", "in_channels", "out_channels")  # fmt: skip
+    small = ("feature_size", "init_filters", "spatial_dims", "pretrained", "dropout_prob", "in_channels", "out_channels")
     return parameter.default is inspect.Parameter.empty or name in small
 
 
@@ -186,7 +188,7 @@ def _monai_inputs(model: nn.Module, kind: Any, dims: int, side: int) -> Iterator
         if "timesteps" in names:
             sample["timesteps"] = torch.tensor([3, 5])
         for other in ("seg", "controlnet_cond", "fixed"):
-            if other in names and rank:
+            if other in names and rank and other != "controlnet_cond":
                 sample[other] = torch.randn(2, 2 if other == "seg" else channels, *(side,) * rank)
         yield model, sample
     if names[0] == "x":

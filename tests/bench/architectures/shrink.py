@@ -17,11 +17,12 @@ HEADS, VOCABULARY, EXPERTS = 4, 256, 4
 
 @dataclass(frozen=True)
 class Size:
-    """How small: width of the hidden states, layers where the default has more, and the side of an image."""
+    """How small: width of the hidden states, layers where the default has more, the side of an image, lists of widths."""
 
     width: int = 64
     layers: int = 2
     image: int = 64
+    lists: bool = True
 
     @property
     def head(self) -> int:
@@ -37,10 +38,11 @@ RULES: tuple[Rule, ...] = (
     (r"codebook_size|num_codevectors|max_source_positions|n_window|max_num_bins", lambda v, s: min(v, 32)),
     (r"num_codevector_groups|num_groups$|n_group|topk_group|groups$|num_negatives", lambda v, s: min(v, 4)),
     (r"image_size|img_size|input_size|resolution|crop_size", lambda v, s: s.image if v > s.image else v),
-    (r"num_frames|num_mel_bins|num_channels|in_channels|in_chans|out_chans", lambda v, s: min(v, 16)),
+    (r"num_frames|num_mel_bins|num_channels|^in_channels$|in_chans|out_chans", lambda v, s: min(v, 16)),
     (r"per_tok|top_?k$|num_hash", lambda v, s: min(v, 2)),
     (r"(key_?value|kv)_(heads|groups)|n_kv_heads|linear_num_key_heads", lambda v, s: min(v, HEADS // 2)),
-    (r"head_dim|d_kv$|head_size|d_head|dim_head|kv_channels|attention_channels", lambda v, s: min(v, s.head)),
+    (r"head_dim|d_kv$|head_size|d_head|dim_head|kv_channels|attention_channels|rotary_dim", lambda v, s: min(v, s.head)),
+    (r"mamba.*heads$", lambda v, s: min(v, 2 * HEADS)),
     (r"heads?(_per_stage)?$", lambda v, s: min(v, HEADS)),
     (r"experts?$|expert_num|num_experts", lambda v, s: min(v, EXPERTS)),
     (r"layers?$|depths?$|num_blocks|n_layer|num_hidden|max_window_layers", lambda v, s: min(v, s.layers)),
@@ -71,8 +73,13 @@ class Shrinker:
         kept = layers_kept(values, self.size.layers)
         shrunk = {name: self.value(name, value, kept) for name, value in values.items()}
         # what the class derives from other fields is derived again
-        derived = {n for n in shrunk if n in ("out_features", "out_indices", "stage_names", "label2id")}
-        return type(config)(**{n: v for n, v in shrunk.items() if n not in derived})
+        asked = {n: v for n, v in shrunk.items() if n not in ("out_features", "out_indices", "stage_names", "label2id")}
+        if values.get("num_key_value_heads") == values.get("num_attention_heads") is not None:
+            asked["num_key_value_heads"] = asked["num_attention_heads"]
+        small = type(config)(**asked)
+        stages = len(getattr(small, "stage_names", None) or ()) - 1
+        wanted = min(len(getattr(config, "_out_indices", None) or ()), stages)
+        return type(config)(**asked, out_indices=[*range(stages - wanted + 1, stages + 1)]) if wanted > 0 else small
 
     def _resnet(self, config: Any) -> Any:
         from transformers import ResNetConfig
@@ -83,6 +90,8 @@ class Shrinker:
 
     def value(self, name: str, value: Any, kept: tuple[int, list[int]] | None = None) -> Any:
         """What a field becomes."""
+        if name == "vocab_size" and value is None:
+            return 32
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             return self.config(value)
         if isinstance(value, Mapping):
@@ -132,6 +141,8 @@ class Shrinker:
         if re.search(r"depths|num_block|blocks_per_stage|numb_of_layers|repeats", name):
             return [min(v, 1 if len(values) > 2 else 2) for v in values]
         shrunk = [self.number(name, v) for v in values]
+        if not self.size.lists and len(set(values)) > 1:
+            return values
         if shrunk != values and len(set(values)) > 1 and not re.search(r"image|resol|token", name):
             first = min(values)
             return [max(8, v * min(first, self.size.width // 2) // first // 8 * 8) for v in values]

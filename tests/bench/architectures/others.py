@@ -23,7 +23,7 @@ def of_diffusers(everything: bool) -> Iterator[Entry]:
 
     found = (name for name in dir(diffusers) if not name.startswith(("Auto", "Multi")) and "Dual" not in name)
     names = [name for name in found if _is_model(diffusers, name)]
-    for name in names if everything else spread(names, 60):
+    for name in names if everything else spread(names, 44):
         yield Entry(f"{name} (diffusers)", "diffusers", _diffusers(name))
 
 
@@ -116,7 +116,7 @@ def of_monai(everything: bool) -> Iterator[Entry]:
     found = {getattr(nets, n): n for n in sorted(dir(nets)) if n[0].isupper() and isinstance(getattr(nets, n), type)}
     names = sorted({kind.__name__ for kind in found if issubclass(kind, nn.Module)})
     names = [n for n in names if hasattr(nets, n) and not re.search(PARTS_OF_OTHERS, n)]
-    for name in names if everything else spread(names, 50):
+    for name in names if everything else spread(names, 28):
         yield Entry(f"{name} (MONAI)", "MONAI", _monai(name))
 
 

@@ -74,7 +74,7 @@ def _examine_and_leave(entry: Entry, options: argparse.Namespace, writing: int) 
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     signal.alarm(options.seconds)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-    asked: dict[str, Any] = {"time_limit": options.time_limit}
+    asked: dict[str, Any] = {"time_limit": options.time_limit, "check": options.check}
     if options.regions:
         asked["regions"] = options.regions
     start = time.perf_counter()
@@ -140,6 +140,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", default=[], help="parts of names")
     parser.add_argument("--all", action="store_true", help="every architecture that there is, not a spread of them")
     parser.add_argument("--regions", help='as in auto_checkpoint: "auto", "whole" or a pattern')
+    parser.add_argument("--check", action="store_true", help="let the planner check each plan by running it, too")
     parser.add_argument("--share", type=int, default=60, help="of what the plain step needs above static, in %%")
     parser.add_argument("--plain", action="store_true", help="only whether each trains plainly")
     parser.add_argument("--results", type=Path, help="a file of JSON lines to go on with")

@@ -102,7 +102,7 @@ def steady(model: nn.Module, sample: Any) -> str:
 
 def plan_at(model: nn.Module, sample: Any, share: int, options: dict[str, Any]) -> tuple[Plan, bool]:
     """A plan at `share` % of what the plain step needs above static, or at the stated minimum (then True)."""
-    session = open_session(model, sample, progress=False, check="auto", **options)
+    session = open_session(model, sample, progress=False, **options)
     static = session.problem.static_bytes
     try:
         return session.plan(static + (session.plain_peak_bytes - static) * share // 100), False
@@ -161,7 +161,7 @@ def _planned(found: Record, model: nn.Module, sample: Any, share: int, options: 
         found.figures.update(
             seconds=round(time.perf_counter() - start, 1), ops=len(plan.problem.ops), overhead=round(plan.overhead, 4),
             static=plan.static_bytes, plain_peak=plan.baseline_peak_bytes, predicted=plan.peak_bytes,
-            regions=len(getattr(plan, "regions", ())),
+            regions=len({run.path for run in plan.runs}),
         )  # fmt: skip
         found.verdict = "minimum" if minimum else "equal"
         before = copy.deepcopy(model.state_dict())

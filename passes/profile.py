@@ -202,7 +202,7 @@ class Counting(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if self.on:
             op = _as_node(func, args, kwargs or {}, result)
-            if is_compute(op):
+            if func._schema.is_mutable or is_compute(op):
                 self.total += self.cost(replace(_count(op), seconds=time.perf_counter() - begin))
         return result
 

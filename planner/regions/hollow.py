@@ -216,9 +216,10 @@ class _HollowRun(torch.autograd.Function):
             found, _ = flatten(call_bound(of.original, of.__signature__, bound))
         outputs: list[Any] = [None] * traced.num_outputs
         made: dict[int, torch.UntypedStorage] = {}
-        for leaf, tensor, storage in zip(traced.outputs, found, run.part.output_storages, strict=True):
-            if storage is not None:
-                outputs[leaf.index] = _moved(tensor, hollow, index, storage, made)
+        with hollow.within():
+            for leaf, tensor, storage in zip(traced.outputs, found, run.part.output_storages, strict=True):
+                if storage is not None:
+                    outputs[leaf.index] = _moved(tensor, hollow, index, storage, made)
         del found, bound
         ctx.hollow, ctx.run, ctx.index = hollow, run, index
         ctx.primals = primals if run.part.returns_primals else None
@@ -302,7 +303,7 @@ class Sample:
         """One hollow run; the model, its gradients and all generators are left as they were.
 
         Args:
-            counting: adds up what glue costs. Ops that are looked at may allocate otherwise, so that it shows no events.
+            counting: adds up what glue costs. Ops that are looked at may allocate otherwise: it shows no events.
         """
         entries = state_entries(self.model)
         originals = state_tensors(self.model, entries)

@@ -390,9 +390,12 @@ class _Lowering:
         self.nodes.append(node)
 
     def _outputs(self, keep_outputs: bool) -> list[int]:
-        """Gradients, and what the forward returned; only what the backward starts from unless outputs are kept."""
+        """Gradients, and what the forward returned; only what the backward starts from unless outputs are kept.
+
+        A region holds nothing of what it returned: glue does, as long as it needs it.
+        """
         outputs: Any = self.traced.graph_module.graph.output_node().args[0]
-        started = {leaf.index for leaf in self.traced.outputs if leaf.differentiated}
+        started = {leaf.index for leaf in self.traced.outputs if leaf.differentiated and not self.region}
         result = []
         for position, node in enumerate(outputs):
             if not isinstance(node, fx.Node) or position < len(self.traced.mutated):

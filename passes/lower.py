@@ -33,6 +33,7 @@ from .run.replay import is_counter
 from .tape import NO_TAPE
 from .trace.capture import Traced
 
+RETURN_GRADIENTS = "return_gradients"
 UPDATE = "optimizer_step"  # the op that stands for the update of the parameters
 NO_HOOKS: Mapping[str, int] = MappingProxyType({})
 
@@ -106,6 +107,7 @@ def lower(
     gradients: str = "fresh",
     step_bytes: int = 0,
     hook_bytes: Mapping[str, int] = NO_HOOKS,
+    region: bool = False,
 ) -> Lowered:
     """Make the Problem of a traced step.
 
@@ -116,8 +118,10 @@ def lower(
             the one that the parameter has already ("accumulated"), or a hook frees it ("consumed").
         step_bytes: what the update of the parameters, an op of its own at the end, holds for a moment.
         hook_bytes: what a hook that consumes the gradient holds for a moment, by the parameter's name.
+        region: the step is a part of a larger one: its inputs are tensors that it holds until it has read them, what
+            it returns is computed once, and what becomes of that and of its gradients is not its affair.
     """
-    lowering = _Lowering(traced, aliases, profiles, cost, device, frozenset(once), gradients)
+    lowering = _Lowering(traced, aliases, profiles, cost, device, frozenset(once), gradients, region)
     return lowering.build(reserve_bytes, keep_outputs, step_bytes, hook_bytes)
 
 
@@ -131,9 +135,10 @@ class _Lowering:
         device: torch.device,
         once: frozenset[fx.Node],
         gradients: str,
+        region: bool,
     ) -> None:
         self.traced, self.aliases, self.profiles, self.cost, self.device = traced, aliases, profiles, cost, device
-        self.once, self.gradients = once, gradients
+        self.once, self.gradients, self.region = once, gradients, region
         self.granule = granule(device)
         self.ops: list[Op] = []
         self.tensors: list[Tensor] = []
@@ -152,27 +157,34 @@ class _Lowering:
         placeholders = self.traced.placeholders
         primals, tangents = placeholders[: self.traced.num_primals], placeholders[self.traced.num_primals :]
         mutated = {self.aliases.of[primals[i]] for i in self.traced.mutated}
+        inputs = self._add_inputs(primals[len(self.traced.state) :]) if self.region else []
         kept = self._add_kept()
         for node in forward:
             self._add_node(node, True, mutated)
         self._add_handover()
         num_forward = len(self.ops)
-        tangent_tensors = self._add_tangents(tangents)
+        tangent_tensors = self._add_tangents(tangents, inputs)
         for node in backward:
             self._add_node(node, False, mutated)
-        outputs = self._outputs(keep_outputs)
-        self.fates = self._fates(primals, hook_bytes)
+        outputs = self._outputs(keep_outputs and not self.region)
+        self.fates = {} if self.region else self._fates(primals, hook_bytes)
         pinned = dict.fromkeys([*kept, *(t for t in outputs if t not in self._let_go()), *tangent_tensors])
         accumulated = sum(fate.bytes for fate in self.fates.values() if fate.kind == "accumulated")
-        static = sum(self._bytes(self.aliases.of[p]) for p in self._distinct(primals)) + accumulated + reserve_bytes
+        resident = primals[: len(self.traced.state)] if self.region else primals
+        static = sum(self._bytes(self.aliases.of[p]) for p in self._distinct(resident)) + accumulated + reserve_bytes
         static += kept_bytes(forward, self.profiles) + kept_bytes(backward, self.profiles)
         problem = Problem(tuple(self.ops), tuple(self.tensors), num_forward, tuple(pinned), static)
         order = backward_order(problem, self._movable(num_forward))
         problem, self.nodes = in_order(problem, order), [self.nodes[i] for i in order]
-        groups = leaves(self.traced, self.aliases, problem, tuple(self.nodes), self.storage_tensor)
+        tensors = self.storage_tensor
+        groups = () if self.region else leaves(self.traced, self.aliases, problem, tuple(self.nodes), tensors)
         left = self._add_leaves(problem, groups)
-        pinned.update(dict.fromkeys(t for fate in self.fates.values() for t in fate.copy))
-        pinned = self._add_end(pinned, tangent_tensors, step_bytes)
+        if self.region:
+            self._add_op(Op(RETURN_GRADIENTS, (*kept, *outputs, *tangent_tensors), (), 0, 0, False), None)
+            pinned = {}
+        else:
+            pinned.update(dict.fromkeys(t for fate in self.fates.values() for t in fate.copy))
+            pinned = self._add_end(pinned, tangent_tensors, step_bytes)
         problem = replace(problem, ops=tuple(self.ops), tensors=tuple(self.tensors), outputs=tuple(pinned))
         nodes = tuple(self.nodes)
         return Lowered(
@@ -192,6 +204,8 @@ class _Lowering:
         inputs = tuple(dict.fromkeys(self.storage_tensor[s] for s in read if s in self.storage_tensor))
         replay: tuple[int, ...] = ()
         recomputable = forward and node not in self.once and must_run_once(node, self.device) is None
+        if self.region and not self.returned.keys().isdisjoint(self.aliases.storages(node)):
+            recomputable = False
         if _reads_overwritten(node, mutated, self.aliases):
             recomputable = False
             if not forward:
@@ -227,7 +241,9 @@ class _Lowering:
         if not isinstance(source, fx.Node):
             return None
         storage = self.aliases.of[source]
-        taken = self.storage_tensor.get(storage) if isinstance(storage, Storage) else None
+        if not isinstance(storage, Storage) or storage.static:
+            return None
+        taken = self.storage_tensor.get(storage)
         others = [a for a in node.all_input_nodes if a is not source]
         if taken is None or any(storage in self.aliases.storages(a) for a in others):
             return None
@@ -262,8 +278,23 @@ class _Lowering:
         if read:
             self._add_op(Op("return_outputs", read, (), 0, 0, False), None)
 
-    def _add_tangents(self, tangents: list[fx.Node]) -> tuple[int, ...]:
-        """What autograd hands over is dense and lives on; where the trace wants gaps (a view's), a copy is made."""
+    def _add_inputs(self, inputs: list[fx.Node]) -> list[int]:
+        """The inputs of a region, which whoever made them may drop before the region has read them."""
+        found = []
+        for node in inputs:
+            storage = self.aliases.of[node]
+            assert isinstance(storage, Storage)
+            found.append(self._new_tensor(Tensor(node.name, self._bytes(storage)), storage))
+            self.storage_tensor[storage] = found[-1]
+        self._add_op(Op("inputs", (), tuple(found), 0, 0, False), None)
+        return found
+
+    def _add_tangents(self, tangents: list[fx.Node], held: list[int]) -> tuple[int, ...]:
+        """What autograd hands over is dense and lives on; where the trace wants gaps (a view's), a copy is made.
+
+        Args:
+            held: what the runtime holds until the backward begins, should it have to start elsewhere than planned.
+        """
         given, written = [], []
         for node in tangents:
             storage, value = self.aliases.of[node], node.meta["val"]
@@ -276,7 +307,7 @@ class _Lowering:
                 index = self._new_tensor(Tensor(f"{node.name}_laid_out", size, "temporary"), storage)
                 written.append(index)
             self.storage_tensor[storage] = index
-        self._add_op(Op("tangents", (), (*given, *written), 0, 0, False), None)
+        self._add_op(Op("tangents", tuple(held), (*given, *written), 0, 0, False), None)
         return tuple(given)
 
     def _fates(self, primals: list[fx.Node], hook_bytes: Mapping[str, int]) -> dict[int, _Fate]:
@@ -339,7 +370,7 @@ class _Lowering:
         """What follows the backward; returns what is still there then, of `pinned`."""
         if not step_bytes:
             return pinned
-        self._add_op(Op("return_gradients", tangents, (), 0, 0, False), None)
+        self._add_op(Op(RETURN_GRADIENTS, tangents, (), 0, 0, False), None)
         self._add_op(Op(UPDATE, (), (), 0, step_bytes, False), None)
         return {t: None for t in pinned if t not in tangents}
 
@@ -361,9 +392,12 @@ class _Lowering:
         self.nodes.append(node)
 
     def _outputs(self, keep_outputs: bool) -> list[int]:
-        """Gradients, and what the forward returned; only what the backward starts from unless outputs are kept."""
+        """Gradients, and what the forward returned; only what the backward starts from unless outputs are kept.
+
+        A region holds nothing of what it returned: glue does, as long as it needs it.
+        """
         outputs: Any = self.traced.graph_module.graph.output_node().args[0]
-        started = {leaf.index for leaf in self.traced.outputs if leaf.differentiated}
+        started = {leaf.index for leaf in self.traced.outputs if leaf.differentiated and not self.region}
         result = []
         for position, node in enumerate(outputs):
             if not isinstance(node, fx.Node) or position < len(self.traced.mutated):

@@ -135,7 +135,7 @@ def _returned_by_backward(lowered: Lowered) -> frozenset[int]:
 
 
 def _read_primals(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedule) -> list[int]:
-    position = {aliases.of[p]: i for i, p in enumerate(traced.placeholders[: traced.num_primals])}
+    position = _positions(traced, aliases, lowered)
     read = set(_last_reads(traced, aliases, lowered, schedule))
     for gradient in traced.gradients:
         if isinstance(gradient, fx.Node):
@@ -145,13 +145,19 @@ def _read_primals(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: 
 
 def _last_reads(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedule) -> dict[int, int]:
     """The primals that ops of the schedule read, each with the last step that does."""
-    position = {aliases.of[p]: i for i, p in enumerate(traced.placeholders[: traced.num_primals])}
+    position = _positions(traced, aliases, lowered)
     last: dict[int, int] = {}
     for place, (kind, i) in enumerate(schedule):
         node = lowered.nodes[i] if kind == "compute" else None
         if node is not None:
             last.update(dict.fromkeys(_primals_of(node, aliases, position), place))
     return last
+
+
+def _positions(traced: Traced, aliases: Aliases, lowered: Lowered) -> dict[Any, int]:
+    """Which primal each storage is, but for inputs of a region, which are held like tensors of its own."""
+    primals = enumerate(traced.placeholders[: traced.num_primals])
+    return {aliases.of[p]: i for i, p in primals if aliases.of[p] not in lowered.storage_tensor}
 
 
 def _primals_of(node: fx.Node, aliases: Aliases, position: dict[Any, int]) -> list[int]:
@@ -194,7 +200,12 @@ class _Emitter:
         self.marks: list[tuple[fx.Node, tuple[int, ...]]] = []
 
     def placeholder(self, node: fx.Node) -> None:
-        self.static[node] = self._copy_meta(self.graph.placeholder(node.name), node)
+        new = self._copy_meta(self.graph.placeholder(node.name), node)
+        tensor = self.lowered.storage_tensor.get(self.aliases.of[node])  # type: ignore[arg-type]
+        if tensor is None:
+            self.static[node] = new
+        else:  # an input of a region, held like a tensor of its own
+            self.current[tensor] = new
 
     def tangent(self, node: fx.Node) -> None:
         new = self._copy_meta(self.graph.placeholder(node.name), node)
@@ -237,11 +248,10 @@ class _Emitter:
         """The new graph's value for a node of the joint graph, taking views of its base where needed."""
         if not isinstance(node, fx.Node):
             return node
-        if node.op == "placeholder" and node in self.static:
+        if node in self.static:
             return self.static[node]
         if node.op == "get_attr":
-            if node not in self.static:
-                self.static[node] = self._copy_meta(self.graph.get_attr(str(node.target)), node)
+            self.static[node] = self._copy_meta(self.graph.get_attr(str(node.target)), node)
             return self.static[node]
         if is_view(node):
             return self._view(node)

@@ -36,6 +36,7 @@ def auto_checkpoint(
     never_recompute: Sequence[str] = (),
     recompute: Sequence[str] = (),
     check: Check = "auto",
+    regions: str | Sequence[str] = "auto",
     gradients: Gradients = "fresh",
 ) -> Plan:
     """Plan a training step of `model` that stays under `budget_mb`, at the lowest recompute cost found.
@@ -104,7 +105,7 @@ def auto_checkpoint(
     session = open_session(
         model, sample, solver=solver, cost=cost, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb,
         time_limit=time_limit, gap=gap, progress=progress, on_new_shape=on_new_shape, keep_outputs=keep_outputs,
-        save=save, never_recompute=never_recompute, recompute=recompute, check=check,
+        save=save, never_recompute=never_recompute, recompute=recompute, check=check, regions=regions,
         gradients=gradients,
     )  # fmt: skip
     return session.plan(budget.to_bytes(session.plain_peak_bytes))

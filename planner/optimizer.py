@@ -1,8 +1,8 @@
 """What an optimizer needs of the budget: its state, and what `step()` holds for a moment.
 
 `step()` comes once for all parameters after the backward, or for one parameter after another in hooks of the backward
-that consume the gradients. Both are measured by stepping stand-ins of the parameters, on the model's device, so that torch takes the
-implementation (for-loop, foreach, fused) that it takes in training. Stand-ins have the parameters' own shapes where
+that consume the gradients. Both are measured by stepping stand-ins of the parameters, on the model's device, so that
+torch takes the implementation (for-loop, foreach, fused) that it takes in training. Stand-ins have the parameters' own shapes where
 these are few elements, and are shrunk by one factor where not: what is measured is then scaled up again.
 """
 

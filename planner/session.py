@@ -19,10 +19,10 @@ from .fit import minimum_schedule
 from .hints import make_hints
 from .optimizer import measure_update
 from .options import Options
-from .pipeline import decide
+from .pipeline import decide, prepare_step
 from .plan import Plan
 from .preference import solve_step
-from .prepared import Prepared, check_model, model_device, prepare
+from .prepared import Prepared, check_model, model_device
 from .progress import Progress
 
 
@@ -98,4 +98,5 @@ def open_session(
     asked = replace(asked, update=update)
     arguments = bind_sample(model, sample, asked.loss_fn)
     progress = Progress(asked.progress)
-    return Session(model, arguments, prepare(model, arguments, asked, progress, ceiling_bytes=ceiling_bytes), progress)
+    prepared = prepare_step(model, arguments, asked, progress, ceiling_bytes=ceiling_bytes)
+    return Session(model, arguments, prepared, progress)

@@ -148,7 +148,8 @@ class _Run:
         self.saved = [alone(s) if s.untyped_storage().data_ptr() in returned else s for s in saved]
         self.held = [o.detach() for o in outputs] if step.hold_outputs else None
         kept = {s.untyped_storage().data_ptr() for s in self.saved}
-        self.shared = [(o.detach(), o._version) for o in outputs if o.untyped_storage().data_ptr() in kept]
+        shared = [t for t in (*outputs, *primals) if t.untyped_storage().data_ptr() in kept]
+        self.shared = [(t.detach(), t._version) for t in shared]
         return outputs
 
     def read_primals(self) -> list[torch.Tensor]:
@@ -193,8 +194,8 @@ class _Run:
             )
         if any(output._version != version for output, version in self.shared):
             raise ChangedInPlace(
-                "an output of the planned step was changed in place between forward and backward, and the backward "
-                "needs its old value. Change a clone() of it, or use the out-of-place form."
+                "an input or output of the planned step was changed in place between forward and backward, and the "
+                "backward needs its old value. Change a clone() of it, or use the out-of-place form."
             )
         self.shared = []
 

@@ -2,8 +2,8 @@
 
 `step()` comes once for all parameters after the backward, or for one parameter after another in hooks of the backward
 that consume the gradients. Both are measured by stepping stand-ins of the parameters, on the model's device, so that
-torch takes the implementation (for-loop, foreach, fused) that it takes in training. Stand-ins have the parameters' own shapes where
-these are few elements, and are shrunk by one factor where not: what is measured is then scaled up again.
+torch takes the implementation (for-loop, foreach, fused) that it takes in training. Stand-ins have the parameters' own
+shapes where these are few elements, and are shrunk by one factor where not: what is measured is then scaled up again.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -15,9 +16,13 @@ from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor import memory
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import find_symbol_binding_fx_nodes, free_symbols
 from torch.utils._python_dispatch import _disable_current_modes
+
+from .order import Buffer, Order
 
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 # (joint graph, number of its outputs that belong to the forward) -> forward, backward
@@ -63,7 +68,8 @@ def compile_inductor(
     from torch._inductor.compile_fx import compile_fx_inner
 
     def inner(half: fx.GraphModule, half_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        compiled = compile_fx_inner(half, half_inputs, **kwargs)
+        with planned_order():
+            compiled = compile_fx_inner(half, half_inputs, **kwargs)
         return seen(compiled, bool(kwargs.get("is_backward", False)))
 
     patches = {**options, "custom_partitioner_fn": _Partitioner(partition), "fx_graph_cache": False}
@@ -185,3 +191,91 @@ def symbols_of(value: Any) -> tuple[str, ...]:
 def symbol_nodes(graph: fx.Graph) -> dict[str, fx.Node]:
     """The node that first names each symbol."""
     return {str(symbol): node for symbol, node in find_symbol_binding_fx_nodes(graph).items()}
+
+
+class _Scheduling:
+    """Inductor's scheduler held to the planned order (see `order`)."""
+
+    def __init__(self) -> None:
+        self.choices = copy.copy(V.choices._get_handler() if hasattr(V.choices, "_get_handler") else V.choices)
+        self.fits = self.choices.can_fuse
+        self.choices.can_fuse = self.can_fuse
+        self.order: Order | None = None
+        self.last: tuple[int, int, int] | None = None
+
+    def before_fusion(self, nodes: list[Any]) -> list[Any]:
+        self.nodes = list(nodes)
+        self.index = {n.get_name(): i for i, n in enumerate(nodes)}
+        self.last, self.order = None, Order(*_kernels(nodes, self.index))
+        return nodes
+
+    def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        if not self.fits(scheduler, node1, node2, shared_data_score):
+            return False
+        self._settle(scheduler)
+        first, second = (self.index.get(n.get_nodes()[0].get_name()) for n in (node1, node2))
+        if self.order is None or first is None or second is None:
+            return True
+        at = self.order.place_for(first, second)
+        self.last = None if at is None else (first, second, at)
+        return at is not None
+
+    def _settle(self, scheduler: Any) -> None:
+        if self.last is not None and self.order is not None:
+            first, second, at = self.last
+            one, other = (scheduler.name_to_fused_node[self.nodes[i].get_name()] for i in (first, second))
+            if one is other and self.order.members[first] is not self.order.members[second]:
+                self.order.fuse(first, second, at)
+        self.last = None
+
+    def after_fusion(self, nodes: list[Any]) -> list[Any]:
+        scheduler = V.graph.scheduler
+        self._settle(scheduler)
+        assert self.order is not None
+        place = self.order.place
+        DEBUG.append(self)
+        print('   sched', len(self.nodes), '->', len(nodes), 'peak %.2f' % (self.order.highest_bytes / 2**20), 'limit %.2f' % (self.order.peak_bytes / 2**20))
+        ordered = scheduler.topological_sort_schedule(
+            sorted(nodes, key=lambda n: max(place[self.index[m.get_name()]] for m in n.get_nodes()))
+        )
+        _lifetimes(ordered)
+        return ordered
+
+DEBUG: list[Any] = []
+
+def _lifetimes(nodes: Sequence[Any]) -> dict[str, Any]:
+    """Have Inductor note on these nodes who reads which buffer; the inputs that can be freed, by name."""
+    graph, scheduler = V.graph, V.graph.scheduler
+    _, inputs = memory.prepare_planning_info(
+        nodes, scheduler.name_to_buf, scheduler.name_to_fused_node, set(graph.graph_inputs), set(graph.get_output_names())
+    )
+    return inputs
+
+
+def _kernels(nodes: Sequence[Any], index: Mapping[str, int]) -> tuple[list[set[int]], list[Buffer]]:
+    """What each kernel must come after, and the memory that they share."""
+    inputs, outputs = _lifetimes(nodes), set(V.graph.get_output_names())
+    before = [{index[p.get_name()] for p in n.mpi_node.pred_nodes} for n in nodes]
+    buffers = []
+    for i, node in enumerate(nodes):
+        for b in node.get_outputs():
+            readers = tuple(sorted(index[r.get_name()] for r in b.mpi_buffer.succ_nodes))
+            if b.mpi_buffer.size_free:
+                maker = i if b.mpi_buffer.size_alloc else min(before[i], default=i)  # one of several results
+                buffers.append(Buffer(b.mpi_buffer.size_free, maker, readers, b.get_name() in outputs))
+    for name, b in inputs.items():
+        readers = tuple(sorted(index[r.get_name()] for r in b.mpi_buffer.succ_nodes))
+        buffers.append(Buffer(b.mpi_buffer.size_free, None, readers, name in outputs))
+    return before, buffers
+
+
+@contextlib.contextmanager
+def planned_order() -> Iterator[None]:
+    """Compile with Inductor's scheduler held to the order of the graph."""
+    held = _Scheduling()
+    patches = {
+        "_pre_fusion_custom_pass": held.before_fusion, "_post_fusion_custom_pass": held.after_fusion,
+        "reorder_for_peak_memory": False, "reorder_for_locality": False,
+    }  # fmt: skip
+    with inductor_config.patch(patches), V.set_choices_handler(held.choices):
+        yield

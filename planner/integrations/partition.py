@@ -36,13 +36,15 @@ class Figures:
     Attributes:
         forward, backward: the highest point of either half.
         held: what stays between them: saved tensors and outputs.
-        gradients: what stays after the backward.
+        gradients: what the backward returns.
+        outputs: what the forward returns.
     """
 
     forward: int
     backward: int
     held: int
     gradients: int
+    outputs: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,15 +67,22 @@ class Ready:
         """Where the backward starts in `problem`."""
         return self.fused.ops.index(self.lowered.tangent_op) if self.fused else self.lowered.tangent_op
 
-    def decide(self, budget_bytes: int | None, *, solver: str, time_limit: float, gap: float) -> Schedule:
+    def decide(
+        self, budget_bytes: int | None, *, solver: str, time_limit: float, gap: float, between: int = 0, after: int = 0
+    ) -> Schedule:
         """The cheapest schedule found under a budget in which the graph's own inputs are counted.
+
+        Args:
+            between: bytes that others need while this graph waits between its halves.
+            after: bytes that others hold while its backward runs.
 
         Raises:
             BudgetError: nothing found fits.
         """
         if budget_bytes is None:
             return with_frees(self.problem, plain_order(self.problem))
-        return solve(self.problem, budget_bytes, solver=solver, time_limit=time_limit, gap=gap).schedule
+        problem = self._among(between, after)
+        return solve(problem, budget_bytes, solver=solver, time_limit=time_limit, gap=gap).schedule
 
     def decide_held(self, level: float, *, solver: str, time_limit: float, gap: float) -> Schedule:
         """The cheapest schedule found that holds little between the halves, whatever else they need.
@@ -82,22 +91,22 @@ class Ready:
             level: 0 holds the least known to work, 1 what the step without recompute holds.
         """
         least, plain = self._held_range
-        return solve(
-            self._strained, least + int(level * max(0, plain - least)), solver=solver, time_limit=time_limit, gap=gap
-        ).schedule
+        budget = least + int(level * max(0, plain - least))
+        return self.decide(budget, solver=solver, time_limit=time_limit, gap=gap, between=self.plain_peak)
 
-    @cached_property
-    def _strained(self) -> Problem:
-        """The step with as much again as its plain peak in use between the halves."""
-        ops = list(self.problem.ops)
-        ops[self.tangent_op] = replace(ops[self.tangent_op], workspace=self.plain_peak)
+    def _among(self, between: int, after: int) -> Problem:
+        """The step with what others need while it runs."""
+        first = self.tangent_op
+        more = [0] * first + [max(between, after)] + [after] * (len(self.problem.ops) - first - 1)
+        ops = [replace(op, workspace=op.workspace + m) for op, m in zip(self.problem.ops, more, strict=True)]
         return replace(self.problem, ops=tuple(ops))
 
     @cached_property
     def _held_range(self) -> tuple[int, int]:
-        """The smallest peak of the strained step known to work, and the one without recompute."""
-        plain = simulate(self._strained, with_frees(self.problem, plain_order(self.problem))).peak_bytes
-        return minimum_budget(self._strained, time_limit=SECONDS_FOR_MINIMUM).minimum_bytes, plain
+        """The smallest peak known to work with as much again as the plain peak in use between the halves; the plain one."""
+        strained = self._among(self.plain_peak, 0)
+        plain = simulate(strained, with_frees(self.problem, plain_order(self.problem))).peak_bytes
+        return minimum_budget(strained, time_limit=SECONDS_FOR_MINIMUM).minimum_bytes, plain
 
     @cached_property
     def plain_peak(self) -> int:
@@ -130,8 +139,14 @@ class Ready:
             forward=max(found.moment_bytes[:boundary], default=static) - static,
             backward=max(found.moment_bytes[boundary:], default=static) - static,
             held=found.resident_bytes[boundary - 1] - static if boundary else 0,
-            gradients=found.resident_bytes[-1] - static,
-        )
+            gradients=self._returned_bytes(late=True), outputs=self._returned_bytes(late=False),
+        )  # fmt: skip
+
+    def _returned_bytes(self, late: bool) -> int:
+        """What one of the halves returns."""
+        problem = self.problem
+        returned = [t for t in problem.pinned if (problem.producer[t] >= self.tangent_op) == late]
+        return sum(problem.tensors[t].bytes for t in returned)
 
 
 def prepare_joint(

@@ -136,8 +136,7 @@ class Program:
         known = self.measured or self.predicted
         if is_backward:
             tangents = self.ready.tangent_bytes if self.ready else 0
-            start = known.held + tangents
-            self.measured = replace(known, backward=start + peak, gradients=max(known.gradients, start + left))
+            self.measured = replace(known, backward=known.held + tangents + peak)
         else:
             self.measured = replace(known, forward=peak, held=left)
         return result.pop()

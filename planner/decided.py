@@ -43,6 +43,7 @@ class Decided:
         budget_bytes: the peak asked for (None: no limit).
         seconds: how long each stage took.
         checked: what was compared with the plain model by running both, over how many steps, or why nothing was.
+        compiled: whether Inductor made what runs the halves (`Plan.compile`).
     """
 
     prepared: Prepared
@@ -52,6 +53,7 @@ class Decided:
     budget_bytes: int | None
     seconds: dict[str, float]
     checked: Checked = NOT_RUN
+    compiled: bool = False
 
     @property
     def cost_name(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, cast
 
 import sympy
@@ -15,11 +16,17 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._guards import TracingContext, tracing
-from torch._inductor.compile_fx import compile_fx
 from torch._inductor import memory
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import find_symbol_binding_fx_nodes, free_symbols
+from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .order import Buffer, Order
@@ -65,8 +72,6 @@ def compile_inductor(
     seen: Callable[[Callable[..., Any], bool], Callable[..., Any]],
 ) -> Callable[..., Any]:  # fmt: skip
     """Inductor with our partition; `seen(half, is_backward)` may wrap each compiled half."""
-    from torch._inductor.compile_fx import compile_fx_inner
-
     def inner(half: fx.GraphModule, half_inputs: Sequence[Any], **kwargs: Any) -> Any:
         with planned_order():
             compiled = compile_fx_inner(half, half_inputs, **kwargs)
@@ -194,84 +199,85 @@ def symbol_nodes(graph: fx.Graph) -> dict[str, fx.Node]:
 
 
 class _Scheduling:
-    """Inductor's scheduler held to the planned order (see `order`)."""
+    """Inductor's scheduler held to the planned order (see `order`), for one half."""
 
     def __init__(self) -> None:
-        self.choices = copy.copy(V.choices._get_handler() if hasattr(V.choices, "_get_handler") else V.choices)
-        self.fits = self.choices.can_fuse
-        self.choices.can_fuse = self.can_fuse
-        self.order: Order | None = None
-        self.last: tuple[int, int, int] | None = None
+        choices: Any = copy.copy(V.choices)
+        self.choices = choices
+        self.is_worth_it, choices.can_fuse = choices.can_fuse, self.can_fuse
+        self.accepted: tuple[int, int, int] | None = None
+        self.index: dict[str, int] = {}
 
     def before_fusion(self, nodes: list[Any]) -> list[Any]:
-        self.nodes = list(nodes)
         self.index = {n.get_name(): i for i, n in enumerate(nodes)}
-        self.last, self.order = None, Order(*_kernels(nodes, self.index))
+        self.names = list(self.index)
+        self.accepted, self.order = None, Order(*_kernels(nodes, self.index))
         return nodes
 
     def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        if not self.fits(scheduler, node1, node2, shared_data_score):
+        if not self.is_worth_it(scheduler, node1, node2, shared_data_score):
             return False
-        self._settle(scheduler)
+        self._follow(scheduler)
         first, second = (self.index.get(n.get_nodes()[0].get_name()) for n in (node1, node2))
-        if self.order is None or first is None or second is None:
-            return True
+        if first is None or second is None:
+            return True  # made by the scheduler after the passes; none of the plan's
         at = self.order.place_for(first, second)
-        self.last = None if at is None else (first, second, at)
+        self.accepted = None if at is None else (first, second, at)
         return at is not None
 
-    def _settle(self, scheduler: Any) -> None:
-        if self.last is not None and self.order is not None:
-            first, second, at = self.last
-            one, other = (scheduler.name_to_fused_node[self.nodes[i].get_name()] for i in (first, second))
-            if one is other and self.order.members[first] is not self.order.members[second]:
+    def _follow(self, scheduler: Any) -> None:
+        """Note the latest fusion, should the scheduler have gone on with it."""
+        if self.accepted is not None:
+            first, second, at = self.accepted
+            one, other = (scheduler.name_to_fused_node[self.names[i]] for i in (first, second))
+            if one is other:
                 self.order.fuse(first, second, at)
-        self.last = None
+        self.accepted = None
 
     def after_fusion(self, nodes: list[Any]) -> list[Any]:
         scheduler = V.graph.scheduler
-        self._settle(scheduler)
-        assert self.order is not None
-        place = self.order.place
-        DEBUG.append(self)
-        print('   sched', len(self.nodes), '->', len(nodes), 'peak %.2f' % (self.order.highest_bytes / 2**20), 'limit %.2f' % (self.order.peak_bytes / 2**20))
-        ordered = scheduler.topological_sort_schedule(
-            sorted(nodes, key=lambda n: max(place[self.index[m.get_name()]] for m in n.get_nodes()))
-        )
-        _lifetimes(ordered)
+        self._follow(scheduler)
+        ordered: list[Any] = scheduler.topological_sort_schedule(sorted(nodes, key=self._place))
+        _lifetimes(ordered)  # Inductor reuses memory by what it knows of them
         return ordered
 
-DEBUG: list[Any] = []
+    def _place(self, node: Any) -> int:
+        return max(self.order.place[self.index[n.get_name()]] for n in node.get_nodes() if n.get_name() in self.index)
 
-def _lifetimes(nodes: Sequence[Any]) -> dict[str, Any]:
+
+def _lifetimes(nodes: list[Any]) -> dict[str, Any]:
     """Have Inductor note on these nodes who reads which buffer; the inputs that can be freed, by name."""
     graph, scheduler = V.graph, V.graph.scheduler
     _, inputs = memory.prepare_planning_info(
-        nodes, scheduler.name_to_buf, scheduler.name_to_fused_node, set(graph.graph_inputs), set(graph.get_output_names())
-    )
-    return inputs
+        nodes, scheduler.name_to_buf, scheduler.name_to_fused_node, OrderedSet(graph.graph_inputs),
+        OrderedSet(graph.get_output_names()),
+    )  # fmt: skip
+    return dict(inputs)
 
 
-def _kernels(nodes: Sequence[Any], index: Mapping[str, int]) -> tuple[list[set[int]], list[Buffer]]:
+def _kernels(nodes: list[Any], index: Mapping[str, int]) -> tuple[list[set[int]], list[Buffer]]:
     """What each kernel must come after, and the memory that they share."""
     inputs, outputs = _lifetimes(nodes), set(V.graph.get_output_names())
     before = [{index[p.get_name()] for p in n.mpi_node.pred_nodes} for n in nodes]
     buffers = []
+
+    def add(name: str, memory: Any, maker: int | None) -> None:
+        if memory.size_free:
+            readers = tuple(sorted(index[r.get_name()] for r in memory.succ_nodes))
+            buffers.append(Buffer(memory.size_free, maker, readers, name in outputs))
+
     for i, node in enumerate(nodes):
-        for b in node.get_outputs():
-            readers = tuple(sorted(index[r.get_name()] for r in b.mpi_buffer.succ_nodes))
-            if b.mpi_buffer.size_free:
-                maker = i if b.mpi_buffer.size_alloc else min(before[i], default=i)  # one of several results
-                buffers.append(Buffer(b.mpi_buffer.size_free, maker, readers, b.get_name() in outputs))
-    for name, b in inputs.items():
-        readers = tuple(sorted(index[r.get_name()] for r in b.mpi_buffer.succ_nodes))
-        buffers.append(Buffer(b.mpi_buffer.size_free, None, readers, name in outputs))
+        for made in node.get_outputs():  # one of several results is made with the others
+            maker = i if made.mpi_buffer.size_alloc else min(before[i], default=i)
+            add(made.get_name(), made.mpi_buffer, maker)
+    for name, given in inputs.items():
+        add(name, given.mpi_buffer, None)
     return before, buffers
 
 
 @contextlib.contextmanager
 def planned_order() -> Iterator[None]:
-    """Compile with Inductor's scheduler held to the order of the graph."""
+    """Have what is compiled here keep the order of its graph, and fuse only where that leaves the peak as it is."""
     held = _Scheduling()
     patches = {
         "_pre_fusion_custom_pass": held.before_fusion, "_post_fusion_custom_pass": held.after_fusion,
@@ -279,3 +285,58 @@ def planned_order() -> Iterator[None]:
     }  # fmt: skip
     with inductor_config.patch(patches), V.set_choices_handler(held.choices):
         yield
+
+
+# A half that is no graph of Dynamo's ----------------------------------------------------------------------------------
+
+
+def decomposed(gm: fx.GraphModule) -> fx.GraphModule:
+    """A joint graph in the ops that Inductor generates code for, random ones drawing from seeds."""
+    mode = FakeTensorMode()
+    with mode, fx_traceback.preserve_node_meta(), V.set_fake_mode(mode):
+        made = _traced(fx.Interpreter(gm).run, gm, mode, (), select_decomp_table())
+        joint_graph_passes(made)
+    return made
+
+
+def _traced(
+    run: Callable[..., Any], like: fx.GraphModule, mode: FakeTensorMode, strides: Sequence[Sequence[int] | None],
+    table: Mapping[Any, Callable[..., Any]],
+) -> fx.GraphModule:  # fmt: skip
+    """`run` traced on inputs like the placeholders of a graph; `strides` are those of the first that lie otherwise."""
+    given = zip_longest((n.meta["val"] for n in like.graph.nodes if n.op == "placeholder"), strides)
+    with mode:
+        fakes = [torch.empty_strided(t.shape, s or t.stride(), dtype=t.dtype, device=t.device) for t, s in given]
+    made: fx.GraphModule = make_fx(run, decomposition_table=dict(table), _allow_non_fake_inputs=True)(*fakes)
+    return made
+
+
+def compile_half(
+    half: fx.GraphModule, options: Mapping[str, Any], *, is_backward: bool, visible: Sequence[int],
+    strides: Sequence[Sequence[int] | None] = (),
+) -> tuple[Callable[..., Any], list[Any]]:  # fmt: skip
+    """A functional half of a decomposed graph through Inductor, in its order; and the strides that its outputs have.
+
+    Args:
+        visible: outputs whose layout is to stay as traced.
+        strides: of the first inputs, where they are not as traced.
+    """
+    mode = FakeTensorMode()
+    with mode:
+        made = _traced(fx.GraphModule(half, _plain_copy(half.graph)), half, mode, strides, {})
+    made.graph.output_node().meta["user_visible_output_idxs"] = list(visible)
+    patches = {**options, "fx_graph_cache": False}
+    fakes = [n.meta["val"] for n in made.graph.nodes if n.op == "placeholder"]
+    with (
+        inductor_config.patch(patches), planned_order(), tracing(TracingContext(mode)), V.set_fake_mode(mode),
+        TracingContext.report_output_strides() as found,
+    ):  # fmt: skip
+        compiled = compile_fx_inner(made, fakes, is_backward=is_backward)
+    return cast(Any, compiled), list(found or ())
+
+
+def _plain_copy(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    values: Any = copied.graph_copy(graph, {})
+    copied.output(tuple(values))
+    return copied

@@ -109,12 +109,10 @@ class Order:
         maker = buffer.maker
         start = 0 if maker is None else at if maker in moved else self.place[maker]
         end = len(self.place) - 1 if buffer.stays else max(places, default=start)
-        inside = maker is not None and buffer.readers and not buffer.stays and self._is_one(buffer.readers, maker, moved)
-        return (0, -1) if inside else (start, end)
-
-    def _is_one(self, readers: tuple[int, ...], maker: int, moved: frozenset[int]) -> bool:
+        if maker is None or buffer.stays or not places:
+            return start, end
         group = moved if maker in moved else self.members[maker]
-        return group.issuperset(readers)
+        return (0, -1) if group.issuperset(buffer.readers) else (start, end)
 
     @staticmethod
     def _add(held: np.ndarray, low: int, life: tuple[int, int], size_bytes: int) -> None:

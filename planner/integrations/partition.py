@@ -1,32 +1,32 @@
-"""A joint graph and a budget in, its two halves out: read, profiled, solved, rewritten, proved."""
+"""A traced step and a budget in, its two halves out: profiled, solved, rewritten, proved."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import fx
 
-from passes.alias import Aliases, alias, device_of
-from passes.lower import Lowered, lower
+from passes.alias import Aliases, alias
+from passes.lower import Lowered
 from passes.ops import is_random
 from passes.profile import OpProfile, profile
-from passes.rewrite import rewrite
+from passes.rewrite import Rewritten, rewrite
+from passes.trace.capture import Traced
 from passes.verify import verify
 from solvers import minimum_budget, solve
 from solvers.problem import Problem
 from solvers.schedule import Schedule, plain_order, with_frees
 from solvers.simulate import simulate
 
-from ._torch_compile import Halves, outside_modes
+from ._torch_compile import outside_modes
 from .fusion import Fused, fuse
-from .halves import make_halves
-from .joint import Joint, read_joint
 from .kernels import kinds
 
 SECONDS_FOR_MINIMUM = 10.0
+# (aliases, profiles, ops that run once) -> the Problem of the step
+ToProblem = Callable[[Aliases, dict[fx.Node, OpProfile], Sequence[fx.Node]], Lowered]
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Figures:
 
 @dataclass(frozen=True, eq=False)
 class Ready:
-    """A joint graph before any decision."""
+    """A traced step before any decision, as a compiler sees it."""
 
-    joint: Joint
+    traced: Traced
     aliases: Aliases
+    profiles: dict[fx.Node, OpProfile]
     lowered: Lowered
     fused: Fused | None
-    seconds: float
 
     @property
     def problem(self) -> Problem:
@@ -103,7 +103,7 @@ class Ready:
 
     @cached_property
     def _held_range(self) -> tuple[int, int]:
-        """The smallest peak known to work with as much again as the plain peak in use between the halves; the plain one."""
+        """The smallest peak known to work, and the plain one, with as much again in use between the halves."""
         strained = self._among(self.plain_peak, 0)
         plain = simulate(strained, with_frees(self.problem, plain_order(self.problem))).peak_bytes
         return minimum_budget(strained, time_limit=SECONDS_FOR_MINIMUM).minimum_bytes, plain
@@ -111,7 +111,11 @@ class Ready:
     @cached_property
     def plain_peak(self) -> int:
         """The peak without recompute, the graph's own inputs included."""
-        return simulate(self.problem, with_frees(self.problem, plain_order(self.problem))).peak_bytes
+        return self.peak_bytes(with_frees(self.problem, plain_order(self.problem)))
+
+    def peak_bytes(self, schedule: Schedule) -> int:
+        """The predicted peak, all that the Problem counts included."""
+        return simulate(self.problem, schedule).peak_bytes
 
     @property
     def tangent_bytes(self) -> int:
@@ -122,13 +126,15 @@ class Ready:
         """Recompute cost over the cost of the plain step."""
         return self.problem.overhead(simulate(self.problem, schedule).added_cost)
 
-    def halves(self, schedule: Schedule) -> Halves:
+    def whole(self, schedule: Schedule) -> Schedule:
+        """The schedule with what the compiler inlines."""
+        return self.fused.unfused(schedule) if self.fused else schedule
+
+    def rewritten(self, schedule: Schedule) -> Rewritten:
         """The schedule as two graphs, proved."""
-        if self.fused:
-            schedule = self.fused.unfused(schedule)
-        rewritten = rewrite(self.joint.traced, self.aliases, self.lowered, schedule)
-        verify(self.joint.traced, rewritten)
-        return make_halves(self.joint, rewritten)
+        rewritten = rewrite(self.traced, self.aliases, self.lowered, self.whole(schedule))
+        verify(self.traced, rewritten)
+        return rewritten
 
     def figures(self, schedule: Schedule) -> Figures:
         """What the schedule holds, as simulated."""
@@ -149,32 +155,21 @@ class Ready:
         return sum(problem.tensors[t].bytes for t in returned)
 
 
-def prepare_joint(
-    gm: fx.GraphModule, num_fwd_outputs: int, cost: Callable[[OpProfile], float], sizes: Mapping[str, int],
-    *, reserve_bytes: int = 0, timed: bool = False, fusing: bool = False,
-) -> Ready:  # fmt: skip
-    """Everything before the decision; `sizes` are what symbols are planned for.
-
-    Random ops run once: what they draw is kept, or its seed where the compiler draws from seeds.
+def ready_for(traced: Traced, to_problem: ToProblem, *, timed: bool = False, fusing: bool = False) -> Ready:
+    """Everything before the decision. Random ops run once: what they draw is kept, or its seed where the compiler draws
+    from seeds.
 
     Raises:
         Unsupported: the graph holds something that a partition of ours would not keep.
     """
-    start = time.perf_counter()
-    joint = read_joint(gm, num_fwd_outputs, sizes)
-    graph = joint.traced.graph_module.graph
+    graph = traced.graph_module.graph
     aliases = alias(graph)
     with outside_modes():
         profiles = profile(graph, timed=timed)
-    nodes = [n for n in graph.nodes if n.op == "call_function"]
-    device = device_of(next((n for n in graph.nodes if n.op != "output"), nodes[0]))
-    lowered = lower(
-        joint.traced, aliases, profiles, cost, device=device, reserve_bytes=reserve_bytes,
-        once=[n for n in nodes if is_random(n)],
-    )  # fmt: skip
-    lowered = _out_of_place(lowered)
+    once = [n for n in graph.nodes if n.op == "call_function" and is_random(n)]
+    lowered = _out_of_place(to_problem(aliases, profiles, once))
     fused = fuse(lowered.problem, kinds(lowered, profiles)) if fusing else None
-    return Ready(joint, aliases, lowered, fused, time.perf_counter() - start)
+    return Ready(traced, aliases, profiles, lowered, fused)
 
 
 def _out_of_place(lowered: Lowered) -> Lowered:

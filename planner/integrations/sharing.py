@@ -34,6 +34,7 @@ ATTEMPTS = 6
 LEVELS = 5
 LONGEST_STEP = 10_000  # calls without a backward between them are no step
 SHARE_OF_TIME = 0.3
+SMALLEST_STEP = 200  # a target is lowered by at least this part of what was predicted
 
 
 class Share:
@@ -84,8 +85,9 @@ class Share:
     def _decide(self, ready: Ready, budget: int | None, between: int = 0, after: int = 0) -> Schedule:
         settings = self.settings
         return ready.decide(
-            budget, solver=settings.solver, time_limit=settings.time_limit, gap=settings.gap, between=between, after=after
-        )
+            budget, solver=settings.solver, time_limit=settings.time_limit, gap=settings.gap, between=between,
+            after=after,
+        )  # fmt: skip
 
     def _hold(self, ready: Ready, level: float) -> Schedule:
         settings = self.settings
@@ -156,14 +158,15 @@ class Share:
             )  # fmt: skip
         else:
             self.attempts += 1
-            self.target = (self.target or budget) - self._surplus(peak, budget, sequence)
+            self.target = self._lower_target(peak, budget, self._peak(_told(sequence)))
             self._plan_together(sequence, self.target)
         for program in self.programs:
             program.watching = self.watching
 
-    def _surplus(self, peak: int, budget: int, sequence: list[Program]) -> int:
-        """By how much to aim lower: what was measured above the budget. What was predicted above it needs no more."""
-        return peak - max(budget, min(peak, self._peak(_told(sequence))))
+    def _lower_target(self, peak: int, budget: int, told: int) -> int:
+        """Below what was predicted this time by what was measured above the budget."""
+        target = self.target or budget
+        return target if told > target else min(told - (peak - budget), told - told // SMALLEST_STEP)
 
     def _peak(self, figures: Sequence[Figures]) -> int:
         """The step's peak (see above)."""

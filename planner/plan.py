@@ -100,6 +100,7 @@ class Plan(Decided):
         """
         from .check.plan import check_plan
 
+        self._refuse_compiled("checked for equal bits")
         found = check_plan(self.module, model, sample)
         object.__setattr__(self, "checked", found)
         return found
@@ -121,7 +122,7 @@ class Plan(Decided):
 
     def _refuse_compiled(self, verb: str) -> None:
         if self.compiled:
-            raise PlannerError(f"a compiled plan is not {verb}: its code is this machine's. Use the uncompiled plan.")
+            raise PlannerError(f"a compiled plan is not {verb}: do that with the plan that compile() was called on.")
 
     # See ----------------------------------------------------------------------------------------------------------
 

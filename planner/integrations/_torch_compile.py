@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .order import Buffer, Order
 
+HELD = "held_outside"  # in the meta of a half's input that others hold as well
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 # (joint graph, number of its outputs that belong to the forward) -> forward, backward
 Partition = Callable[[fx.GraphModule, int], Halves]
@@ -73,7 +74,7 @@ def compile_inductor(
 ) -> Callable[..., Any]:  # fmt: skip
     """Inductor with our partition; `seen(half, is_backward)` may wrap each compiled half."""
     def inner(half: fx.GraphModule, half_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        with planned_order():
+        with planned_order(half):
             compiled = compile_fx_inner(half, half_inputs, **kwargs)
         return seen(compiled, bool(kwargs.get("is_backward", False)))
 
@@ -201,7 +202,8 @@ def symbol_nodes(graph: fx.Graph) -> dict[str, fx.Node]:
 class _Scheduling:
     """Inductor's scheduler held to the planned order (see `order`), for one half."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: frozenset[str]) -> None:
+        self.held = held
         choices: Any = copy.copy(V.choices)
         self.choices = choices
         self.is_worth_it, choices.can_fuse = choices.can_fuse, self.can_fuse
@@ -211,7 +213,7 @@ class _Scheduling:
     def before_fusion(self, nodes: list[Any]) -> list[Any]:
         self.index = {n.get_name(): i for i, n in enumerate(nodes)}
         self.names = list(self.index)
-        self.accepted, self.order = None, Order(*_kernels(nodes, self.index))
+        self.accepted, self.order = None, Order(*_kernels(nodes, self.index, self.held))
         return nodes
 
     def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
@@ -255,9 +257,11 @@ def _lifetimes(nodes: list[Any]) -> dict[str, Any]:
     return dict(inputs)
 
 
-def _kernels(nodes: list[Any], index: Mapping[str, int]) -> tuple[list[set[int]], list[Buffer]]:
-    """What each kernel must come after, and the memory that they share."""
-    inputs, outputs = _lifetimes(nodes), set(V.graph.get_output_names())
+def _kernels(
+    nodes: list[Any], index: Mapping[str, int], held: frozenset[str]
+) -> tuple[list[set[int]], list[Buffer]]:
+    """What each kernel must come after, and the memory that they share; `held` are inputs that others hold as well."""
+    inputs, outputs = _lifetimes(nodes), held.union(V.graph.get_output_names())
     before = [{index[p.get_name()] for p in n.mpi_node.pred_nodes} for n in nodes]
     buffers = []
 
@@ -276,14 +280,15 @@ def _kernels(nodes: list[Any], index: Mapping[str, int]) -> tuple[list[set[int]]
 
 
 @contextlib.contextmanager
-def planned_order() -> Iterator[None]:
-    """Have what is compiled here keep the order of its graph, and fuse only where that leaves the peak as it is."""
-    held = _Scheduling()
+def planned_order(half: fx.GraphModule) -> Iterator[None]:
+    """Have it compiled in the order of its graph, and fused only where that leaves the peak as it is."""
+    held = frozenset(n.target for n in half.graph.nodes if n.op == "placeholder" and n.meta.get(HELD))
+    scheduling = _Scheduling(held)
     patches = {
-        "_pre_fusion_custom_pass": held.before_fusion, "_post_fusion_custom_pass": held.after_fusion,
+        "_pre_fusion_custom_pass": scheduling.before_fusion, "_post_fusion_custom_pass": scheduling.after_fusion,
         "reorder_for_peak_memory": False, "reorder_for_locality": False,
     }  # fmt: skip
-    with inductor_config.patch(patches), V.set_choices_handler(held.choices):
+    with inductor_config.patch(patches), V.set_choices_handler(scheduling.choices):
         yield
 
 
@@ -319,16 +324,20 @@ def compile_half(
 
     Args:
         visible: outputs whose layout is to stay as traced.
-        strides: of the first inputs, where they are not as traced.
+        strides: of the first inputs, which the half alone holds; None where they are as traced.
     """
     mode = FakeTensorMode()
     with mode:
         made = _traced(fx.GraphModule(half, _plain_copy(half.graph)), half, mode, strides, {})
     made.graph.output_node().meta["user_visible_output_idxs"] = list(visible)
+    given = half.graph.find_nodes(op="placeholder")
+    for i, (node, old) in enumerate(zip(made.graph.find_nodes(op="placeholder"), given, strict=True)):
+        node.meta[HELD] = old.meta.get(HELD)
+        node.name = node.target = f"{'saved' if i < len(strides) else 'primals'}_{i}"  # tells Inductor what dies early
     patches = {**options, "fx_graph_cache": False}
     fakes = [n.meta["val"] for n in made.graph.nodes if n.op == "placeholder"]
     with (
-        inductor_config.patch(patches), planned_order(), tracing(TracingContext(mode)), V.set_fake_mode(mode),
+        inductor_config.patch(patches), planned_order(made), tracing(TracingContext(mode)), V.set_fake_mode(mode),
         TracingContext.report_output_strides() as found,
     ):  # fmt: skip
         compiled = compile_fx_inner(made, fakes, is_backward=is_backward)

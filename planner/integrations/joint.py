@@ -21,7 +21,7 @@ from passes.trace.capture import Traced
 from ._torch_compile import concrete, is_plain_primal, is_symbolic, is_tangent, symbols_of
 
 aten = torch.ops.aten
-_UNUSED: Any = None  # a call's structure and reads are Dynamo's to guard
+UNUSED: Any = None  # a call's structure and reads are Dynamo's to guard
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class _Reader:
         tensors = [self.image[n] for n in primals if isinstance(self.image[n], fx.Node)]
         mutated = tuple(tensors.index(self._of(n, 0)) for n in self.copies)
         traced = Traced(
-            graph_module=image, pristine=self.graph, state=(), input_template=_UNUSED, input_names=(),
-            num_inputs=len(tensors), output_template=_UNUSED, outputs=(), mutated=mutated,
-            num_outputs=outputs - len(mutated), reads=_UNUSED,
+            graph_module=image, pristine=self.graph, state=(), input_template=UNUSED, input_names=(),
+            num_inputs=len(tensors), output_template=UNUSED, outputs=(), mutated=mutated,
+            num_outputs=outputs - len(mutated), reads=UNUSED,
         )  # fmt: skip
         symbols = dict.fromkeys(s for n in nodes for s in _symbols(n))
         return Joint(self.gm, self.num_fwd_outputs, traced, tuple(self.copies), {s: self._size(s) for s in symbols})

@@ -34,12 +34,9 @@ class Order:
 
     Args:
         before: for each kernel, in planned order, those that it must come after.
-        peak_bytes: what the half may hold; None: what it holds before anything is fused.
     """
 
-    def __init__(
-        self, before: Sequence[Iterable[int]], buffers: Sequence[Buffer], peak_bytes: int | None = None
-    ) -> None:
+    def __init__(self, before: Sequence[Iterable[int]], buffers: Sequence[Buffer]) -> None:
         count = len(before)
         self.buffers = buffers
         self.place = list(range(count))
@@ -57,7 +54,6 @@ class Order:
         self.held = np.zeros(count, dtype=np.int64)
         for b in range(len(buffers)):
             self._add(self.held, 0, self._life(b, frozenset(), 0), buffers[b].size_bytes)
-        self.peak_bytes = max(peak_bytes or 0, self.highest_bytes)
 
     @property
     def highest_bytes(self) -> int:
@@ -65,7 +61,7 @@ class Order:
         return int(self.held.max(initial=0))
 
     def place_for(self, first: int, second: int) -> int | None:
-        """Where the kernels of which these are parts may run as one within the peak; None: nowhere."""
+        """Where the kernels of which these are parts may run as one without a higher peak; None: nowhere."""
         if self.members[first] is self.members[second]:
             return self.place[first]
         found = []
@@ -74,7 +70,7 @@ class Order:
                 held = self._fused(first, second, at)
                 found.append((int(held.max()), int(held.sum()), at))
         best = min(found, default=None)
-        return best[2] if best is not None and best[0] <= self.peak_bytes else None
+        return best[2] if best is not None and best[0] <= self.highest_bytes else None
 
     def fuse(self, first: int, second: int, at: int) -> None:
         """Let both run as one at `at`."""

@@ -20,7 +20,7 @@ from solvers.problem import Problem
 from solvers.schedule import Schedule, plain_order, with_frees
 from solvers.simulate import simulate
 
-from ._torch_compile import outside_modes
+from ._torch_compile import HELD, outside_modes
 from .fusion import Fused, fuse
 from .kernels import kinds
 
@@ -67,6 +67,22 @@ class Ready:
         """Where the backward starts in `problem`."""
         return self.fused.ops.index(self.lowered.tangent_op) if self.fused else self.lowered.tangent_op
 
+    @property
+    def as_compiled(self) -> Lowered:
+        """`problem` with what its ops and tensors are in the graph."""
+        if self.fused is None:
+            return self.lowered
+        own, whole = self.lowered, self.lowered.problem
+        nodes = tuple(own.nodes[i] for i in self.fused.ops)
+        kept = [t for i in self.fused.ops for t in whole.ops[i].outputs]
+        storages = tuple(own.storages[t] for t in kept)
+        return replace(
+            own, problem=self.problem, nodes=nodes, storages=storages, rng_state={}, tangent_op=self.tangent_op,
+            tangents=tuple(kept.index(t) for t in own.tangents),
+            node_op={n: i for i, n in enumerate(nodes) if n is not None},
+            storage_tensor={s: t for t, s in enumerate(storages) if s is not None},
+        )  # fmt: skip
+
     def decide(
         self, budget_bytes: int | None, *, solver: str, time_limit: float, gap: float, between: int = 0, after: int = 0
     ) -> Schedule:
@@ -80,7 +96,7 @@ class Ready:
             BudgetError: nothing found fits.
         """
         if budget_bytes is None:
-            return with_frees(self.problem, plain_order(self.problem))
+            return self.plain
         problem = self._among(between, after)
         return solve(problem, budget_bytes, solver=solver, time_limit=time_limit, gap=gap).schedule
 
@@ -105,13 +121,18 @@ class Ready:
     def _held_range(self) -> tuple[int, int]:
         """The smallest peak known to work, and the plain one, with as much again in use between the halves."""
         strained = self._among(self.plain_peak, 0)
-        plain = simulate(strained, with_frees(self.problem, plain_order(self.problem))).peak_bytes
+        plain = simulate(strained, self.plain).peak_bytes
         return minimum_budget(strained, time_limit=SECONDS_FOR_MINIMUM).minimum_bytes, plain
 
     @cached_property
+    def plain(self) -> Schedule:
+        """The step without recompute."""
+        return with_frees(self.problem, plain_order(self.problem))
+
+    @cached_property
     def plain_peak(self) -> int:
-        """The peak without recompute, the graph's own inputs included."""
-        return self.peak_bytes(with_frees(self.problem, plain_order(self.problem)))
+        """Its peak, the graph's own inputs included."""
+        return self.peak_bytes(self.plain)
 
     def peak_bytes(self, schedule: Schedule) -> int:
         """The predicted peak, all that the Problem counts included."""
@@ -131,9 +152,12 @@ class Ready:
         return self.fused.unfused(schedule) if self.fused else schedule
 
     def rewritten(self, schedule: Schedule) -> Rewritten:
-        """The schedule as two graphs, proved."""
+        """The schedule as two graphs, proved; `HELD` in the meta of saved tensors that live on after their last use."""
         rewritten = rewrite(self.traced, self.aliases, self.lowered, self.whole(schedule))
         verify(self.traced, rewritten)
+        pinned = {self.lowered.problem.tensors[t].name for t in self.lowered.problem.pinned}
+        for node, name in zip(rewritten.backward.graph.nodes, rewritten.saved_names, strict=False):
+            node.meta[HELD] = name in pinned
         return rewritten
 
     def figures(self, schedule: Schedule) -> Figures:

@@ -21,6 +21,7 @@ from passes.run._torch import below_autograd
 from passes.run.step import Step
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import Traced
+from planner.check.record import Checked
 from planner.decided import Decided
 from planner.dropin.apply import blank_sample
 from planner.dropin.module import PlannedModule
@@ -38,6 +39,7 @@ from .partition import Ready, ready_for
 
 ATTEMPTS = 6
 SMALLEST_STEP = 200
+BY_INDUCTOR = Checked(0, "compiled code is equal up to rounding, and the check asks for equal bits")
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,9 @@ def _compiled(model: nn.Module, prepared: Prepared, budget_bytes: int | None, op
         measured = ready.problem.static_bytes + _measure(model, step, prepared.traced)
         if budget_bytes is None or measured <= budget_bytes:
             note = _note(measured, told, time.perf_counter() - start)
-            found = solution(prepared.problem, ready.whole(schedule), "compiled", notes=(note,))
-            found = replace(found, peak_bytes=measured)
+            found = solution(prepared.problem, schedule, prepared.options.solver, notes=(note,))
             seconds = {"compile": time.perf_counter() - start}
-            return Decided(prepared, found, rewritten, step, budget_bytes, seconds, compiled=True)
+            return Decided(prepared, found, rewritten, step, budget_bytes, seconds, BY_INDUCTOR, compiled=True)
         target = min(told - (measured - budget_bytes), told - told // SMALLEST_STEP)
         lowest = min(lowest or measured, measured)
     raise BudgetError(
@@ -95,8 +96,7 @@ def _compiled(model: nn.Module, prepared: Prepared, budget_bytes: int | None, op
 def _note(measured: int, told: int, seconds: float) -> str:
     more = f"{show_bytes(abs(measured - told))} {'more' if measured > told else 'less'} than predicted"
     return (
-        f"compiled by Inductor in {seconds:.1f} s: measured to peak at {show_bytes(measured)}, {more}; equal to the "
-        "uncompiled step up to rounding"
+        f"compiled by Inductor in {seconds:.1f} s: measured to peak at {show_bytes(measured)}, {more}"
     )
 
 
@@ -125,8 +125,8 @@ def _for_inductor(prepared: Prepared) -> tuple[Prepared, Ready]:
         timed=options.cost == "measured", fusing=True,
     )  # fmt: skip
     return replace(
-        prepared, traced=traced, aliases=ready.aliases, profiles=ready.profiles, lowered=ready.lowered, options=options,
-        hinted={},
+        prepared, traced=traced, aliases=ready.aliases, profiles=ready.profiles, lowered=ready.as_compiled,
+        baseline_peak_bytes=ready.plain_peak, options=options, hinted={}, start=None,
     ), ready  # fmt: skip
 
 

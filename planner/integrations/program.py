@@ -16,6 +16,7 @@ from passes.codegen import boxed
 from passes.lower import lower
 from passes.memory import granule, round_up
 from passes.profile import OpProfile
+from planner.budget import Budget
 from solvers.problem import Problem
 from solvers.schedule import Schedule
 
@@ -29,7 +30,8 @@ from .partition import Figures, Ready, ready_for
 class Settings:
     """The backend's options, resolved."""
 
-    budget_bytes: int | None
+    budget: Budget
+    room_bytes: int | None
     inductor: bool
     solver: str
     time_limit: float

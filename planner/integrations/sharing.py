@@ -9,9 +9,10 @@ largest of
 
 What comes after a graph is not known when it is compiled. So in the first step each graph may use what its
 predecessors leave of the budget, or else runs at its lowest peak. When a step has run, its graphs are known and, under
-Inductor, measured. If the peak is then above the budget, all of them are planned anew at one level between
-the least that they can hold between their halves and what they hold without recompute, the highest at which the step
-fits. Promised from then on: the peak of what the graphs hold. What Python makes between graphs is `reserve_mb`'s.
+Inductor, measured. If the peak is then above the budget, each in turn is planned anew for what the others leave. Where
+that does not do, all start from one level between the least that they can hold between their halves and what they hold
+without recompute, the highest at which the step fits. Promised from then on: the peak of what the graphs hold. What
+Python makes between graphs is `reserve_mb`'s.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ class Share:
         self._tell(program)
 
     def _within_the_rest(self, program: Program, ready: Ready) -> Schedule:
-        budget = self._budget()
+        others = sum(self.leaves.values()) + _held(_figures(self.sequence))
+        budget = self._budget(others + ready.plain_peak)
         if budget is None:
             return self._decide(ready, None)
-        others = sum(self.leaves.values()) + sum(f.held for f in _figures(self.sequence))
         try:
             return self._decide(ready, budget - others)
         except BudgetError:
@@ -78,9 +79,10 @@ class Share:
                 raise
             return self._hold(ready, 0.0)
 
-    def _budget(self) -> int | None:
-        budget = self.settings.budget_bytes
-        return None if budget is None else budget - self.settings.reserve_bytes
+    def _budget(self, plain_peak_bytes: int) -> int | None:
+        settings = self.settings
+        budget = settings.budget.to_bytes(plain_peak_bytes) or settings.room_bytes
+        return None if budget is None else budget - settings.reserve_bytes
 
     def _decide(self, ready: Ready, budget: int | None, between: int = 0, after: int = 0) -> Schedule:
         settings = self.settings
@@ -144,7 +146,8 @@ class Share:
 
     def _settle(self) -> None:
         """The step that has run fits, or its graphs are planned anew."""
-        budget, sequence = self._budget(), self.sequence
+        sequence = self.sequence
+        budget = self._budget(self._peak([ready.figures(ready.plain) for p in sequence if (ready := p.ready)]))
         peak = self._peak(_figures(sequence))
         self.lowest = min(self.lowest or peak, peak)
         if budget is None or not sequence or peak <= budget:

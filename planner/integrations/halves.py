@@ -18,7 +18,6 @@ from passes.errors import Unsupported
 from passes.rewrite import Rewritten
 
 from ._torch_compile import (
-    HELD,
     Halves,
     is_symbolic,
     is_tangent,
@@ -26,6 +25,7 @@ from ._torch_compile import (
     saved_description,
     symbol_nodes,
 )
+from ._torch_inductor import HELD
 from .joint import Joint
 
 

@@ -20,7 +20,8 @@ from solvers.problem import Problem
 from solvers.schedule import Schedule, plain_order, with_frees
 from solvers.simulate import simulate
 
-from ._torch_compile import HELD, outside_modes
+from ._torch_compile import outside_modes
+from ._torch_inductor import HELD
 from .fusion import Fused, fuse
 from .kernels import kinds
 

@@ -32,7 +32,7 @@ from solvers.errors import MIB, BudgetError
 from solvers.schedule import Schedule
 from solvers.solution import solution
 
-from ._torch_compile import compile_half, decomposed
+from ._torch_inductor import compile_half, decomposed
 from .joint import mark_backward
 from .kernels import compiled_cost
 from .partition import Ready, ready_for

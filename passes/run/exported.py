@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ._torch import below_autograd, register_pytree_node
+from ._torch import active_autocast, below_autograd, register_pytree_node
 from .tensors import alone, distinct, laid_out
 
 Half = Callable[[list[Any], dict[str, torch.Tensor]], tuple[Any, ...]]
@@ -74,6 +74,7 @@ class _Step(torch.autograd.Function):
         if present != spec["expected"]:
             expected = ", ".join(leaf["path"] or "the output" for leaf in spec["leaves"] if leaf["differentiated"])
             raise ExportError(f"backward must start from {expected} (that is what was planned), and from nothing else.")
+        step.check_autocast("backward_autocast", "the backward")
         tangents = [laid_out(gradients[i], s) for i, s in zip(present, spec["tangent_strides"], strict=True)]
         del gradients
         kept = iter(ctx.saved_tensors)
@@ -123,9 +124,12 @@ class _Exported:
         if (answers := list(self.answers(inputs))) != self.spec["answers"]:
             expected_answers = self.spec["answers"]
             raise ExportError(f"the inputs' values answer the model's `if`s {answers}, the sample {expected_answers}.")
-        active = [[k, str(torch.get_autocast_dtype(k))] for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
-        if active != self.spec["autocast"]:
-            raise ExportError(f"autocast is {active}, the step was planned under {self.spec['autocast']}.")
+        self.check_autocast("autocast", "the step")
+
+    def check_autocast(self, name: str, what: str) -> None:
+        active = [[kind, str(dtype)] for kind, dtype in active_autocast()]
+        if active != self.spec[name]:
+            raise ExportError(f"autocast is {active}, {what} was planned under {self.spec[name]}.")
 
 
 class Part(nn.Module):

@@ -15,7 +15,7 @@ from torch import fx
 
 from passes.errors import PlannerError
 
-from ._torch import below_autograd, under_transform
+from ._torch import Autocast, active_autocast, below_autograd, under_transform
 from .replay import as_tensor, copy_generator, old_value
 from .tensors import alone, distinct, is_laid_out, laid_out
 
@@ -48,6 +48,7 @@ class Step:
         rng_devices: devices whose generators the forward draws from.
         hold_outputs: keep the outputs' memory until the backward is done, as planned for, whether or not the caller
             does.
+        autocast: what the backward was traced under. Under another one the plain backward casts in other places.
     """
 
     forward: fx.GraphModule
@@ -61,6 +62,7 @@ class Step:
     keep_primals: tuple[int, ...] = ()
     rng_devices: tuple[str, ...] = ()
     hold_outputs: bool = True
+    autocast: Autocast = ()
 
     def __call__(self, primals: Sequence[torch.Tensor], fallback: Fallback) -> tuple[Any, ...]:
         """Run the forward; gradients flow when `backward` is called on an output.
@@ -126,7 +128,8 @@ class _PlannedStep(torch.autograd.Function):
         ctx.shared = ()
         present = tuple(i for i, g in enumerate(gradients) if g is not None)
         given = [g for g in gradients if g is not None]
-        if present != step.expected or not all(map(is_laid_out, given, step.tangent_strides)):
+        as_planned = present == step.expected and active_autocast() == step.autocast
+        if not as_planned or not all(map(is_laid_out, given, step.tangent_strides)):
             return (None, None, *_run_fallback(ctx, {i: gradients[i] for i in present}))
         tangents = [laid_out(g, s) for g, s in zip(given, step.tangent_strides, strict=True)]
         del gradients, given

@@ -6,7 +6,6 @@ model, its class, its methods and its state stay what they are.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.run._torch import under_autocast
 from passes.trace.arguments import (
     StateEntry,
     bind_call,
@@ -155,9 +155,7 @@ def _check_same_step(state: PlanState, model: nn.Module, sample: Any) -> None:
         )
     bound = _zeros(state) if sample is None else bind_sample(model, sample, state.loss_fn)
     expected = tuple(leaf.path for leaf in own.outputs if leaf.differentiated)
-    with contextlib.ExitStack() as stack:
-        for kind, dtype in state.first.key.autocast:
-            stack.enter_context(torch.autocast(kind, dtype))
+    with under_autocast(state.first.key.autocast):
         other = capture(
             model, bound, state.loss_fn, differentiated=expected, keep_outputs=prepared.options.keep_outputs,
             layouts=own.layouts,

@@ -179,6 +179,7 @@ def _spec(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tensors
         "answers": [] if traced.guard is None else list(traced.guard.answers),
         "tangent_strides": [list(s) for s in step.tangent_strides],
         "autocast": [[kind, str(dtype)] for kind, dtype in state.first.key.autocast],
+        "backward_autocast": [[kind, str(dtype)] for kind, dtype in step.autocast],
     }
     return spec, {n: t.contiguous() for n, t in tensors.items()}, {n: t.contiguous() for n, t in constants.items()}
 

@@ -94,6 +94,7 @@ class PlanState:
         self.cache: list[Entry] = []
         self.losses = Losses()
         self.unplanned = False
+        self.applied: Any = None  # the `PlannedForward` that is being called
         self.noticed_hooks = self.noticed_gradients = self.still_eval = False
         self.replans, self.replan_seconds, self.next_slow = Counter[str](), 0.0, SLOW_REPLANS
 
@@ -141,13 +142,14 @@ class PlanState:
 
         One for a backward from `starts` where there is one; else one for another backward, if any holds.
         """
-        for entry in sorted(self.cache, key=lambda e: e.outdated or e.starts != (starts or e.starts)):
-            if entry.key == key:
-                state = entry.holds(self.model, self.loss_fn, inputs)
-                if state is not None:
-                    self.cache.remove(entry)
-                    self.cache.insert(0, entry)
-                    return entry, state
+        with self._own_forward():
+            for entry in sorted(self.cache, key=lambda e: e.outdated or e.starts != (starts or e.starts)):
+                if entry.key == key:
+                    state = entry.holds(self.model, self.loss_fn, inputs)
+                    if state is not None:
+                        self.cache.remove(entry)
+                        self.cache.insert(0, entry)
+                        return entry, state
         return None, []
 
     def _may_plan(self, key: Key, inputs: Sequence[torch.Tensor]) -> bool:
@@ -248,7 +250,8 @@ class PlanState:
             if got != expected:
                 return InputMismatch(name, describe_tensor(got), describe_tensor(expected), hint)
         try:
-            state = match(self.first.reads, self.model, self.loss_fn).tensors() or []
+            with self._own_forward():
+                state = match(self.first.reads, self.model, self.loss_fn).tensors() or []
         except Differs as differs:
             return InputMismatch(differs.where, differs.now, differs.then, hint)
         entries = self.first.reads.entries
@@ -272,17 +275,38 @@ class PlanState:
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Let `model(...)` be the model's own forward in the block, where the plan was applied to it."""
-        own, before = self.model.__dict__, self.unplanned
-        applied = own.pop("forward") if getattr(own.get("forward"), "runs_plan", False) else None
-        if applied is not None and applied.previous is not None:
-            own["forward"] = applied.previous
-        self.unplanned = True
+        before, self.unplanned = self.unplanned, True
+        try:
+            with self._own_forward():
+                yield
+        finally:
+            self.unplanned = before
+
+    @contextmanager
+    def through(self, applied: Any) -> Iterator[None]:
+        """Calls in the block come through `applied`: what was put around it since runs anyway and is not planned."""
+        before, self.applied = self.applied, applied
         try:
             yield
         finally:
-            self.unplanned = before
-            if applied is not None:
-                own["forward"] = applied
+            self.applied = before
+
+    @contextmanager
+    def _own_forward(self) -> Iterator[None]:
+        """Undo `plan.apply` in the block."""
+        own = self.model.__dict__
+        current = own.get("forward")
+        applied = self.applied or (current if getattr(current, "runs_plan", False) else None)
+        if applied is None:
+            yield
+            return
+        own.pop("forward")
+        if applied.previous is not None:
+            own["forward"] = applied.previous
+        try:
+            yield
+        finally:
+            own["forward"] = current
 
 
 class Losses:
@@ -335,7 +359,7 @@ class _Fallback:
     def __init__(self, state: PlanState, entry: Entry) -> None:
         prepared = entry.planned.prepared
         self.state, self.traced, self.layouts = state, prepared.traced, prepared.layouts
-        self.autocast = entry.key.autocast
+        self.autocast, self.applied = entry.key.autocast, state.applied
         self.started = state.losses.called(entry.starts)
 
     def __call__(
@@ -393,7 +417,7 @@ class _Fallback:
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), swapped_state(state.model, named):
             for device, generator in generators.items():
                 set_rng_state(generator.get_state(), device)
-            with under_autocast(self.autocast):
+            with under_autocast(self.autocast), state.through(self.applied):
                 outputs, _ = flatten(state.plain(unflatten(traced.input_template, leaves[count:])))
         indices = [leaf.index for leaf in traced.outputs]
         started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]

@@ -38,13 +38,19 @@ def plan_on_first_batch(model: nn.Module, budget_mb: float | str | None = None, 
 class FirstBatch:
     """A model that runs a plan from its first training call on.
 
+    Args:
+        called: told of that call before anything is planned.
+
     Attributes:
         plan: the plan; None until that call.
     """
 
-    def __init__(self, model: nn.Module, budget_mb: float | str | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, budget_mb: float | str | None = None, *, called: Callable[[], Any] | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
         Budget(budget_mb)
-        self.model, self.budget_mb, self.options = model, budget_mb, options
+        self.model, self.budget_mb, self.called, self.options = model, budget_mb, called, options
         self.plan: Plan | None = None
         self.waiting: _Waiting | None = None
 
@@ -69,6 +75,8 @@ class FirstBatch:
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.stop()
+        if self.called is not None:
+            self.called()
         sample = _as_sample(self.model, args, kwargs)
         self.plan = auto_checkpoint(self.model, sample, self.budget_mb, **self.options)
         self.plan.apply(self.model)

@@ -27,7 +27,7 @@ from passes._torch import (
     swapped_state,
     without_sources,
 )
-from passes.errors import CaptureError, Unsupported
+from passes.errors import CaptureError, NoBackward, Unsupported
 from passes.exclusive import exclusive
 from passes.fuse.rules import fuse
 from passes.run._torch import Autocast
@@ -392,7 +392,7 @@ def _check(joint: JointGraph, names: list[str], num_state: int) -> None:
                     "Use dense tensors in forward, or keep this part out of the planned module.",
                 )  # fmt: skip
     if not any(g is not None for g in gradients):
-        raise CaptureError(
+        raise NoBackward(
             "the step has no backward: no output depends on a parameter that requires a gradient, so there is "
             "nothing to recompute. Check requires_grad of the parameters, and that forward does not run under no_grad."
         )

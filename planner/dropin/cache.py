@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from passes._torch import TORCH_FOLDER, active_saving_hooks, swapped_state
-from passes.errors import InputMismatch
+from passes.errors import InputMismatch, NoBackward
 from passes.run._torch import active_autocast, under_autocast
 from passes.run.random import set_rng_state
 from passes.trace.arguments import argument_names, run_model, state_tensors
@@ -132,7 +132,10 @@ class PlanState:
             trained = any(t.requires_grad for t in (*self.model.parameters(), *tensors))
             if not trained or (entry is None and not self._may_plan(key, tensors)):
                 return plain(bound)
-            entry, state = self._plan(key, bound, entry, starts)
+            try:
+                entry, state = self._plan(key, bound, entry, starts)
+            except NoBackward:  # merged adapters: as in eager, it is `backward` that would fail
+                return plain(bound)
         return self._execute(entry, [*state, *tensors])
 
     def find(

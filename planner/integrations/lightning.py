@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from planner.budget import Budget
 from planner.plan import Plan
 from solvers.errors import PlannerError
 
@@ -34,6 +35,7 @@ class PlanCallback(Callback):
     """
 
     def __init__(self, budget_mb: float | str | None = None, *, module: str | None = None, **options: Any) -> None:
+        Budget(budget_mb)
         self.budget_mb, self.module, self.options = budget_mb, module, options
         self.networks: dict[str, FirstBatch] = {}
         self.chosen: str | None = None

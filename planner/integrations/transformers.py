@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
+from planner.budget import Budget
 from planner.plan import Plan
 from solvers.errors import PlannerError
 
@@ -25,6 +26,7 @@ class PlanCallback(TrainerCallback):
     """
 
     def __init__(self, budget_mb: float | str | None = None, **options: Any) -> None:
+        Budget(budget_mb)
         self.budget_mb, self.options = budget_mb, options
         self.first: FirstBatch | None = None
         self.checkpointed: list[Any] = []

@@ -136,6 +136,7 @@ def _bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
         hold_outputs=prepared.options.keep_outputs,
         leaves=tuple(handover.outputs for handover in rewritten.handovers),
         reads=reads(traced, rewritten),
+        autocast=traced.backward_autocast,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ._torch import below_autograd, under_transform
+from ._torch import Autocast, active_autocast, below_autograd, under_transform
 from .errors import PlannerError
 from .replay import as_tensor, copy_generator, old_value
 from .tensors import alone, distinct, is_laid_out, laid_out
@@ -66,6 +66,7 @@ class Step:
             primals follow at its end.
         reads: which parameters the backward reads on its way to each of the groups, and to its end.
         starts: what to call the `expected` outputs.
+        autocast: what the backward was traced under. Under another one the plain backward casts in other places.
     """
 
     forward: Half
@@ -82,6 +83,7 @@ class Step:
     leaves: tuple[tuple[int, ...], ...] = ()
     reads: tuple[tuple[int, ...], ...] = ((),)
     starts: tuple[str, ...] = ()
+    autocast: Autocast = ()
 
     def __call__(self, primals: Sequence[torch.Tensor], fallback: Fallback | None) -> tuple[Any, ...]:
         """Run the forward; gradients flow when `backward` is called on an output.
@@ -167,7 +169,7 @@ class _Run:
         self._check()
         present = tuple(i for i, g in enumerate(gradients) if g is not None)
         given = [g for g in gradients if g is not None]
-        planned = present == step.expected
+        planned = present == step.expected and active_autocast() == step.autocast
         if planned and self.fallback is not None:
             planned = all(map(is_laid_out, given, step.tangent_strides))
         if not planned:
@@ -201,7 +203,9 @@ class _Run:
 
     def _replay(self, gradients: dict[int, torch.Tensor]) -> list[Any]:
         if self.fallback is None:
-            starts = ", ".join(self.step.starts)
+            starts, active = ", ".join(self.step.starts), active_autocast()
+            if active != self.step.autocast:
+                raise PlannerError(f"autocast is {active}, the backward was planned under {self.step.autocast}.")
             raise PlannerError(f"backward must start from {starts} (that is what was planned), and from nothing else.")
         for i, (primal, version) in enumerate(zip(self.primals, self.versions, strict=True)):
             if primal._version != version:

@@ -177,6 +177,7 @@ def _spec(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tensors
         **{name: getattr(plan.step, name) for name in exported.STEP_FIELDS},
         "answers": [] if traced.guard is None else list(traced.guard.answers),
         "autocast": [[kind, str(dtype)] for kind, dtype in state.first.key.autocast],
+        "backward_autocast": [[kind, str(dtype)] for kind, dtype in plan.step.autocast],
     }
     return spec, {n: t.contiguous() for n, t in tensors.items()}, {n: t.contiguous() for n, t in constants.items()}
 

@@ -34,8 +34,7 @@ from .staged import first_ends
 
 RUNGS = 12
 LOWER = 3
-STEPS = 40
-MORE_STEPS = 150
+STEPS = 150
 DEEP_STEPS = 400
 POLISH_STEPS = 60
 USED = 1e-6
@@ -143,14 +142,14 @@ class Parts:
         """The cheapest plan found that is composed of options and fits, or None."""
         for kind in self.kinds.values():
             for rung in kind.ladder(kind.highest):
-                kind.ask(rung, STEPS, self.deadline)
-        return self._settled(MORE_STEPS, deadline, again=False)
+                kind.ask(rung, 0, self.deadline)
+        return self._settled(STEPS, deadline)
 
     def deepen(self, deadline: float) -> Live | None:
         """Such a plan after longer searches for options like those taken."""
-        return self._settled(DEEP_STEPS, deadline, again=True)
+        return self._settled(DEEP_STEPS, deadline)
 
-    def _settled(self, steps: int, deadline: float, *, again: bool) -> Live | None:
+    def _settled(self, steps: int, deadline: float) -> Live | None:
         """Refine the menus until the relaxation gains little; then compose a plan."""
         cost = math.inf
         while True:
@@ -160,27 +159,24 @@ class Parts:
             relaxed = choice.relaxed()
             if relaxed is None:
                 return None
-            if relaxed.cost > (1 - WORTH) * cost or not self._refine(relaxed, steps, again=again):
+            if relaxed.cost > (1 - WORTH) * cost or not self._refine(relaxed, steps):
                 return self._composed(choice, relaxed, deadline)
             cost = relaxed.cost
 
-    def _refine(self, relaxed: Relaxed, steps: int, *, again: bool) -> bool:
-        """Ask for rungs near those taken, and for lower peaks where they bind; False where there is nothing to ask.
-
-        Args:
-            again: ask for those taken, too.
+    def _refine(self, relaxed: Relaxed, steps: int) -> bool:
+        """Ask again for the rungs taken, for those near them, and for lower peaks where they bind; False where the time
+        is up.
         """
         wanted: dict[tuple[int, Rung], None] = {}
         for run, menu, shares in zip(self.runs, self.menus, relaxed.shares, strict=True):
             for (rung, _, _), share in zip(menu, shares, strict=True):
                 if share > USED:
-                    near = self.kinds[run.kind].between(rung)
-                    wanted.update(((run.kind, r), None) for r in (rung, *near) if r is not rung or again)
+                    near = (rung, *self.kinds[run.kind].between(rung))
+                    wanted.update(((run.kind, rung), None) for rung in near)
         wanted.update((found, None) for found in self._lower(relaxed))
-        fresh = [(number, rung) for number, rung in wanted if again or rung not in self.kinds[number].options]
-        for number, rung in fresh:
+        for number, rung in wanted:
             self.kinds[number].ask(rung, steps, self.deadline)
-        return bool(fresh) and time.monotonic() < self.deadline
+        return time.monotonic() < self.deadline
 
     def _lower(self, relaxed: Relaxed) -> Iterator[tuple[int, Rung]]:
         """Of each kind, rungs of a lower peak for the run at which the budget binds most while it runs itself."""

@@ -18,7 +18,7 @@ from .ilp import search_with_proof
 from .parts import solve_parts
 from .problem import Problem
 from .repeats import Run, repeats
-from .solution import Solution, solution
+from .solution import Solution, Status
 
 CHEN_SHARE = 0.2
 MANY_OPS = 2000
@@ -50,9 +50,9 @@ class Auto(Solver):
         found = search_with_proof(problem, budget_bytes, self.name, replace(effort, warm_starts=starts))
         if composed is None or (composed.bound or 0) <= (found.bound or 0):
             return found
-        return solution(
-            problem, found.schedule, self.name, bound=composed.bound, family=composed.family, notes=found.notes
-        )
+        bound = min(composed.bound or 0, found.added_cost)
+        status = Status.OPTIMAL if bound == found.added_cost else found.status
+        return replace(found, bound=bound, family=composed.family, status=status)
 
     def _composed(self, problem: Problem, budget_bytes: int, effort: Effort) -> Solution | None:
         """The plan by repeated parts, where they are many."""

@@ -76,7 +76,7 @@ def test_figures_of_options_are_those_of_a_naive_replay(name: str) -> None:
     for kind in parts.kinds.values():
         for rung in kind.ladder(kind.highest)[::3]:
             kind.ask(rung, 10, time.monotonic() + 100)
-    menus = [list(parts._menu(part)) for part in parts.parts]
+    menus = [list(parts._menu(part, key)) for part, key in zip(parts.parts, parts.keys, strict=True)]
     for _ in range(6):
         taken = [rng.choice(menu) for menu in menus]
         live = Live(problem)

@@ -52,7 +52,6 @@ class FirstBatch:
         Budget(budget_mb)
         self.model, self.budget_mb, self.called, self.options = model, budget_mb, called, options
         self.plan: Plan | None = None
-        self.waiting: _Waiting | None = None
 
     def start(self) -> FirstBatch:
         """Plan at the next training call; run the plan where there is one already."""
@@ -60,18 +59,16 @@ class FirstBatch:
         if self.plan is not None:
             self.plan.apply(self.model)
         else:
-            self.waiting = _Waiting(self.model, self._planned)
-            self.model.forward = self.waiting
+            self.model.forward = _Waiting(self.model, self._planned)
         return self
 
     def stop(self) -> None:
         """Let the model run its own forward again."""
-        own = self.model.__dict__
-        if self.waiting is not None and own.get("forward") is self.waiting:
-            self.waiting.put_back()
-        elif self.plan is not None and getattr(own.get("forward"), "module", None) is self.plan.module:
+        current: Any = self.model.__dict__.get("forward")
+        if isinstance(current, _Waiting) and current.planned == self._planned:
+            current.put_back()
+        elif self.plan is not None and getattr(current, "module", None) is self.plan.module:
             self.plan.remove(self.model)
-        self.waiting = None
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.stop()

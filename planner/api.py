@@ -36,6 +36,7 @@ def auto_checkpoint(
     never_recompute: Sequence[str] = (),
     recompute: Sequence[str] = (),
     check: Check = "auto",
+    regions: str | Sequence[str] = "auto",
     gradients: Gradients = "fresh",
 ) -> Plan:
     """Plan a training step of `model` that stays under `budget_mb`, at the lowest recompute cost found.
@@ -85,8 +86,11 @@ def auto_checkpoint(
             compared bit for bit before the plan is handed over; `plan.checked` tells. "auto" does so where the memory
             is free, and for no longer than planning took: with one step instead of two, or not at all. True does so
             always, also when a call with other shapes is planned anew.
-        gradients: "fresh" counts on `.grad` being None before the step, "accumulated" on `.grad` being there and added
-            to: the gradients from before are resident, and those of the step live until its backward ends.
+        gradients: what becomes of a parameter's gradient, which leaves the backward as soon as nothing reads it any
+            more. "fresh" counts on `.grad` being None before the step, and on gradients that stay. "accumulated" counts
+            on `.grad` being there and added to: the gradients from before are resident. "consumed" counts on a hook
+            (`register_post_accumulate_grad_hook`) that sets `.grad` to None; with `optimizer=`, on one that steps it
+            for that parameter.
 
     Raises:
         BudgetError: the budget is not one, or nothing found fits; carries the smallest that works. Where hints
@@ -101,7 +105,7 @@ def auto_checkpoint(
     session = open_session(
         model, sample, solver=solver, cost=cost, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb,
         time_limit=time_limit, gap=gap, progress=progress, on_new_shape=on_new_shape, keep_outputs=keep_outputs,
-        save=save, never_recompute=never_recompute, recompute=recompute, check=check,
+        save=save, never_recompute=never_recompute, recompute=recompute, check=check, regions=regions,
         gradients=gradients,
     )  # fmt: skip
     return session.plan(budget.to_bytes(session.plain_peak_bytes))

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from passes._torch import pytree
 from passes.alias import Aliases, alias
+from passes.exclusive import exclusive
 from passes.lower import UPDATE, Lowered, lower
 from passes.printable import printable
 from passes.profile import Measured, OpProfile, profile
@@ -27,6 +28,25 @@ from .footprint import Footprint, Start, footprint, start_of
 from .hints import Hinted, resolve
 from .options import Options
 from .progress import Progress
+from .regions.compose import Composed
+
+
+@dataclass(frozen=True)
+class Regions:
+    """What a step by regions is made of.
+
+    Attributes:
+        composed: the flat Problem, and which ops of it are whose.
+        paths: for each run the path of its module, and which call of that module it is; `keys` how that call looks.
+        prepared: for each run its own step.
+        eager: why a submodule is left to eager, by its path.
+    """
+
+    composed: Composed
+    paths: tuple[tuple[str, int], ...]
+    keys: tuple[Any, ...]
+    prepared: tuple[Prepared, ...]
+    eager: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -39,6 +59,7 @@ class Prepared:
         model_name: the model's class, for people to read.
         layouts: what running has shown about layouts so far; one object for all plans of a model.
         start: the device's caching allocator before the step; None where it has none or the model is on no device.
+        regions: the runs of regions that the step is made of (`planner.regions`); None for a step planned as a whole.
     """
 
     traced: Traced
@@ -52,6 +73,7 @@ class Prepared:
     model_name: str
     layouts: Layouts
     start: Start | None = None
+    regions: Regions | None = None
 
     @property
     def problem(self) -> Problem:
@@ -78,6 +100,7 @@ class Prepared:
         return footprint(self.lowered, self.profiles, schedule, self.start, self.options.reserve_bytes)
 
 
+@exclusive()
 def prepare(
     model: nn.Module,
     arguments: Mapping[str, Any],
@@ -157,13 +180,14 @@ def _check_floor(
 
 def lower_step(
     traced: Traced, aliases: Aliases, profiles: dict[fx.Node, OpProfile], device: torch.device, options: Options,
-    once: Collection[fx.Node] = (),
+    once: Collection[fx.Node] = (), region: bool = False,
 ) -> Lowered:  # fmt: skip
     """The Problem of a profiled step; `once` are the kernels that hints keep from running again."""
     return lower(
         traced, aliases, profiles, options.cost_function, device=device, reserve_bytes=options.set_aside_bytes,
-        keep_outputs=options.keep_outputs, once=once, accumulate=options.gradients == "accumulated",
-        step_bytes=options.update.step_bytes,
+        keep_outputs=options.keep_outputs, once=once, gradients=options.gradients,
+        step_bytes=options.update.step_bytes, hook_bytes=options.update.hook_bytes,
+        region=region,
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ class PlanCallback(Callback):
             options = {"optimizer": _optimizer(trainer), "gradients": "accumulated", **self.options}
             self.chosen = None
             self.networks = {
-                name: FirstBatch(network, self.budget_mb, called=partial(self._choose, name), **options)
+                name: FirstBatch(network, self.budget_mb, called=partial(self._choose, name), batches=1, **options)
                 for name, network in found.items()
             }
         for name in self.networks if self.chosen is None else [self.chosen]:

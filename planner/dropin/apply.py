@@ -62,8 +62,10 @@ def apply(planned: PlannedModule, model: nn.Module | None = None, sample: Any = 
 def _wraps(current: Any, state: PlanState) -> bool:
     """Whether a trainer has put something (autocast) around the forward that was planned."""
     inner = inspect.unwrap(current) if current is not None else None
-    known = (state.traced_forward, type(state.model).forward)
-    return inner is not None and any(inner in (f, getattr(f, "__func__", None)) for f in known)
+    return inner is not None and any(
+        getattr(inner, "__func__", inner) is getattr(known, "__func__", known)
+        for known in (state.traced_forward, type(state.model).forward)
+    )
 
 
 def remove(planned: PlannedModule, model: nn.Module | None = None) -> nn.Module:

@@ -14,6 +14,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from .device import kind_of
 from .exclusive import exclusive, interrupt_point
 from .op_class import ATTENTION, CONVOLUTION, COPY, POINTWISE, RANDOM, REDUCTION, TRANSCENDENTAL
 from .roofline import BYTES, CALLS, Roofline, roofline_of
+from .run import kernels
 
 aten = torch.ops.aten
 FOLDER = "CHECKPOINT_PLANNER_CACHE"
-SECONDS = 0.15  # for each rate, after the first runs
+SECONDS, LEAST_RUNS = 0.15, 5  # for each rate
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 Case = tuple[str, int, Callable[[], Any]]  # the rate's name, FLOPs or bytes or calls of a run, and the run
 
@@ -79,44 +81,54 @@ def measure_rates(device: torch.device) -> dict[str, int]:
 
 
 def _cases(device: torch.device) -> Iterator[Case]:
-    """Products of some size, and streams through memory that is larger than a core's own cache."""
-    large = device.type != "cpu"
-    n, elements = (8192, 1 << 26) if large else (512, 1 << 21)
+    """Products and streams. On a CPU they take well below a millisecond each, so that some run undisturbed."""
+    large, generator = device.type != "cpu", torch.Generator(device)
+    random = partial(torch.rand, device=device, generator=generator)
     for dtype in DTYPES:
-        yield from _products(dtype, n, large, device)
-    x, y = (torch.rand(elements // 512, 512, device=device) for _ in range(2))
-    size = x.nbytes
-    generator = torch.Generator(device)
-    yield f"{COPY}.{BYTES}", 2 * size, lambda: x.clone()
-    yield f"{POINTWISE}.{BYTES}", 3 * size, lambda: aten.mul.Tensor(x, y)
-    yield f"{REDUCTION}.{BYTES}", 2 * size, lambda: aten.native_layer_norm.default(x, [512], None, None, 1e-5)
-    yield f"{TRANSCENDENTAL}.{BYTES}", 2 * size, lambda: aten.gelu.default(x)
-    masked = size * 9 // 4  # values in and out, and a mask of a byte for each
-    yield f"{RANDOM}.{BYTES}", masked, lambda: (x.gt(0).bernoulli_(0.9, generator=generator), x.clone())
-    small = torch.rand(8, device=device)
-    yield CALLS, 1, lambda: aten.mul.Tensor(small, small)
+        yield from _products(dtype, large, random)
+    rows = 1 << (17 if large else 9)
+    x, y, image = random(rows, 512), random(rows, 512), random(32 if large else 1, 64, 56, 56)
+    few, weight = x[: rows // 8], torch.ones(64, device=device)
+    passed, dropped = 2 * x.nbytes, 9 * few.nbytes // 4  # values in and out; and a mask of a byte for each
+    streams: dict[str, tuple[int, Callable[[], Any]]] = {
+        COPY: (2 * passed, lambda: (x.clone(), aten.clone.default(y.t(), memory_format=torch.contiguous_format))),
+        POINTWISE: (3 * x.nbytes, lambda: aten.mul.Tensor(x, y)),
+        REDUCTION: (passed, lambda: aten._softmax.default(x, 1, False)),
+        TRANSCENDENTAL: (passed, lambda: aten.exp.default(x)),
+        RANDOM: (dropped, lambda: kernels.dropout(few, 0.1, generator)),
+        **{name: (passed, partial(getattr(aten, name).default, x)) for name in ("gelu", "silu", "sigmoid", "tanh")},
+        "_safe_softmax": (passed, lambda: aten._safe_softmax.default(x, 1)),
+        "batch_norm_statistics": (image.nbytes, lambda: kernels.batch_norm_moments(image, 1e-5)),
+        "max_pool2d_with_indices": (
+            image.nbytes * 7 // 4, lambda: aten.max_pool2d_with_indices.default(image, [3, 3], [2, 2], [1, 1])
+        ),
+        "avg_pool2d": (image.nbytes * 5 // 4, lambda: aten.avg_pool2d.default(image, [2, 2])),
+        "_native_batch_norm_legit_functional": (
+            2 * image.nbytes, lambda: aten.native_batch_norm.default(image, weight, weight, None, None, True, 0.1, 1e-5)
+        ),
+    }  # fmt: skip
+    yield from ((f"{name}.{BYTES}", work, run) for name, (work, run) in streams.items())
+    yield CALLS, 1, partial(aten.mul.Tensor, weight, weight)
 
 
-def _products(dtype: str, n: int, large: bool, device: torch.device) -> Iterator[Case]:
+def _products(dtype: str, large: bool, uniform: Callable[..., torch.Tensor]) -> Iterator[Case]:
     def random(*sizes: int) -> torch.Tensor:
-        return torch.rand(sizes, device=device).to(getattr(torch, dtype))
+        return uniform(*sizes).to(getattr(torch, dtype))
 
-    a, b = random(n, n), random(n, n)
-    yield dtype, 2 * n**3, lambda: aten.mm.default(a, b)
-    batch, channels, side, length = (32, 256, 56, 2048) if large else (2, 64, 56, 512)
+    n, batch, channels, side, length = (8192, 32, 256, 56, 2048) if large else (256, 1, 64, 28, 256)
+    a, b, q = random(n, n), random(n, n), random(batch, 4, length, 64)
     image, kernel = random(batch, channels, side, side), random(channels, channels, 3, 3)
-    flops = 2 * batch * channels * channels * 9 * side * side
-    sizes: Any = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
-    yield f"{CONVOLUTION}.{dtype}", flops, lambda: aten.convolution.default(image, kernel, None, *sizes)
-    q = random(2, 6, length, 64)
     attention = torch.nn.functional.scaled_dot_product_attention
-    yield f"{ATTENTION}.{dtype}", 2 * 2 * 6 * length * length * 64 * 2, lambda: attention(q, q, q)
+    yield dtype, 2 * n**3, lambda: aten.mm.default(a, b)
+    yield f"{ATTENTION}.{dtype}", 2 * 2 * batch * 4 * length**2 * 64, lambda: attention(q, q, q)
+    taps = 2 * 9 * channels**2
+    yield f"{CONVOLUTION}.{dtype}", taps * batch * side**2, lambda: torch.conv2d(image, kernel, padding=1)
 
 
 def _shortest(run: Callable[[], Any], device: torch.device) -> float:
     """Seconds of the shortest of many runs: whatever else the machine does can only add to it."""
     run()
-    best, end = float("inf"), time.perf_counter() + SECONDS
+    best, count, end = float("inf"), 0, time.perf_counter() + SECONDS
     while True:
         kind_of(device).synchronize(device)
         start = time.perf_counter()
@@ -124,7 +136,8 @@ def _shortest(run: Callable[[], Any], device: torch.device) -> float:
         kind_of(device).synchronize(device)
         now = time.perf_counter()
         best = min(best, now - start)
-        if now > end:
+        count += 1
+        if now > end and count >= LEAST_RUNS:
             return best
 
 

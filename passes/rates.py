@@ -1,7 +1,8 @@
-"""Rooflines of named devices, and of the user's own numbers: what an op costs in picoseconds.
+"""Rates of named devices, and the costs that `cost=` names: what an op costs in picoseconds.
 
-An op takes `max(FLOPs / peak FLOP per second, bytes read + written / bytes per second)`: the roofline model (Williams,
-Waterman, Patterson 2009). FLOPs are counted for matrix products, convolutions and attention alone, so the peaks are
+An op takes `max(FLOPs / FLOP per second, bytes read + written / bytes per second)`: the roofline model (Williams,
+Waterman, Patterson 2009), with rates of their own for classes of ops (`passes.op_class`) and for single ops that are
+far from their class. FLOPs are counted for matrix products, convolutions and attention alone, so the GPUs' peaks are
 those of the units that run these; dense, by dtype, from the vendors' data sheets:
 
 h100      NVIDIA H100 Tensor Core GPU data sheet and white paper, SXM5: FP64 tensor 67, FP32 67, TF32 494.7, BF16 and
@@ -11,8 +12,8 @@ a100      NVIDIA A100 Tensor Core GPU data sheet, SXM 80GB: FP64 tensor 19.5, FP
           TFLOPS, HBM2e 2,039 GB/s
 rtx4090   NVIDIA Ada GPU architecture white paper, appendix A: FP32 82.6, TF32 82.6, BF16 and FP16 with FP32
           accumulation 165.2 TFLOPS, FP64 a 64th of FP32, GDDR6X 1,008 GB/s
-cpu       one socket of an Intel Xeon Platinum 8480+ (ARK): 56 cores at the base clock of 2.0 GHz, per core and cycle
-          32 FP64, 64 FP32, 128 FP16 FLOP (two AVX-512 units) and 1,024 BF16 FLOP (AMX), 8 channels of DDR5-4800
+cpu       as `passes.calibrate` measures it on one core of an AMD EPYC (Zen 5) with torch 2.13: products of float32 are
+          cheap beside memory traffic, and a random number costs fifty times what adding one does
 
 float32 means float32: torch multiplies in TF32 only where it is told to, and so does `roofline:h100:tf32`.
 """
@@ -32,7 +33,7 @@ from .roofline import BYTES, PREFIX, Roofline, roofline_of
 
 __all__ = ["DEVICES", "Roofline", "check_cost", "cost_function", "device_name", "device_roofline", "is_cost"]
 
-TERA, GIGA = 10**12, 10**9
+TERA, GIGA, MEGA = 10**12, 10**9, 10**6
 TF32 = "tf32"
 CPU = torch.device("cpu")
 NAMES = ("flops", "roofline", "measured", "device")
@@ -56,10 +57,15 @@ DEVICES: dict[str, dict[str, int]] = {
         "float16": 165_200 * GIGA, "bytes": 1_008 * GIGA,
     },
     "cpu": {
-        "float32": 120 * GIGA, "float64": 55 * GIGA, "bfloat16": 500 * GIGA, "float16": 1_400 * 10**6,
-        "convolution.float32": 200 * GIGA, "attention.float32": 90 * GIGA, "copy.bytes": 100 * GIGA,
-        "pointwise.bytes": 90 * GIGA, "reduction.bytes": 20 * GIGA, "transcendental.bytes": 30 * GIGA,
-        "random.bytes": 1_700 * 10**6, "bytes": 90 * GIGA, "calls": 400_000,
+        "float64": 57 * GIGA, "float32": 120 * GIGA, "bfloat16": 450 * GIGA, "float16": 1_200 * MEGA,
+        "convolution.float64": 55 * GIGA, "convolution.float32": 220 * GIGA, "convolution.bfloat16": 350 * GIGA,
+        "convolution.float16": 1_400 * MEGA, "attention.float64": 43 * GIGA, "attention.float32": 97 * GIGA,
+        "attention.bfloat16": 91 * GIGA, "attention.float16": 44 * GIGA,
+        "bytes": 100 * GIGA, "copy.bytes": 36 * GIGA, "reduction.bytes": 21 * GIGA, "transcendental.bytes": 14 * GIGA,
+        "random.bytes": 1_900 * MEGA, "gelu.bytes": 41 * GIGA, "silu.bytes": 39 * GIGA, "sigmoid.bytes": 40 * GIGA,
+        "tanh.bytes": 4_100 * MEGA, "_safe_softmax.bytes": 5_800 * MEGA, "batch_norm_statistics.bytes": 3_400 * MEGA,
+        "_native_batch_norm_legit_functional.bytes": 6_700 * MEGA, "max_pool2d_with_indices.bytes": 1_300 * MEGA,
+        "avg_pool2d.bytes": 3_900 * MEGA, "calls": 640_000,
     },
 }  # fmt: skip
 

@@ -66,7 +66,7 @@ def solve_to_fit(prepared: Prepared, budget_bytes: int | None, *, report: Report
 
 def _without_allocator(prepared: Prepared, budget_bytes: int | None, report: Report | None) -> Solution:
     """Where the allocator cannot be simulated, tensors and workspaces are all that is counted."""
-    if not kind_of(prepared.device).caches:
+    if not kind_of(prepared.device).caches or not unknown_settings():
         return solve_step(prepared, budget_bytes, report=report)
     found = solve_step(prepared, room_bytes(prepared.device) if budget_bytes is None else budget_bytes, report=report)
     note = f"reserved memory is not predicted under {', '.join(unknown_settings())}"

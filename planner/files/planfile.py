@@ -48,14 +48,14 @@ FIELDS: dict[str, dict[str, Any]] = {
     "options": {"budget_bytes": int | None, "reserve_bytes": int, "cost": str, "loss_fn": str | None,
                 "on_new_shape": str, "differentiated": list,
                 "keep_outputs": bool, "hints": dict, "gradients": str, "state_bytes": int, "step_bytes": int,
-                "hook_bytes": dict},
+                "hook_bytes": dict, "device": str},
     "result": {"peak_bytes": int, "plain_peak_bytes": int, "static_bytes": int, "added_cost": int, "step_cost": int,
                "bound": int | None, "bound_family": str, "status": str, "solver": str, "notes": list},
     "schedule": {"frees": str, "recompute": list, "steps": list},
 }  # fmt: skip
 LISTS = ("tensors", "ops")
 # Options that the first files do not have.
-SINCE: dict[str, Any] = {"gradients": "fresh", "state_bytes": 0, "step_bytes": 0, "hook_bytes": {}}
+SINCE: dict[str, Any] = {"gradients": "fresh", "state_bytes": 0, "step_bytes": 0, "hook_bytes": {}, "device": ""}
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,7 @@ def to_data(plan: Decided) -> dict[str, Any]:
             "state_bytes": options.update.state_bytes,
             "step_bytes": options.update.step_bytes,
             "hook_bytes": options.update.hook_bytes,
+            "device": options.device,
             "differentiated": [leaf.path for leaf in prepared.traced.outputs if leaf.differentiated],
         },
         "result": _result(plan, plan.solution),
@@ -350,7 +351,7 @@ def _options(file: PlanFile, loss_fn: Any, cost: Any, progress: bool | None) -> 
         cost=cost if cost is not None else recorded, loss_fn=loss_fn, reserve_bytes=saved["reserve_bytes"],
         progress=progress, on_new_shape=saved["on_new_shape"], keep_outputs=saved["keep_outputs"],
         hints=make_hints(**saved["hints"]), gradients=saved["gradients"],
-        update=Update(saved["state_bytes"], saved["step_bytes"], saved["hook_bytes"]),
+        update=Update(saved["state_bytes"], saved["step_bytes"], saved["hook_bytes"]), device=saved["device"],
     )  # fmt: skip
 
 

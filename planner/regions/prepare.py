@@ -98,7 +98,7 @@ def prepare_regions(
     hollow = _settled_run(sample, chosen, parts, options)
     if not hollow.runs:
         raise why or RegionError(f"no region can be planned: {_first(parts.refused)}")
-    counting = Counting(options.cost_function)
+    counting = Counting(options.cost_function(device))
     sample.run(chosen.chosen, parts, counting)
     found = _Found(model, arguments, options, device, chosen, parts, hollow, round(counting.total), why)
     return _prepared(found, required_hints)

@@ -55,6 +55,7 @@ class Decided:
         seconds: how long each stage took.
         checked: what was compared with the plain model by running both, over how many steps, or why nothing was.
         runs: the runs of regions, each decided and proved; none where the step is planned as a whole.
+        compiled: whether Inductor made what runs the halves (`Plan.compile`).
     """
 
     prepared: Prepared
@@ -64,6 +65,7 @@ class Decided:
     seconds: dict[str, float]
     checked: Checked = NOT_RUN
     runs: tuple[PlannedRun, ...] = ()
+    compiled: bool = False
 
     @property
     def cost_name(self) -> str:

@@ -182,7 +182,7 @@ def _check_same_step(state: PlanState, model: nn.Module, sample: Any) -> None:
             "the planned model's Python asks about its inputs' values, so whether the plan fits another instance can "
             "only be told with inputs: call plan.apply(model, sample)."
         )
-    bound = _zeros(state) if sample is None else bind_sample(model, sample, state.loss_fn)
+    bound = blank_sample(state) if sample is None else bind_sample(model, sample, state.loss_fn)
     expected = tuple(leaf.path for leaf in own.outputs if leaf.differentiated)
     with under_autocast(state.first.key.autocast):
         other = capture(
@@ -221,7 +221,7 @@ def _entry(pair: tuple[StateEntry, str] | None) -> str:
     return f"{kind} {entry.name}{tied}: {value}{' grad' if entry.requires_grad else ''}"
 
 
-def _zeros(state: PlanState) -> dict[str, Any]:
+def blank_sample(state: PlanState) -> dict[str, Any]:
     """Inputs as the plan's sample had them, but for their values."""
     tensors = []
     for shape, dtype, device, requires_grad, stride in state.first.key.inputs[1:]:

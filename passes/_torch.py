@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import logging
+import operator
 import os
 import struct
 import threading
@@ -18,22 +19,37 @@ import torch._meta_registrations
 from torch import fx, nn
 
 try:
+    from torch._functorch import config as functorch_config
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._ops import HigherOrderOperator, OpOverload
     from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
     from torch._prims_common import suggest_memory_format
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.utils.stateless import _reparametrize_module
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
     from torch.utils.flop_counter import flop_registry
     from torch.utils.weak import WeakIdKeyDictionary
-except ImportError as error:  # pragma: no cover - depends on the installed torch
+
+    for _name in (  # what is reached further down, here and in `passes.run._torch`, by its name
+        "_C.DisableTorchFunction", "_C._AutoDispatchBelowAutograd", "_C._ForceDispatchKeyGuard",
+        "_C._dispatch_tls_local_exclude_set", "_C._dispatch_tls_local_include_set", "_C.DispatchKey.AutogradCUDA",
+        "_is_functional_tensor", "_library.simple_registry.singleton.find", "compiler._is_compiling_flag",
+        "compiler._is_exporting_flag", "random.default_generator", "fx.node._side_effectful_functions",
+        "ops.aten.mm.default.py_kernels", "ops.aten.mm.default._dispatch_cache", "cuda.memory._record_memory_history",
+        "cuda.memory._snapshot", "autograd.Function.apply",
+    ):  # fmt: skip
+        operator.attrgetter(_name)(torch)
+except (ImportError, AttributeError) as error:
     raise ImportError(
-        f"checkpoint-planner needs torch >= 2.11; torch {torch.__version__} lacks {error.name}: {error}"
+        f"checkpoint-planner needs torch >= 2.11, and was tested up to 2.15; torch {torch.__version__} lacks what it "
+        f"needs: {error}"
     ) from error
+
+from .run._torch import Autocast
 
 __all__ = [
     "AUTOGRAD_KEYS",
@@ -46,6 +62,7 @@ __all__ = [
     "HigherOrderOperator",
     "JointGraph",
     "OpOverload",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "WeakIdKeyDictionary",
     "active_saving_hooks",
@@ -115,9 +132,16 @@ class _FlatFunction(nn.Module):
         return tuple(self.function(*args))
 
 
-def export_joint(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> JointGraph:
-    """Trace `function(*inputs)` and its backward into one ATen graph (`aot_export_joint_with_descriptors`)."""
-    with contextlib.ExitStack() as stack:
+def export_joint(
+    function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], autocast: Autocast = ()
+) -> JointGraph:
+    """Trace `function(*inputs)` and its backward into one ATen graph (`aot_export_joint_with_descriptors`).
+
+    Args:
+        autocast: what the backward runs under; the forward runs under whatever is active.
+    """
+    backward: Any = [{"device_type": kind, "dtype": dtype} for kind, dtype in autocast] or "off"
+    with contextlib.ExitStack() as stack, functorch_config.patch(backward_pass_autocast=backward):
         joint = aot_export_joint_with_descriptors(
             stack, _FlatFunction(function), tuple(inputs), {},
             decompositions={torch.ops.aten.native_dropout_backward.default: _dropout_backward},

@@ -19,10 +19,10 @@ from .fit import minimum_schedule
 from .hints import make_hints
 from .optimizer import measure_update
 from .options import Options
-from .pipeline import decide
+from .pipeline import decide, prepare_step
 from .plan import Plan
 from .preference import solve_step
-from .prepared import Prepared, check_model, model_device, prepare
+from .prepared import Prepared, check_model, model_device
 from .progress import Progress
 
 
@@ -94,7 +94,9 @@ def open_session(
     check_model(model)
     reserve_bytes = reserve_to_bytes(reserve_mb)
     asked = Options(**options, reserve_bytes=reserve_bytes, hints=make_hints(save, never_recompute, recompute))
-    asked = replace(asked, update=measure_update(optimizer, model, model_device(model)))
+    update = measure_update(optimizer, model, model_device(model), in_hooks=asked.gradients == "consumed")
+    asked = replace(asked, update=update)
     arguments = bind_sample(model, sample, asked.loss_fn)
     progress = Progress(asked.progress)
-    return Session(model, arguments, prepare(model, arguments, asked, progress, ceiling_bytes=ceiling_bytes), progress)
+    prepared = prepare_step(model, arguments, asked, progress, ceiling_bytes=ceiling_bytes)
+    return Session(model, arguments, prepared, progress)

@@ -6,16 +6,17 @@ model, its class, its methods and its state stay what they are.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from passes.run._torch import under_autocast
 from passes.trace.arguments import (
     StateEntry,
     bind_call,
@@ -51,17 +52,26 @@ def apply(planned: PlannedModule, model: nn.Module | None = None, sample: Any = 
     if model is not state.model:
         _check_same_step(state, model, sample)
         state = state.around(model)
-    elif current is not state.traced_forward:
+    elif current is not state.traced_forward and not _wraps(current, state):
         raise _mismatch("its forward was replaced after planning")
     forward = PlannedForward(planned, model, current, state)
     model.forward = forward
     return model
 
 
+def _wraps(current: Any, state: PlanState) -> bool:
+    """Whether a trainer has put something (autocast) around the forward that was planned."""
+    inner = inspect.unwrap(current) if current is not None else None
+    return inner is not None and any(
+        getattr(inner, "__func__", inner) is getattr(known, "__func__", known)
+        for known in (state.traced_forward, type(state.model).forward)
+    )
+
+
 def remove(planned: PlannedModule, model: nn.Module | None = None) -> nn.Module:
     """See `Plan.remove`."""
     model = planned._plan_state.model if model is None else model
-    current = getattr(model, "__dict__", {}).get("forward")
+    current = _bound_anew(getattr(model, "__dict__", {}).get("forward"))
     if not isinstance(current, PlannedForward) or current.module is not planned:
         raise PlannerError(f"this {type(model).__name__} does not run this plan: {_what_it_runs(current)}.")
     if current.previous is None:
@@ -69,6 +79,12 @@ def remove(planned: PlannedModule, model: nn.Module | None = None) -> nn.Module:
     else:
         model.forward = current.previous
     return model
+
+
+def _bound_anew(current: Any) -> Any:
+    """A forward as it is, or the one that Accelerate's `unwrap_model` made a method of."""
+    inner = getattr(current.__func__, "__self__", None) if inspect.ismethod(current) else None
+    return inner if isinstance(inner, PlannedForward) and inner.model is current.__self__ else current
 
 
 def _what_it_runs(current: Any) -> str:
@@ -95,6 +111,7 @@ class PlannedForward:
         self, module: PlannedModule, model: nn.Module, previous: Callable[..., Any] | None, state: PlanState
     ) -> None:
         self.module, self.model, self.previous, self.state = module, model, previous, state
+        self.copies: WeakKeyDictionary[nn.Module, PlannedForward] = WeakKeyDictionary()
         self.__name__ = "forward"
         self.__doc__ = inspect.getdoc(type(model).forward)
         self.__signature__ = state.signature
@@ -105,11 +122,23 @@ class PlannedForward:
         if state.unplanned:
             return self.original(*args, **kwargs)
         if self.model.training and torch.is_grad_enabled():
-            return state.run(bind_call(state.signature, args, kwargs), self._plain)
+            with state.through(self):
+                return state.run(bind_call(state.signature, args, kwargs), self._plain)
         state.notice_eval()
         if state.loss_fn is None:
             return self.original(*args, **kwargs)
         return self._plain(bind_call(state.signature, args, kwargs))
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """As of a method: who wraps methods and binds them anew, to this model or to a copy, looks for it."""
+        return self._called_on
+
+    def _called_on(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = self if model is self.model else self.copies.get(model)
+        if own is None:
+            own = self.copies[model] = self.__deepcopy__({id(self.model): model})
+        return own(*args, **kwargs)
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -155,9 +184,7 @@ def _check_same_step(state: PlanState, model: nn.Module, sample: Any) -> None:
         )
     bound = blank_sample(state) if sample is None else bind_sample(model, sample, state.loss_fn)
     expected = tuple(leaf.path for leaf in own.outputs if leaf.differentiated)
-    with contextlib.ExitStack() as stack:
-        for kind, dtype in state.first.key.autocast:
-            stack.enter_context(torch.autocast(kind, dtype))
+    with under_autocast(state.first.key.autocast):
         other = capture(
             model, bound, state.loss_fn, differentiated=expected, keep_outputs=prepared.options.keep_outputs,
             layouts=own.layouts,

@@ -23,7 +23,7 @@ from torch import fx
 
 from passes.device import room_bytes
 from passes.profile import OpProfile
-from passes.rates import cost_function
+from passes.rates import check_cost, cost_function
 from planner.budget import Budget, reserve_to_bytes
 from solvers import get_solver
 from solvers.errors import PlannerError
@@ -59,15 +59,14 @@ class CompileOptions:
         Budget(self.budget_mb)
         if self.inner not in INNER:
             raise PlannerError(f"inner={self.inner!r} is unknown: it takes 'inductor' or 'eager'.")
-        if isinstance(self.cost, str):
-            cost_function(self.cost)
+        check_cost(self.cost)
 
     def settings(self, device: torch.device) -> Settings:
         """The same, ready for use on a device."""
         cost: Any = self.cost or (compiled_cost if self.inner == "inductor" else "roofline")
         return Settings(
             Budget(self.budget_mb), room_bytes(device), self.inner == "inductor", self.solver, self.time_limit,
-            self.gap, cost if callable(cost) else cost_function(cost), cost == "measured",
+            self.gap, cost if callable(cost) else cost_function(cost, device), cost == "measured",
             reserve_to_bytes(self.reserve_mb), dict(self.inductor),
         )  # fmt: skip
 

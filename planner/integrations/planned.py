@@ -84,7 +84,7 @@ def _compiled(model: nn.Module, prepared: Prepared, budget_bytes: int | None, op
             note = _note(measured, told, time.perf_counter() - start)
             found = solution(prepared.problem, schedule, prepared.options.solver, notes=(note,))
             seconds = {"compile": time.perf_counter() - start}
-            return Decided(prepared, found, rewritten, step, budget_bytes, seconds, BY_INDUCTOR, compiled=True)
+            return Decided(prepared, found, (rewritten, step), budget_bytes, seconds, BY_INDUCTOR, compiled=True)
         target = min(told - (measured - budget_bytes), told - told // SMALLEST_STEP)
         lowest = min(lowest or measured, measured)
     raise BudgetError(

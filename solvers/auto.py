@@ -1,7 +1,8 @@
 """The best plan found within the time limit, with the gap that can be proved.
 
-Never worse than greedy or Chen, unless the clock cuts them short: each gets a share of the time. A large step of many
-repeated parts is composed of plans for one of them (`solvers.parts`); where that is within the gap, it is the answer.
+Never worse than greedy or Chen by more than the gap, unless the clock cuts them short: each gets a share of the time. A
+large step of many repeated parts is composed of plans for one of them (`solvers.parts`); where that is within the gap,
+it is the answer.
 """
 
 from __future__ import annotations

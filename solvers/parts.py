@@ -23,13 +23,13 @@ from .base import CLOCK, Effort
 from .choice import Choice, Figures, Relaxed
 from .descent import Taste, cheapest_descent, descend, drop_unneeded
 from .ilp import ALL_SCHEDULES, Hunt, bound_by_relaxation
-from .live import Live, Recompute
+from .live import Live, Recompute, recomputes_of
 from .local import improve
 from .mip import Worker
 from .part import Part, parts_of
 from .problem import Problem
 from .repeats import Run
-from .solution import Solution, solution
+from .solution import Solution, cheapest_fit, solution
 from .staged import first_ends
 
 RUNGS = 12
@@ -248,6 +248,8 @@ def solve_parts(
     state = Hunt(problem, budget_bytes, effort.until(), int(effort.gap * problem.step_cost), effort.report)
     parts = Parts(problem, runs, budget_bytes, effort.until(ASK_SHARE))
     state.offer(parts.search(effort.until(COMPOSE_SHARE)))
+    for schedule in effort.warm_starts:
+        state.offer(Live(problem, recomputes_of(problem, schedule)))
     if state.live is None:
         return None
     bound_by_relaxation(state, first_ends(problem, 0, budget_bytes), BOUND_SHARE)
@@ -260,8 +262,9 @@ def solve_parts(
         _polish(state, effort)
     if time.monotonic() > parts.deadline:
         state.notes[CLOCK] = None
-    schedule, notes = state.live.schedule(), tuple(state.notes)
-    return solution(problem, schedule, solver, bound=state.bound, family=ALL_SCHEDULES, notes=notes)
+    best = cheapest_fit(problem, budget_bytes, solver, (state.live.schedule(), *effort.warm_starts))
+    notes = tuple(state.notes)
+    return best and solution(problem, best.schedule, solver, bound=state.bound, family=ALL_SCHEDULES, notes=notes)
 
 
 def _polish(state: Hunt, effort: Effort) -> None:

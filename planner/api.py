@@ -86,13 +86,18 @@ def auto_checkpoint(
             compared bit for bit before the plan is handed over; `plan.checked` tells. "auto" does so where the memory
             is free, and for no longer than planning took: with one step instead of two, or not at all. True does so
             always, also when a call with other shapes is planned anew.
+        regions: "whole" plans the model as one step. Patterns of module paths ("model.layers.*") choose submodules:
+            each is planned as a step of its own in place of its forward, all under one budget, and the code between
+            them runs as it is, what it holds being measured on the sample. "auto" plans the whole model where it can be
+            traced, and otherwise the largest submodules that can. A step that takes another course than the sample's
+            (layer drop, another number of calls) is right, but may need more memory. `plan.regions` tells all.
         gradients: "fresh" counts on `.grad` being None before the step, "accumulated" on `.grad` being there and added
             to: the gradients from before are resident, and those of the step live until its backward ends.
 
     Raises:
         BudgetError: the budget is not one, or nothing found fits; carries the smallest that works. Where hints
             narrow what fits, it says what would work without them.
-        CaptureError, Unsupported: the model cannot be planned; says where and what to do.
+        CaptureError, Unsupported, RegionError: the model cannot be planned; says where and what to do.
         CheckError: the planned step differs from the plain one; names the first op, gradient or output and the likely
             cause.
         SolverUnavailable: `solver` is unknown or not installed.
@@ -120,6 +125,7 @@ def minimum_budget(
     keep_outputs: bool = True,
     save: Sequence[str] = (),
     never_recompute: Sequence[str] = (),
+    regions: str | Sequence[str] = "auto",
     gradients: Gradients = "fresh",
 ) -> tuple[float, float]:
     """`(minimum_mb, floor_mb)`: the smallest budget known to work, and the proved floor below which none does.
@@ -128,6 +134,7 @@ def minimum_budget(
     """
     found = open_session(
         model, sample, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb, time_limit=time_limit,
-        progress=progress, keep_outputs=keep_outputs, save=save, never_recompute=never_recompute, gradients=gradients,
+        progress=progress, keep_outputs=keep_outputs, save=save, never_recompute=never_recompute, regions=regions,
+        gradients=gradients,
     ).minimum()  # fmt: skip
     return found.minimum_bytes / MIB, found.floor_bytes / MIB

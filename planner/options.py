@@ -44,7 +44,7 @@ class Options:
     check: Check = False
     gradients: Gradients = "fresh"
     update: Update = NO_UPDATE
-    regions: str | tuple[str, ...] = WHOLE
+    regions: str | tuple[str, ...] = AUTO
 
     def __post_init__(self) -> None:
         get_solver(self.solver)

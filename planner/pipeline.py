@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -18,7 +17,6 @@ from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
 from passes.verify import verify
 from solvers.schedule import Schedule
-from solvers.simulate import simulate
 from solvers.solution import Solution, solution
 
 from .check.run import check_step
@@ -27,7 +25,7 @@ from .fit import solve_to_fit
 from .options import WHOLE, Options
 from .prepared import Prepared, Regions, check_model, prepare
 from .progress import Progress
-from .regions.emit import cut, settled
+from .regions.emit import cut
 from .regions.prepare import prepare_regions
 
 # (model, arguments, paths of the outputs that backward starts from) -> the step decided for such calls
@@ -97,12 +95,10 @@ def _emit_regions(
     prepared: Prepared, regions: Regions, found: Solution, budget_bytes: int | None, progress: Progress
 ) -> Decided:
     """A schedule for each run of a region; equal ones share their code."""
-    schedule = settled(regions.composed, found.schedule)
-    found = replace(found, schedule=schedule, peak_bytes=simulate(prepared.problem, schedule).peak_bytes)
     known: dict[Any, Decided] = {}
     runs = []
     problems = [own.problem for own in regions.prepared]
-    schedules = cut(regions.composed, schedule, problems)
+    schedules = cut(regions.composed, found.schedule, problems)
     for (path, number), key, own, part in zip(regions.paths, regions.keys, schedules, regions.prepared, strict=True):
         if (id(part), own) not in known:
             known[id(part), own] = emit(part, solution(part.problem, own, found.solver), None, progress)

@@ -39,6 +39,7 @@ class Regions:
         paths: for each run the path of its module, and which call of that module it is; `keys` how that call looks.
         prepared: for each run its own step.
         eager: why a submodule is left to eager, by its path.
+        spare: modules that the sample's step does not call, and that run like an equal one where another step does.
     """
 
     composed: Composed
@@ -46,6 +47,7 @@ class Regions:
     keys: tuple[Any, ...]
     prepared: tuple[Prepared, ...]
     eager: Mapping[str, str]
+    spare: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class PlanState:
             entry, state = self._plan(key, bound, entry, starts)
         if entry.planned.runs:
             self._notice_gradients(entry.planned, list(self.model.parameters()))
-            entry.regions = entry.regions or regions_of(self.model, entry.planned.runs)
+            entry.regions = entry.regions or regions_of(self.model, entry.planned)
             with running_regions(entry.regions):
                 return plain(bound)
         return self._execute(entry, [*state, *tensors])

@@ -12,7 +12,7 @@ from torch import nn
 
 from passes.trace.arguments import bind_call, call_bound, call_signature, state_tensors
 from passes.trace.structure import flatten
-from planner.decided import PlannedRun
+from planner.decided import Decided, PlannedRun
 
 from .entry import Entry, Fallback, Losses, starts_of
 from .plan_key import call_key, state_key
@@ -86,9 +86,14 @@ def running_regions(regions: Sequence[RegionForward]) -> Iterator[None]:
                 own["forward"] = region.previous
 
 
-def regions_of(model: nn.Module, runs: Sequence[PlannedRun]) -> list[RegionForward]:
-    """The regions of a plan, as they are in `model`."""
+def regions_of(model: nn.Module, planned: Decided) -> list[RegionForward]:
+    """The regions of a plan, as they are in `model`; one that the sample did not call runs like the most frugal."""
     found: dict[str, list[PlannedRun]] = {}
-    for run in runs:
+    for run in planned.runs:
         found.setdefault(run.path, []).append(run)
+    frugal = sorted(planned.runs, key=lambda run: -run.planned.solution.added_cost)
+    regions = planned.prepared.regions
+    for path in regions.spare if regions is not None else ():
+        kind = type(model.get_submodule(path))
+        found[path] = [run for run in frugal if type(model.get_submodule(run.path)) is kind]
     return [RegionForward(model.get_submodule(path), path, own) for path, own in found.items()]

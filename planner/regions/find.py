@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -23,9 +23,14 @@ class Candidates:
     chosen: dict[str, nn.Module]
     descend: bool
 
-    def refine(self, refused: Sequence[str], called: Sequence[str]) -> bool:
-        """Leave out those that were refused or not called, for their children; whether that changes anything."""
-        leave = [path for path in self.chosen if path in refused or path not in called]
+    def refine(self, refused: Collection[str], called: Collection[str], kinds: Collection[type]) -> bool:
+        """Leave out those that were refused or not called, for their children; whether that changes anything.
+
+        Args:
+            kinds: classes of regions that are planned. One of them that was not called (layer drop) stays.
+        """
+        missed = [path for path, module in self.chosen.items() if path not in called and type(module) not in kinds]
+        leave = [path for path in self.chosen if path in refused or path in missed]
         for path in leave:
             module = self.chosen.pop(path)
             if self.descend or path not in called:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from passes.alias import Aliases, Storage, alias
+from passes.alias import Aliases, Storage
 from passes.lower import Lowered
 from passes.profile import OpProfile
 from passes.trace.arguments import StateEntry
@@ -61,10 +61,10 @@ class FlatGraph:
                 self.profiles[new] = part.profiles[node]
         self.nodes.append(copies)
 
-    def finish(self) -> tuple[fx.GraphModule, Aliases]:
-        """The graph, and what shares memory in it."""
+    def finish(self) -> fx.GraphModule:
+        """The graph with its constants."""
         self.graph.output(())
-        return _NeverRun(self.root, self.graph), alias(self.graph)
+        return _NeverRun(self.root, self.graph)
 
     def _placeholder(self, name: str, value: Any) -> fx.Node:
         node = self.graph.placeholder(name)

@@ -183,7 +183,7 @@ class HollowForward:
         if not self.module.training:
             why = "it is in eval mode"
         if why:
-            hollow.again = hollow.parts.refuse(self.path, self.module, why) or hollow.again
+            hollow.again = hollow.parts.refuse(self.path, why) or hollow.again
             return None
         with self.set_aside():
             part, new = hollow.parts.find(self.path, number, self.module, bound, tensors, template)

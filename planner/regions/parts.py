@@ -140,7 +140,7 @@ class Parts:
             part = self._capture(module, bound, key, asked)
         except (CaptureError, Unsupported) as error:
             self.errors[type(module)] = error
-            self.refuse(path, module, str(error))
+            self.refuse(path, str(error))
             return None, True
         self.known.append(part)
         return part, True
@@ -154,7 +154,7 @@ class Parts:
         state = list(map(state_key, state_tensors(module, traced.state)))
         return Part(type(module), key, state, asked, traced, aliases)
 
-    def refuse(self, path: str, module: nn.Module, why: str) -> bool:
+    def refuse(self, path: str, why: str) -> bool:
         """Leave a region to eager; whether that is new."""
         new = path not in self.refused
         self.refused.setdefault(path, why)

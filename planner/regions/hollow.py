@@ -397,7 +397,7 @@ def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor]) -> bool:
             if edges[i][0] is not None and latest[edges[i]] > node._sequence_nr():
                 names = [*(e.name for e in part.traced.state), *part.traced.input_names]
                 why = OTHER_SUM.format(name=names[i])
-                new = hollow.parts.refuse(node.run.path, hollow.model.get_submodule(node.run.path), why) or new
+                new = hollow.parts.refuse(node.run.path, why) or new
     return new
 
 

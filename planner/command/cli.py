@@ -36,6 +36,8 @@ Optimizer = Annotated[str, typer.Option(
     metavar="NAME", help="Leave room for the state and the step of this optimizer of torch.optim: AdamW.")]
 Gradients = Annotated[str, typer.Option(
     metavar="MODE", help="fresh, or accumulated where .grad is there before the step and added to.")]
+Regions = Annotated[list[str], typer.Option(
+    metavar="PATTERN", help="auto, whole, or a pattern of module paths (model.layers.*); repeatable.")]
 DropOutputs = Annotated[bool, typer.Option(
     "--drop-outputs", help="Nobody holds what the model returns besides its loss (logits, ...).")]
 
@@ -76,6 +78,7 @@ def plan(
     reserve: Reserve = "",
     optimizer: Optimizer = "",
     gradients: Gradients = "fresh",
+    regions: Regions = ["auto"],  # noqa: B006
     drop_outputs: DropOutputs = False,
     save: Save = [],  # noqa: B006
     never_recompute: Once = [],  # noqa: B006
@@ -93,9 +96,8 @@ def plan(
     """
     session = make_session(
         factory, solver=solver, cost=cost, time_limit=time_limit, gap=gap, reserve=reserve, optimizer=optimizer,
-        gradients=gradients,
-        drop_outputs=drop_outputs, save=save, never_recompute=never_recompute, recompute=recompute,
-        check="auto" if check is None else check,
+        gradients=gradients, regions=regions, drop_outputs=drop_outputs, save=save, never_recompute=never_recompute,
+        recompute=recompute, check="auto" if check is None else check,
     )  # fmt: skip
     made = session.plan(parse_budget(budget, session))
     written = [("plan", out and made.save(out)), ("report", report and made.report(report)),
@@ -168,6 +170,7 @@ def frontier(
     reserve: Reserve = "",
     optimizer: Optimizer = "",
     gradients: Gradients = "fresh",
+    regions: Regions = ["auto"],  # noqa: B006
     drop_outputs: DropOutputs = False,
     save: Save = [],  # noqa: B006
     never_recompute: Once = [],  # noqa: B006
@@ -185,8 +188,7 @@ def frontier(
 
     session = make_session(
         factory, solver=solver, cost=cost, time_limit=time_limit, reserve=reserve, optimizer=optimizer,
-        gradients=gradients,
-        drop_outputs=drop_outputs, save=save, never_recompute=never_recompute,
+        gradients=gradients, regions=regions, drop_outputs=drop_outputs, save=save, never_recompute=never_recompute,
     )  # fmt: skip
     found = frontier_of(session, points)
     if plot is not None:
@@ -206,6 +208,7 @@ def min_budget(
     reserve: Reserve = "",
     optimizer: Optimizer = "",
     gradients: Gradients = "fresh",
+    regions: Regions = ["auto"],  # noqa: B006
     drop_outputs: DropOutputs = False,
     save: Save = [],  # noqa: B006
     never_recompute: Once = [],  # noqa: B006
@@ -221,8 +224,7 @@ def min_budget(
     """
     session = make_session(
         factory, time_limit=time_limit, reserve=reserve, optimizer=optimizer, drop_outputs=drop_outputs, save=save,
-        gradients=gradients,
-        never_recompute=never_recompute,
+        gradients=gradients, regions=regions, never_recompute=never_recompute,
     )  # fmt: skip
     found = session.minimum()
     sizes = {"minimum_bytes": found.minimum_bytes, "floor_bytes": found.floor_bytes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from passes.trace.arguments import bind_call, call_bound, call_signature, state_tensors
 from passes.trace.structure import flatten
 from planner.decided import Decided, PlannedRun
+from planner.regions.losses import LOSS, looking_at_losses, region_module
 
 from .entry import Entry, Fallback, Losses, starts_of
 from .plan_key import call_key, state_key
@@ -75,8 +76,10 @@ def running_regions(regions: Sequence[RegionForward]) -> Iterator[None]:
     for region in regions:
         region.calls = 0
         region.model.__dict__["forward"] = region
+    loss = next((region.model for region in regions if region.path == LOSS), None)
     try:
-        yield
+        with looking_at_losses(loss) if loss is not None else nullcontext():
+            yield
     finally:
         for region in regions:
             own = region.model.__dict__
@@ -94,6 +97,6 @@ def regions_of(model: nn.Module, planned: Decided) -> list[RegionForward]:
     frugal = sorted(planned.runs, key=lambda run: -run.planned.solution.added_cost)
     regions = planned.prepared.regions
     for path in regions.spare if regions is not None else ():
-        kind = type(model.get_submodule(path))
-        found[path] = [run for run in frugal if type(model.get_submodule(run.path)) is kind]
-    return [RegionForward(model.get_submodule(path), path, own) for path, own in found.items()]
+        kind = type(region_module(model, path))
+        found[path] = [run for run in frugal if type(region_module(model, run.path)) is kind]
+    return [RegionForward(region_module(model, path), path, own) for path, own in found.items()]

@@ -10,6 +10,8 @@ from torch import nn
 
 from planner.errors import RegionError
 
+from .losses import LOSS, CrossEntropy
+
 
 @dataclass
 class Candidates:
@@ -45,7 +47,7 @@ def candidates(model: nn.Module, patterns: Sequence[str]) -> Candidates:
         RegionError: a pattern matches no submodule.
     """
     if not patterns:
-        return Candidates(model, dict(children(model, "")), True)
+        return Candidates(model, {**dict(children(model, "")), LOSS: CrossEntropy()}, True)
     paths = [path for path, _ in model.named_modules() if path]
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in paths):
@@ -58,7 +60,7 @@ def candidates(model: nn.Module, patterns: Sequence[str]) -> Candidates:
         inside = any(path.startswith(f"{other}.") for other in chosen)
         if path and not inside and any(fnmatchcase(path, pattern) for pattern in patterns) and _runs(module):
             chosen[path] = module
-    return Candidates(model, chosen, False)
+    return Candidates(model, {**chosen, LOSS: CrossEntropy()}, False)
 
 
 def children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

@@ -23,6 +23,7 @@ from passes.trace.capture import OutputLeaf, choose_differentiated
 from passes.trace.structure import flatten, slots, unflatten
 from planner.check.restore import Generators, Snapshot, put_back
 
+from .losses import LOSS, looking_at_losses, losses_set_aside
 from .parts import Part, Parts
 
 PAD = 7  # no ordinary tensor has such a size in bytes
@@ -185,7 +186,7 @@ class HollowForward:
         if why:
             hollow.again = hollow.parts.refuse(self.path, why) or hollow.again
             return None
-        with self.set_aside():
+        with self.set_aside(), hollow.within(), losses_set_aside():
             part, new = hollow.parts.find(self.path, number, self.module, bound, tensors, template)
         hollow.again = hollow.again or new
         return part
@@ -419,6 +420,7 @@ def _hollowed(hollow: Hollow, candidates: Mapping[str, nn.Module]) -> Iterator[N
             forward = HollowForward(hollow, path, module)
             module.__dict__["forward"] = forward
             stack.callback(_put_back, module, forward.previous)
+        stack.enter_context(looking_at_losses(candidates.get(LOSS)))
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from .progress import Progress
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+
+    from .show.regions import Region
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -142,6 +145,13 @@ class Plan(Decided):
         from .show.plots import plot_graph
 
         return plot_graph(self, module)
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """The regions that the step is planned by, and what stays eager with the reason; empty for a whole step."""
+        from .show.regions import region_rows
+
+        return region_rows(self)
 
     def tables(self) -> dict[str, pd.DataFrame]:
         """DataFrames `modules`, `ops` and `peak`."""

@@ -64,6 +64,12 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
         PlannerError: the folder exists and is not empty, an op is not torch's own, the weights have no data, or an
             input cannot be described without the model's library.
     """
+    if plan.runs:
+        raise PlannerError(
+            f"a plan by regions ({len({run.path for run in plan.runs})} here) cannot be exported: between them runs the "
+            "model's own code, which a folder without the model's library does not have. Export a plan made with "
+            'regions="whole", or share the plan itself: plan.save(...), and Plan.load beside the model.'
+        )
     spec, tensors, constants = _spec(plan, module)
     forward, backward = _halves(plan)
     with new_folder(path) as folder:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from passes.alias import device_of
-from passes.errors import CaptureError, NoBackward, Unsupported
+from passes.errors import CaptureError, Unsupported
 from passes.exclusive import exclusive
 from passes.lower import stateful_primals
 from passes.ops import is_random
@@ -66,7 +66,7 @@ def prepare_step(
             **by_regions,
         )  # fmt: skip
     except (CaptureError, Unsupported) as error:
-        if options.regions == WHOLE or isinstance(error, NoBackward):
+        if options.regions == WHOLE:
             raise
         return prepare_regions(model, arguments, options, progress, **by_regions, why=error)
 
@@ -122,6 +122,8 @@ def _bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
     traced = prepared.traced
     returned = [leaf for leaf in traced.outputs if leaf.input is None]
     tangents = traced.placeholders[traced.num_primals :]
+    elsewhere = any(leaf.requires_grad and not leaf.differentiated for leaf in returned)
+    without = [i for i, gradient in enumerate(traced.gradients) if gradient is None]
     return Step(
         forward=rewritten.forward,
         backward=rewritten.backward,
@@ -134,9 +136,10 @@ def _bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
         keep_primals=stateful_primals(traced),
         rng_devices=_rng_devices(traced),
         hold_outputs=prepared.options.keep_outputs,
-        autocast=traced.backward_autocast,
-        leaves=tuple(handover.outputs for handover in rewritten.handovers),
+        leaves=rewritten.leaves,
         reads=reads(traced, rewritten),
+        autocast=traced.backward_autocast,
+        others=tuple(without) if elsewhere else (),
     )
 
 

@@ -20,7 +20,6 @@ from torch import fx, nn
 from passes._torch import TORCH_VERSION, pytree
 from passes.printable import brief
 from passes.run import _torch, exported, exported_errors, gradients, kernels, random, replay, step, tensors
-from passes.run._torch import Autocast
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import OutputLeaf, Traced
 from passes.trace.structure import Constant, Opaque, Slot, Template, Tree
@@ -115,8 +114,8 @@ def _halves(plan: Decided) -> tuple[Half, Half]:
         "The forward: new values of changed buffers, the outputs, then what it saves for the backward.\n\n"
         f"Saved: {kept}. {len(again)} ops run again in backward.py, so their results are freed\n"
         "here after their last use.",
-        "The backward yields one gradient (or None) per parameter, buffer and input, in groups: those that nothing\n"
-        "reads any more leave while it runs, in the order of `leaves` in spec.json, all others at its end.\n\n"
+        "The backward: it yields the gradients of parameters and inputs in groups, those of `leaves` in spec.json. Each\n"
+        "group leaves as soon as nothing here reads it any more.\n\n"
         f"It runs {len(again)} ops of the forward again, each right before it is needed: keeping their results would\n"
         f"raise the peak over the budget. That costs {plan.overhead:.1%} of the step.",
     )
@@ -177,14 +176,10 @@ def _spec(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tensors
         "constants": [_described(name, value, "constant") for name, value in constants.items()],
         **{name: getattr(plan.step, name) for name in exported.STEP_FIELDS},
         "answers": [] if traced.guard is None else list(traced.guard.answers),
-        "autocast": _autocast(state.first.key.autocast),
-        "backward_autocast": _autocast(plan.step.autocast),
+        "autocast": [[kind, str(dtype)] for kind, dtype in state.first.key.autocast],
+        "backward_autocast": [[kind, str(dtype)] for kind, dtype in plan.step.autocast],
     }
     return spec, {n: t.contiguous() for n, t in tensors.items()}, {n: t.contiguous() for n, t in constants.items()}
-
-
-def _autocast(autocast: Autocast) -> list[list[str]]:
-    return [[kind, str(dtype).removeprefix("torch.")] for kind, dtype in autocast]
 
 
 def _leaf(leaf: OutputLeaf) -> dict[str, Any]:

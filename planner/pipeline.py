@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from passes.alias import device_of
-from passes.errors import CaptureError, Unsupported
+from passes.errors import CaptureError, NoBackward, Unsupported
 from passes.exclusive import exclusive
 from passes.lower import stateful_primals
 from passes.ops import is_random
@@ -66,7 +66,7 @@ def prepare_step(
             **by_regions,
         )  # fmt: skip
     except (CaptureError, Unsupported) as error:
-        if options.regions == WHOLE:
+        if options.regions == WHOLE or isinstance(error, NoBackward):
             raise
         return prepare_regions(model, arguments, options, progress, **by_regions, why=error)
 

@@ -93,7 +93,8 @@ print("the same weights:", all(torch.equal(a, b) for a, b in weights))
 # ## The plan that was made
 #
 # `planning.plan` is the plan of the first batch, in the trainer's precision and with its loss arguments. The base is
-# frozen, so only the adapters have gradients and an optimizer's state, both counted.
+# frozen, so only the adapters have gradients and an optimizer's state, both counted. Its "instead of" is a step that
+# recomputes nothing but already runs the planner's fused ops; the plain loop, measured below, needs more than that.
 
 # %%
 plan = planning.plan
@@ -127,7 +128,7 @@ left.set(title="Loss: one line on the other", xlabel="optimizer step", ylabel="t
 left.legend(frameon=False)
 right.bar(list(peaks), [p / MIB for p in peaks.values()], color=["#b8b8b8", "#1f5fa8"], width=0.6)
 right.axhline(plan.budget_bytes / MIB, color="#c0392b", linewidth=1, linestyle="--")
-right.text(-0.45, plan.budget_bytes / MIB, "budget", color="#c0392b", va="bottom")
+right.text(1, plan.budget_bytes / MIB, "budget", color="#c0392b", ha="center", va="bottom")
 right.set(title="Peak of the loop", ylabel="MiB")
 for axes in (left, right):
     axes.spines[["top", "right"]].set_visible(False)

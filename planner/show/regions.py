@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -87,7 +87,7 @@ def lines(plan: Decided, longest: int = 160) -> list[str]:
     return [head, *(f"- {line}" for line in [*planned, glue, *eager])]
 
 
-def bands(plan: Decided, starts: tuple[float, ...]) -> Iterator[tuple[float, float, str]]:
+def bands(plan: Decided, starts: Sequence[float]) -> Iterator[tuple[float, float, str]]:
     """Where on the curve each run of a region is: from, to (shares of the plain step's cost), the region's path."""
     regions = plan.prepared.regions
     if regions is None:

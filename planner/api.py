@@ -14,7 +14,9 @@ from .budget import Budget
 from .check.record import Check
 from .options import Gradients, OnNewShape
 from .plan import Plan
-from .session import open_session
+from .ranks.agree import plan_together
+from .ranks.wrapper import group_of
+from .session import Session, open_session
 
 
 def auto_checkpoint(
@@ -37,6 +39,7 @@ def auto_checkpoint(
     recompute: Sequence[str] = (),
     check: Check = "auto",
     gradients: Gradients = "fresh",
+    group: Any = None,
 ) -> Plan:
     """Plan a training step of `model` that stays under `budget_mb`, at the lowest recompute cost found.
 
@@ -87,6 +90,9 @@ def auto_checkpoint(
             always, also when a call with other shapes is planned anew.
         gradients: "fresh" counts on `.grad` being None before the step, "accumulated" on `.grad` being there and added
             to: the gradients from before are resident, and those of the step live until its backward ends.
+        group: a `torch.distributed` process group whose ranks all make this call: they get one plan, decided by its
+            first rank, and one that cannot plan, or has another step, is an error on all of them. A model in
+            DistributedDataParallel brings its own; else, with None, this process plans alone.
 
     Raises:
         BudgetError: the budget is not one, or nothing found fits; carries the smallest that works. Where hints
@@ -96,14 +102,22 @@ def auto_checkpoint(
             cause.
         SolverUnavailable: `solver` is unknown or not installed.
         HintError: a hint names no op of the step (the nearest names are told), or contradicts another one.
+        RankError: another rank of `group` cannot plan, ended, or has another step.
     """
     budget = Budget(budget_mb)
-    session = open_session(
-        model, sample, solver=solver, cost=cost, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb,
-        time_limit=time_limit, gap=gap, progress=progress, on_new_shape=on_new_shape, keep_outputs=keep_outputs,
-        save=save, never_recompute=never_recompute, recompute=recompute, check=check,
-        gradients=gradients,
-    )  # fmt: skip
+
+    def opened() -> Session:
+        return open_session(
+            model, sample, solver=solver, cost=cost, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb,
+            time_limit=time_limit, gap=gap, progress=progress, on_new_shape=on_new_shape, keep_outputs=keep_outputs,
+            save=save, never_recompute=never_recompute, recompute=recompute, check=check,
+            gradients=gradients,
+        )  # fmt: skip
+
+    ranks = group_of(model) if group is None else group
+    if ranks is not None:
+        return plan_together(ranks, opened, budget)
+    session = opened()
     return session.plan(budget.to_bytes(session.plain_peak_bytes))
 
 

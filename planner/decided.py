@@ -123,7 +123,8 @@ class Decided:
     def notes(self) -> tuple[str, ...]:
         """Hints in force, fallbacks taken and limits hit."""
         prepared = self.prepared
-        return (*hint_notes(prepared.hinted), *prepared.traced.notes, *self.solution.notes, *self._loop_notes)
+        told = (*prepared.options.notes, *prepared.traced.notes)
+        return (*hint_notes(prepared.hinted), *told, *self.solution.notes, *self._loop_notes)
 
     @property
     def _loop_notes(self) -> tuple[str, ...]:

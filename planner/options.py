@@ -25,6 +25,10 @@ GRADIENTS: tuple[str, ...] = get_args(Gradients)
 class Options:
     """The arguments of `auto_checkpoint` that decide a plan, apart from the model, the sample and the budget.
 
+    Attributes:
+        wrapper_bytes: what the model's wrapper (DistributedDataParallel) holds throughout.
+        notes: what of that is not counted, in words.
+
     Raises:
         PlannerError: no plan can be made with a value.
         SolverUnavailable: no solver has that name.
@@ -34,6 +38,7 @@ class Options:
     cost: str | Callable[[OpProfile], float] = "roofline"
     loss_fn: Callable[..., Any] | None = None
     reserve_bytes: int = 0
+    wrapper_bytes: int = 0
     time_limit: float = 30.0
     gap: float = 0.01
     progress: bool | None = None
@@ -43,6 +48,7 @@ class Options:
     check: Check = False
     gradients: Gradients = "fresh"
     update: Update = NO_UPDATE
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         get_solver(self.solver)
@@ -66,7 +72,7 @@ class Options:
     @property
     def set_aside_bytes(self) -> int:
         """Resident throughout, besides what the step itself needs."""
-        return self.reserve_bytes + self.update.state_bytes
+        return self.reserve_bytes + self.wrapper_bytes + self.update.state_bytes
 
     @property
     def cost_function(self) -> Callable[[OpProfile], float]:

@@ -75,7 +75,8 @@ class Prepared:
         """What the device's caching allocator makes of a schedule; None where there is none."""
         if self.start is None:
             return None
-        return footprint(self.lowered, self.profiles, schedule, self.start, self.options.reserve_bytes)
+        aside = self.options.reserve_bytes + self.options.wrapper_bytes
+        return footprint(self.lowered, self.profiles, schedule, self.start, aside)
 
 
 def prepare(

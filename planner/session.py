@@ -24,6 +24,7 @@ from .plan import Plan
 from .preference import solve_step
 from .prepared import Prepared, check_model, model_device, prepare
 from .progress import Progress
+from .ranks.wrapper import check_wrapper, inner_module, wrapper_bytes, wrapper_notes
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,10 +92,13 @@ def open_session(
         CaptureError, Unsupported: the model cannot be planned.
         SolverUnavailable: `solver` is unknown or not installed.
     """
-    check_model(model)
+    inner = inner_module(model)
+    check_wrapper(model)
+    check_model(inner)
     reserve_bytes = reserve_to_bytes(reserve_mb)
     asked = Options(**options, reserve_bytes=reserve_bytes, hints=make_hints(save, never_recompute, recompute))
-    asked = replace(asked, update=measure_update(optimizer, model, model_device(model)))
-    arguments = bind_sample(model, sample, asked.loss_fn)
+    update = measure_update(optimizer, inner, model_device(inner))
+    asked = replace(asked, update=update, wrapper_bytes=wrapper_bytes(model), notes=wrapper_notes(model))
+    arguments = bind_sample(inner, sample, asked.loss_fn)
     progress = Progress(asked.progress)
-    return Session(model, arguments, prepare(model, arguments, asked, progress, ceiling_bytes=ceiling_bytes), progress)
+    return Session(model, arguments, prepare(inner, arguments, asked, progress, ceiling_bytes=ceiling_bytes), progress)

@@ -7,6 +7,7 @@ import linecache
 import logging
 import os
 import struct
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,6 +63,7 @@ __all__ = [
     "mutation_count",
     "native_kernels",
     "outside_tracing",
+    "plain_class",
     "private_generator",
     "pytree",
     "quiet_fake_errors",
@@ -215,6 +217,13 @@ def quiet_fake_errors() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def plain_class(kind: type) -> type:
+    """The class that `fully_shard` derived this one from when it sharded a module; else the class itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    derived = fsdp is not None and fsdp.FSDPModule in kind.__bases__
+    return kind.__bases__[1] if derived else kind
 
 
 def mutation_count(tensor: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from .check.record import Check
 from .options import Gradients, OnNewShape
 from .plan import Plan
 from .ranks.agree import plan_together
-from .ranks.wrapper import group_of
+from .ranks.wrapper import gathered, group_of
 from .session import Session, open_session
 
 
@@ -108,17 +108,18 @@ def auto_checkpoint(
 
     def opened() -> Session:
         return open_session(
-            model, sample, solver=solver, cost=cost, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb,
+            model, given, solver=solver, cost=cost, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb,
             time_limit=time_limit, gap=gap, progress=progress, on_new_shape=on_new_shape, keep_outputs=keep_outputs,
             save=save, never_recompute=never_recompute, recompute=recompute, check=check,
             gradients=gradients,
         )  # fmt: skip
 
     ranks = group_of(model) if group is None else group
-    if ranks is not None:
-        return plan_together(ranks, opened, budget)
-    session = opened()
-    return session.plan(budget.to_bytes(session.plain_peak_bytes))
+    with gathered(model, sample) as given:
+        if ranks is not None:
+            return plan_together(ranks, opened, budget)
+        session = opened()
+        return session.plan(budget.to_bytes(session.plain_peak_bytes))
 
 
 def minimum_budget(

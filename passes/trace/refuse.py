@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from passes._torch import plain_class
 from passes.errors import Unsupported
 
 
@@ -61,6 +62,10 @@ def _not_dense(model: nn.Module) -> Iterator[str]:
 
 def _uninitialized(model: nn.Module) -> Iterator[str]:
     return (n for n, p in model.named_parameters() if torch.nn.parameter.is_lazy(p))
+
+
+def _sharded_inside(model: nn.Module) -> Iterator[str]:
+    return (n for n, m in model.named_modules() if m is not model and plain_class(type(m)) is not type(m))
 
 
 def _mixed_devices(model: nn.Module) -> Iterator[str]:
@@ -121,6 +126,10 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "sparse gradient", "its memory depends on the batch", "Build the embedding with sparse=False.",
         _sparse_gradients,
+    ),
+    Refusal(
+        "fully_shard on a module inside the planned one", "its parameters are gathered by hooks between the steps' ops",
+        "Plan each of the sharded modules by itself, and plan.apply to it.", _sharded_inside,
     ),
     Refusal(
         "tensor subclass", "what it stores cannot be seen from the graph",

@@ -51,6 +51,7 @@ __all__ = [
     "WeakIdKeyDictionary",
     "active_saving_hooks",
     "allocator_events",
+    "as_distributed",
     "compiling_flags",
     "cuda_allocations",
     "disable_current_modes",
@@ -60,6 +61,8 @@ __all__ = [
     "forget_cublas_workspaces",
     "forget_source",
     "is_dense",
+    "is_distributed",
+    "local_part",
     "mutation_count",
     "native_kernels",
     "outside_tracing",
@@ -224,6 +227,27 @@ def plain_class(kind: type) -> type:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     derived = fsdp is not None and fsdp.FSDPModule in kind.__bases__
     return kind.__bases__[1] if derived else kind
+
+
+def is_distributed(t: Any) -> bool:
+    """Whether a tensor is a `DTensor`, of which each rank has a part."""
+    distributed: Any = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(t, distributed.DTensor)
+
+
+def local_part(t: Any) -> Any:
+    """This rank's part of a `DTensor`, whose gradient is one; any other value as it is."""
+    return t.to_local() if is_distributed(t) else t
+
+
+def as_distributed(part: torch.Tensor, like: Any) -> torch.Tensor:
+    """The `DTensor` of which `part` is this rank's part, spread as `like` is; `part` itself where that is not one."""
+    if not is_distributed(like):
+        return part
+    made: torch.Tensor = type(like).from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return made
 
 
 def mutation_count(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from passes._torch import plain_class
+from passes._torch import is_distributed, plain_class
 from passes.errors import Unsupported
 
 
@@ -41,7 +41,7 @@ def _sparse_gradients(model: nn.Module) -> Iterator[str]:
 def _subclasses(model: nn.Module) -> Iterator[str]:
     plain = (torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if type(tensor) not in plain:
+        if type(tensor) not in plain and not is_distributed(tensor):
             yield f"{name} ({type(tensor).__name__})"
 
 

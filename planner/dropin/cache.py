@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import TORCH_FOLDER, active_saving_hooks, swapped_state
+from passes._torch import (
+    TORCH_FOLDER,
+    active_saving_hooks,
+    as_distributed,
+    is_distributed,
+    local_part,
+    swapped_state,
+)
 from passes.errors import InputMismatch
 from passes.run.random import set_rng_state
 from passes.trace.arguments import argument_names, run_model, state_tensors
@@ -61,7 +68,7 @@ class Entry:
     def holds(self, model: nn.Module, loss_fn: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The model's parameters and buffers where the plan holds for a call now; its key is compared before."""
         tensors = self._state(model, loss_fn)
-        if tensors is None or not _PLAIN.issuperset(map(type, tensors)):
+        if tensors is None or not all(type(t) in _PLAIN or is_distributed(t) for t in tensors):
             return None
         if list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state:
             return None
@@ -197,7 +204,7 @@ class PlanState:
         """Say once that there are gradients from before the step which its plan does not count."""
         if self.noticed_gradients or planned.budget_bytes is None:
             return
-        held = [p.grad for p in primals if p.is_leaf and p.grad is not None]
+        held = [local_part(p.grad) for p in primals if p.is_leaf and p.grad is not None]
         if not held:
             return
         options = planned.prepared.options
@@ -383,7 +390,8 @@ class _Fallback:
         count = len(traced.state)
         for i in traced.mutated:
             leaves[i] = leaves[i].clone()
-        named = {e.name: t for e, t in zip(traced.state, leaves, strict=False)}
+        given = state_tensors(state.model, traced.state)
+        named = {e.name: as_distributed(t, g) for e, t, g in zip(traced.state, leaves, given, strict=False)}
         devices = [d for d in generators if d != "cpu"]
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), swapped_state(state.model, named):
             for device, generator in generators.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from passes.ops import is_collective
 from passes.printable import brief
 from planner.budget import Budget
 from planner.decided import Decided
@@ -63,10 +64,16 @@ def plan_together(group: Any, open_session: Callable[[], Session], budget: Budge
 
 
 def _outline(prepared: Prepared) -> Message:
-    """What has to be equal on all ranks, in words."""
+    """What has to be equal on all ranks, in words.
+
+    A rank's number may be a constant of a step that talks to the others (which rows of a table it has), so of such a
+    step only the ops and the shapes are compared.
+    """
+    traced, lines = prepared.traced, op_lines(prepared)
+    shared = any(map(is_collective, traced.graph_module.graph.nodes))
     return {
-        "fingerprint": fingerprint(prepared.traced), "tensors": list(tensor_lines(prepared.traced)),
-        "ops": [f"{line.name} = {line.aten} -> {line.result} [{line.id}]" for line in op_lines(prepared)],
+        "fingerprint": "" if shared else fingerprint(traced), "tensors": list(tensor_lines(traced)),
+        "ops": [f"{o.name} = {o.aten} -> {o.result}{'' if shared else f' [{o.id}]'}" for o in lines],
         "options": {"gradients": prepared.options.gradients, "keep_outputs": prepared.options.keep_outputs},
     }  # fmt: skip
 
@@ -75,7 +82,7 @@ def _compare(said: list[Message]) -> None:
     """Raise on every rank the same error about the first rank whose step is not that of rank 0."""
     first = said[0]
     for rank, words in enumerate(said):
-        if all(words[key] == first[key] for key in ("fingerprint", "options")):
+        if all(words[key] == first[key] for key in first if key != "budget"):
             continue
         lines = zip((*words["tensors"], *words["ops"]), (*first["tensors"], *first["ops"]), strict=False)
         other = next((pair for pair in lines if pair[0] != pair[1]), ("other constants or options", "those asked for"))

@@ -25,6 +25,7 @@ try:
     from torch._prims_common import suggest_memory_format
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.utils.stateless import _reparametrize_module
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,6 +48,7 @@ __all__ = [
     "HigherOrderOperator",
     "JointGraph",
     "OpOverload",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "WeakIdKeyDictionary",
     "active_saving_hooks",

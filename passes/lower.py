@@ -31,6 +31,7 @@ from .run.replay import is_counter
 from .tape import NO_TAPE
 from .trace.capture import Traced
 
+RETURN_GRADIENTS = "return_gradients"
 UPDATE = "optimizer_step"  # the op that stands for the update of the parameters
 
 
@@ -100,6 +101,7 @@ def lower(
     once: Collection[fx.Node] = (),
     accumulate: bool = False,
     step_bytes: int = 0,
+    region: bool = False,
 ) -> Lowered:
     """Make the Problem of a traced step.
 
@@ -108,8 +110,10 @@ def lower(
         once: kernels that the user does not want to run again.
         accumulate: whether parameters have a gradient already, to which this step's is added.
         step_bytes: what the update of the parameters, an op of its own at the end, holds for a moment.
+        region: the step is a part of a larger one: its inputs are tensors that it holds until it has read them, what
+            it returns is computed once, and what becomes of that and of its gradients is not its affair.
     """
-    lowering = _Lowering(traced, aliases, profiles, cost, device, frozenset(once), accumulate)
+    lowering = _Lowering(traced, aliases, profiles, cost, device, frozenset(once), accumulate, region)
     return lowering.build(reserve_bytes, keep_outputs, step_bytes)
 
 
@@ -123,9 +127,10 @@ class _Lowering:
         device: torch.device,
         once: frozenset[fx.Node],
         accumulate: bool,
+        region: bool,
     ) -> None:
         self.traced, self.aliases, self.profiles, self.cost, self.device = traced, aliases, profiles, cost, device
-        self.once, self.accumulate = once, accumulate
+        self.once, self.accumulate, self.region = once, accumulate, region
         self.granule = granule(device)
         self.ops: list[Op] = []
         self.tensors: list[Tensor] = []
@@ -142,19 +147,25 @@ class _Lowering:
         placeholders = self.traced.placeholders
         primals, tangents = placeholders[: self.traced.num_primals], placeholders[self.traced.num_primals :]
         mutated = {self.aliases.of[primals[i]] for i in self.traced.mutated}
+        inputs = self._add_inputs(primals[len(self.traced.state) :]) if self.region else []
         kept = self._add_kept()
         for node in forward:
             self._add_node(node, True, mutated)
         self._add_handover()
         num_forward = len(self.ops)
-        tangent_tensors = self._add_tangents(tangents)
+        tangent_tensors = self._add_tangents(tangents, inputs)
         for node in backward:
             self._add_node(node, False, mutated)
-        outputs = self._outputs(keep_outputs)
-        copies, let_go = self._add_gradient_copies(primals)
-        pinned = dict.fromkeys([*kept, *(t for t in outputs if t not in let_go), *tangent_tensors, *copies])
-        pinned = self._add_end(pinned, let_go, tangent_tensors, step_bytes)
-        static = sum(self._bytes(self.aliases.of[p]) for p in self._distinct(primals))
+        outputs = self._outputs(keep_outputs and not self.region)
+        if self.region:
+            self._add_op(Op(RETURN_GRADIENTS, (*kept, *outputs, *tangent_tensors), (), 0, 0, False), None)
+            pinned: dict[int, None] = {}
+        else:
+            copies, let_go = self._add_gradient_copies(primals)
+            pinned = dict.fromkeys([*kept, *(t for t in outputs if t not in let_go), *tangent_tensors, *copies])
+            pinned = self._add_end(pinned, let_go, tangent_tensors, step_bytes)
+        resident = primals[: len(self.traced.state)] if self.region else primals
+        static = sum(self._bytes(self.aliases.of[p]) for p in self._distinct(resident))
         accumulated = sum(round_up(value.numel() * value.element_size(), self.granule) for value in self.accumulated)
         static += kept_bytes(forward, self.profiles) + kept_bytes(backward, self.profiles)
         problem = Problem(
@@ -183,6 +194,8 @@ class _Lowering:
         inputs = tuple(dict.fromkeys(self.storage_tensor[s] for s in read if s in self.storage_tensor))
         replay: tuple[int, ...] = ()
         recomputable = forward and node not in self.once and must_run_once(node, self.device) is None
+        if self.region and not self.returned.keys().isdisjoint(self.aliases.storages(node)):
+            recomputable = False
         if _reads_overwritten(node, mutated, self.aliases):
             recomputable = False
             if not forward:
@@ -218,7 +231,9 @@ class _Lowering:
         if not isinstance(source, fx.Node):
             return None
         storage = self.aliases.of[source]
-        taken = self.storage_tensor.get(storage) if isinstance(storage, Storage) else None
+        if not isinstance(storage, Storage) or storage.static:
+            return None
+        taken = self.storage_tensor.get(storage)
         others = [a for a in node.all_input_nodes if a is not source]
         if taken is None or any(storage in self.aliases.storages(a) for a in others):
             return None
@@ -253,8 +268,23 @@ class _Lowering:
         if read:
             self._add_op(Op("return_outputs", read, (), 0, 0, False), None)
 
-    def _add_tangents(self, tangents: list[fx.Node]) -> tuple[int, ...]:
-        """What autograd hands over is dense and lives on; where the trace wants gaps (a view's), a copy is made."""
+    def _add_inputs(self, inputs: list[fx.Node]) -> list[int]:
+        """The inputs of a region, which whoever made them may drop before the region has read them."""
+        found = []
+        for node in inputs:
+            storage = self.aliases.of[node]
+            assert isinstance(storage, Storage)
+            found.append(self._new_tensor(Tensor(node.name, self._bytes(storage)), storage))
+            self.storage_tensor[storage] = found[-1]
+        self._add_op(Op("inputs", (), tuple(found), 0, 0, False), None)
+        return found
+
+    def _add_tangents(self, tangents: list[fx.Node], held: list[int]) -> tuple[int, ...]:
+        """What autograd hands over is dense and lives on; where the trace wants gaps (a view's), a copy is made.
+
+        Args:
+            held: what the runtime holds until the backward begins, should it have to start elsewhere than planned.
+        """
         given, written = [], []
         for node in tangents:
             storage, value = self.aliases.of[node], node.meta["val"]
@@ -267,7 +297,7 @@ class _Lowering:
                 index = self._new_tensor(Tensor(f"{node.name}_laid_out", size, "temporary"), storage)
                 written.append(index)
             self.storage_tensor[storage] = index
-        self._add_op(Op("tangents", (), (*given, *written), 0, 0, False), None)
+        self._add_op(Op("tangents", tuple(held), (*given, *written), 0, 0, False), None)
         return tuple(given)
 
     def _add_gradient_copies(self, primals: list[fx.Node]) -> tuple[list[int], frozenset[int]]:
@@ -318,7 +348,7 @@ class _Lowering:
         if self.accumulate:
             self._add_op(Op("accumulate_gradients", tuple(sorted({*let_go, *tangents})), (), 0, 0, False), None)
         elif step_bytes:
-            self._add_op(Op("return_gradients", tangents, (), 0, 0, False), None)
+            self._add_op(Op(RETURN_GRADIENTS, tangents, (), 0, 0, False), None)
         else:
             return pinned
         if step_bytes:

@@ -101,7 +101,8 @@ def _returned_by_backward(lowered: Lowered) -> frozenset[int]:
 
 
 def _read_primals(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedule) -> list[int]:
-    position = {aliases.of[p]: i for i, p in enumerate(traced.placeholders[: traced.num_primals])}
+    primals = enumerate(traced.placeholders[: traced.num_primals])
+    position = {aliases.of[p]: i for i, p in primals if aliases.of[p] not in lowered.storage_tensor}
     read: set[int] = set()
     for kind, i in schedule:
         node = lowered.nodes[i] if kind == "compute" else None
@@ -129,7 +130,12 @@ class _Emitter:
         self.views: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
 
     def placeholder(self, node: fx.Node) -> None:
-        self.static[node] = self._copy_meta(self.graph.placeholder(node.name), node)
+        new = self._copy_meta(self.graph.placeholder(node.name), node)
+        tensor = self.lowered.storage_tensor.get(self.aliases.of[node])  # type: ignore[arg-type]
+        if tensor is None:
+            self.static[node] = new
+        else:  # an input of a region, held like a tensor of its own
+            self.current[tensor] = new
 
     def tangent(self, node: fx.Node) -> None:
         new = self._copy_meta(self.graph.placeholder(node.name), node)
@@ -151,11 +157,10 @@ class _Emitter:
         """The new graph's value for a node of the joint graph, taking views of its base where needed."""
         if not isinstance(node, fx.Node):
             return node
-        if node.op == "placeholder" and node in self.static:
+        if node in self.static:
             return self.static[node]
         if node.op == "get_attr":
-            if node not in self.static:
-                self.static[node] = self._copy_meta(self.graph.get_attr(str(node.target)), node)
+            self.static[node] = self._copy_meta(self.graph.get_attr(str(node.target)), node)
             return self.static[node]
         if is_view(node):
             return self._view(node)

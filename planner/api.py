@@ -15,7 +15,8 @@ from .check.record import Check
 from .options import Gradients, OnNewShape
 from .plan import Plan
 from .ranks.agree import plan_together
-from .ranks.wrapper import gathered, group_of
+from .ranks.sharded import gathered
+from .ranks.wrapper import group_of
 from .session import Session, open_session
 
 
@@ -38,6 +39,7 @@ def auto_checkpoint(
     never_recompute: Sequence[str] = (),
     recompute: Sequence[str] = (),
     check: Check = "auto",
+    regions: str | Sequence[str] = "auto",
     gradients: Gradients = "fresh",
     group: Any = None,
 ) -> Plan:
@@ -110,7 +112,7 @@ def auto_checkpoint(
         return open_session(
             model, given, solver=solver, cost=cost, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb,
             time_limit=time_limit, gap=gap, progress=progress, on_new_shape=on_new_shape, keep_outputs=keep_outputs,
-            save=save, never_recompute=never_recompute, recompute=recompute, check=check,
+            save=save, never_recompute=never_recompute, recompute=recompute, check=check, regions=regions,
             gradients=gradients,
         )  # fmt: skip
 

@@ -20,6 +20,7 @@ from passes.rewrite import Rewritten
 from passes.run.step import Fallback, Step
 from passes.trace.modules import module_path
 from passes.trace.structure import unflatten
+from solvers.errors import PlannerError
 from solvers.problem import Problem
 from solvers.schedule import Schedule, computes, plain_order, with_frees
 from solvers.solution import Solution
@@ -29,8 +30,19 @@ from .footprint import Footprint
 from .hints import hint_notes
 from .optimizer import NO_UPDATE
 from .prepared import Prepared
-from .timeline import Timeline, timeline
+from .timeline import Timeline, timeline, with_category
 from .units import show_bytes
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a region: the module's path, which call of it this is, how it and its state look, what was decided."""
+
+    path: str
+    number: int
+    key: Any
+    state: tuple[Any, ...]
+    planned: Decided
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -40,24 +52,43 @@ class Decided:
     Attributes:
         prepared: the step before the decision.
         solution: what the solver answered.
-        rewritten, step: the proved halves, and what runs them.
+        halves: the proved halves, and what runs them; None for a step by regions, which has `runs`.
         budget_bytes: the peak asked for (None: no limit).
         seconds: how long each stage took.
         checked: what was compared with the plain model by running both, over how many steps, or why nothing was.
+        runs: the runs of regions, each decided and proved; none where the step is planned as a whole.
     """
 
     prepared: Prepared
     solution: Solution
-    rewritten: Rewritten
-    step: Step
+    halves: tuple[Rewritten, Step] | None
     budget_bytes: int | None
     seconds: dict[str, float]
     checked: Checked = NOT_RUN
+    runs: tuple[PlannedRun, ...] = ()
 
     @property
     def cost_name(self) -> str:
         """What recompute is measured in."""
         return self.prepared.options.cost_name
+
+    @property
+    def rewritten(self) -> Rewritten:
+        """The proved halves of a step planned as a whole."""
+        return self._halves()[0]
+
+    @property
+    def step(self) -> Step:
+        """What runs them."""
+        return self._halves()[1]
+
+    def _halves(self) -> tuple[Rewritten, Step]:
+        if self.halves is None:
+            raise PlannerError(
+                "this step is planned by regions, so it has no two halves: each of its `runs` has, and the code "
+                "between them is the model's own."
+            )
+        return self.halves
 
     @property
     def problem(self) -> Problem:
@@ -164,7 +195,10 @@ class Decided:
     @cached_property
     def saved(self) -> tuple[str, ...]:
         """Names of the tensors that the forward hands to the backward."""
-        return self.rewritten.saved_names
+        if self.halves is not None:
+            return self.rewritten.saved_names
+        crossing = (c for c, kind in with_category(self.problem, self.schedule) if kind == "saved")
+        return tuple(dict.fromkeys(self.problem.tensors[c.tensor].name for c in crossing))
 
     @cached_property
     def recomputed(self) -> tuple[str, ...]:

@@ -35,6 +35,10 @@ class HintError(PlannerError):
         self.near = near
 
 
+class RegionError(PlannerError):
+    """`regions=` names no submodule, or nothing that could be planned."""
+
+
 class ModelMismatch(PlannerError):
     """A plan is to be applied to a model that it was not made for.
 

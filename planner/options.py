@@ -18,6 +18,7 @@ from .optimizer import NO_UPDATE, Update
 OnNewShape = Literal["replan", "eager", "error"]
 ON_NEW_SHAPE: tuple[str, ...] = get_args(OnNewShape)
 Gradients = Literal["fresh", "accumulated"]
+AUTO, WHOLE = "auto", "whole"  # `regions=`, besides patterns
 GRADIENTS: tuple[str, ...] = get_args(Gradients)
 
 
@@ -49,6 +50,7 @@ class Options:
     gradients: Gradients = "fresh"
     update: Update = NO_UPDATE
     notes: tuple[str, ...] = ()
+    regions: str | tuple[str, ...] = WHOLE
 
     def __post_init__(self) -> None:
         get_solver(self.solver)
@@ -64,10 +66,16 @@ class Options:
             )
         if self.gradients not in GRADIENTS:
             raise PlannerError(f"gradients={self.gradients!r} is unknown: it takes 'fresh' or 'accumulated'.")
+        object.__setattr__(self, "regions", _regions(self.regions))
         if not _is_number(self.time_limit) or not self.time_limit > 0:
             raise PlannerError(f"time_limit={self.time_limit!r} must be a positive number of seconds.")
         if not _is_number(self.gap) or not self.gap >= 0:
             raise PlannerError(f"gap={self.gap!r} must not be negative: it is a share of the plain step's cost.")
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns of module paths that `regions` gives."""
+        return () if self.regions in (AUTO, WHOLE) else tuple(self.regions)
 
     @property
     def set_aside_bytes(self) -> int:
@@ -81,6 +89,17 @@ class Options:
     @property
     def cost_name(self) -> str:
         return getattr(self.cost, "__name__", "callable") if callable(self.cost) else self.cost
+
+
+def _regions(given: Any) -> str | tuple[str, ...]:
+    if given in (AUTO, WHOLE):
+        return str(given)
+    patterns = (given,) if isinstance(given, str) else given
+    if isinstance(patterns, (list, tuple)) and patterns and all(isinstance(p, str) and p for p in patterns):
+        return tuple(patterns)
+    raise PlannerError(
+        f"regions={given!r} is unknown: it takes 'auto', 'whole', or patterns of module paths (\"model.layers.*\")."
+    )
 
 
 def _is_number(value: Any) -> bool:

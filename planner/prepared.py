@@ -16,7 +16,7 @@ from passes.printable import printable
 from passes.profile import Measured, OpProfile, profile
 from passes.trace.capture import Traced, capture
 from passes.trace.layouts import Layouts, learned
-from passes.trace.refuse import refuse
+from passes.trace.refuse import refuse, refuse_sharded
 from solvers.bounds import floor_bytes
 from solvers.errors import MIB, BudgetError, PlannerError
 from solvers.problem import Problem
@@ -27,6 +27,27 @@ from .footprint import Footprint, Start, footprint, start_of
 from .hints import Hinted, resolve
 from .options import Options
 from .progress import Progress
+from .regions.compose import Composed
+
+
+@dataclass(frozen=True)
+class Regions:
+    """What a step by regions is made of.
+
+    Attributes:
+        composed: the flat Problem, and which ops of it are whose.
+        paths: for each run the path of its module, and which call of that module it is; `keys` how that call looks,
+            and `states` the parameters and buffers that it finds.
+        prepared: for each run its own step.
+        eager: why a submodule is left to eager, by its path.
+    """
+
+    composed: Composed
+    paths: tuple[tuple[str, int], ...]
+    keys: tuple[Any, ...]
+    states: tuple[tuple[Any, ...], ...]
+    prepared: tuple[Prepared, ...]
+    eager: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -39,6 +60,7 @@ class Prepared:
         model_name: the model's class, for people to read.
         layouts: what running has shown about layouts so far; one object for all plans of a model.
         start: the device's caching allocator before the step; None where it has none or the model is on no device.
+        regions: the runs of regions that the step is made of (`planner.regions`); None for a step planned as a whole.
     """
 
     traced: Traced
@@ -52,6 +74,7 @@ class Prepared:
     model_name: str
     layouts: Layouts
     start: Start | None = None
+    regions: Regions | None = None
 
     @property
     def problem(self) -> Problem:
@@ -98,6 +121,7 @@ def prepare(
         ceiling_bytes: raise `BudgetError` before any op is run if the step is sure to need more.
         layouts: what running has shown so far about how kernels lay out what they make; what is learned is added.
     """
+    refuse_sharded(model)
     device = model_device(model)
     real = not any(p.device.type == "meta" for p in model.parameters())
     layouts = {} if layouts is None else layouts
@@ -158,13 +182,13 @@ def _check_floor(
 
 def lower_step(
     traced: Traced, aliases: Aliases, profiles: dict[fx.Node, OpProfile], device: torch.device, options: Options,
-    once: Collection[fx.Node] = (),
+    once: Collection[fx.Node] = (), region: bool = False,
 ) -> Lowered:  # fmt: skip
     """The Problem of a profiled step; `once` are the kernels that hints keep from running again."""
     return lower(
         traced, aliases, profiles, options.cost_function, device=device, reserve_bytes=options.set_aside_bytes,
         keep_outputs=options.keep_outputs, once=once, accumulate=options.gradients == "accumulated",
-        step_bytes=options.update.step_bytes,
+        step_bytes=options.update.step_bytes, region=region,
     )  # fmt: skip
 
 

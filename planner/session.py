@@ -19,10 +19,10 @@ from .fit import minimum_schedule
 from .hints import make_hints
 from .optimizer import measure_update
 from .options import Options
-from .pipeline import decide
+from .pipeline import decide, prepare_step
 from .plan import Plan
 from .preference import solve_step
-from .prepared import Prepared, check_model, model_device, prepare
+from .prepared import Prepared, check_model, model_device
 from .progress import Progress
 from .ranks.wrapper import check_wrapper, inner_module, wrapper_bytes, wrapper_notes
 
@@ -101,4 +101,5 @@ def open_session(
     asked = replace(asked, update=update, wrapper_bytes=wrapper_bytes(model), notes=wrapper_notes(model))
     arguments = bind_sample(inner, sample, asked.loss_fn)
     progress = Progress(asked.progress)
-    return Session(model, arguments, prepare(inner, arguments, asked, progress, ceiling_bytes=ceiling_bytes), progress)
+    prepared = prepare_step(inner, arguments, asked, progress, ceiling_bytes=ceiling_bytes)
+    return Session(model, arguments, prepared, progress)

@@ -97,7 +97,8 @@ class _PlannedStep(torch.autograd.Function):
         ctx.saved = [alone(s) if s.untyped_storage().data_ptr() in returned else s for s in saved]
         ctx.held = [o.detach() for o in outputs] if step.hold_outputs else None
         kept = {s.untyped_storage().data_ptr() for s in ctx.saved}
-        ctx.shared = [(o.detach(), o._version) for o in outputs if o.untyped_storage().data_ptr() in kept]
+        shared = [t for t in (*outputs, *primals) if t.untyped_storage().data_ptr() in kept]
+        ctx.shared = [(t.detach(), t._version) for t in shared]
         overwritten = set(step.mutated)
         ctx.save_for_backward(*(primals[i] for i in step.saved_primals if i not in overwritten))
         ctx.mark_non_differentiable(*(o for o, d in zip(outputs, step.differentiable, strict=True) if not d))
@@ -120,8 +121,8 @@ class _PlannedStep(torch.autograd.Function):
             )
         if any(output._version != version for output, version in ctx.shared):
             raise RuntimeError(
-                "an output of the planned step was changed in place between forward and backward, and the backward "
-                "needs its old value. Change a clone() of it, or use the out-of-place form."
+                "an input or output of the planned step was changed in place between forward and backward, and the "
+                "backward needs its old value. Change a clone() of it, or use the out-of-place form."
             )
         ctx.shared = ()
         present = tuple(i for i, g in enumerate(gradients) if g is not None)

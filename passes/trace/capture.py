@@ -63,6 +63,7 @@ IN_EVAL = (
     "the model was in eval mode: this plans a training step, which runs once model.train() was called; until then the "
     "model's own forward runs"
 )
+EVERY_OUTPUT = ("*",)  # differentiated: all that require a gradient
 COMPILING = "traced as torch.compiler.is_compiling(), because the ordinary code asks for the values of its inputs"
 
 
@@ -140,7 +141,8 @@ def capture(
     Args:
         bound: the arguments by name (`bind_sample`).
         loss_fn: called with the model's output (and the call's further arguments); the step then returns its value.
-        differentiated: paths of the outputs that `backward` starts from; None chooses (`loss`, else scalars, else all).
+        differentiated: paths of the outputs that `backward` starts from; None chooses (`loss`, else scalars, else
+            all), `EVERY_OUTPUT` takes all that require a gradient.
         keep_outputs: whether the caller holds what the model returns besides its loss through the backward.
         layouts: how kernels lay out what they make, where another trace had it otherwise (`layouts.learned`), and in
             which strides the gradients of outputs come (`gradient_key`).
@@ -244,7 +246,7 @@ class _StepTracer:
         paths: dict[int, str] = {}
         for path, i in slots(self.output_template):
             paths.setdefault(i, path)
-        wanted = _choose_differentiated(self.output_template, tensors, paths, self.differentiated)
+        wanted = choose_differentiated(self.output_template, tensors, paths, self.differentiated)
         self.leaves = []
         returned: list[torch.Tensor] = []
         for i, tensor in enumerate(tensors):
@@ -300,16 +302,19 @@ def _refuse_distributed(tensors: list[torch.Tensor], template: Template) -> None
     for path, i in slots(template):
         if is_distributed(tensors[i]):
             raise Unsupported(
-                "DTensor returned", f"output {path or '(the output)'}", "a planned step returns each rank's own tensors",
+                "DTensor returned", f"output {path or '(the output)'}", "a planned step returns a rank's own tensors",
                 "Return its to_local(), keep use_local_output=True in the parallel style of the last module, or plan "
                 "the module around this one.",
             )  # fmt: skip
 
 
-def _choose_differentiated(
+def choose_differentiated(
     template: Template, tensors: list[torch.Tensor], paths: dict[int, str], asked: tuple[str, ...] | None
 ) -> set[int]:
+    """Which of a forward's tensors the backward starts from: those at the paths asked for, else the likely ones."""
     candidates = [i for i, t in enumerate(tensors) if t.requires_grad]
+    if asked is EVERY_OUTPUT:
+        return set(candidates)
     if asked is not None:
         return {i for i in candidates if paths[i] in asked}
     losses = [i for i in candidates if paths[i] in (".loss", "['loss']") and tensors[i].dim() == 0]

@@ -64,8 +64,23 @@ def _uninitialized(model: nn.Module) -> Iterator[str]:
     return (n for n, p in model.named_parameters() if torch.nn.parameter.is_lazy(p))
 
 
-def _sharded_inside(model: nn.Module) -> Iterator[str]:
-    return (n for n, m in model.named_modules() if m is not model and plain_class(type(m)) is not type(m))
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on this very module."""
+    return plain_class(type(module)) is not type(module)
+
+
+def sharded_inside(model: nn.Module) -> Iterator[str]:
+    """Paths of the submodules on which it was called."""
+    return (n for n, m in model.named_modules() if m is not model and is_sharded(m))
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise Unsupported for a module that is to be one step and whose submodules gather parameters as they run."""
+    for place in sharded_inside(model):
+        raise Unsupported(
+            "fully_shard inside a step", place, "its parameters are gathered and scattered by hooks as the step runs",
+            'Plan by regions, with regions="auto" or patterns of the sharded modules.',
+        )  # fmt: skip
 
 
 def _mixed_devices(model: nn.Module) -> Iterator[str]:
@@ -126,10 +141,6 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "sparse gradient", "its memory depends on the batch", "Build the embedding with sparse=False.",
         _sparse_gradients,
-    ),
-    Refusal(
-        "fully_shard on a module inside the planned one", "its parameters are gathered by hooks between the steps' ops",
-        "Plan each of the sharded modules by itself, and plan.apply to it.", _sharded_inside,
     ),
     Refusal(
         "tensor subclass", "what it stores cannot be seen from the graph",

@@ -8,84 +8,32 @@ import os
 import sys
 import time
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from operator import attrgetter
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from passes._torch import (
-    TORCH_FOLDER,
-    active_saving_hooks,
-    as_distributed,
-    is_distributed,
-    local_part,
-    swapped_state,
-)
+from passes._torch import TORCH_FOLDER, active_saving_hooks, local_part
 from passes.errors import InputMismatch
-from passes.run.random import set_rng_state
 from passes.trace.arguments import argument_names, run_model, state_tensors
 from passes.trace.capture import Traced
-from passes.trace.layouts import gradient_key
 from passes.trace.matching import Differs, match
-from passes.trace.reads import Matched, Reads
-from passes.trace.structure import flatten, unflatten
+from passes.trace.structure import flatten
 from planner.decided import Decided
 from planner.pipeline import Replan
 from solvers.errors import MIB, PlannerError
 
+from .entry import Entry, Fallback, Losses, starts_of
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
+from .regions import regions_of, running_regions
 
 CACHE_SIZE = 32
 SLOW_REPLANS = 5  # after so many, and each time they have doubled, it is said what they cost
 OPAQUE = 'a planned step runs as it is; torch.compile(model, backend="checkpoint_planner") compiles under a budget'
-_PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter})
-_DECIDES = attrgetter("shape", "dtype", "device", "requires_grad")
-
-
-@dataclass(eq=False)
-class Entry:
-    """A plan and what it holds for; `matched` are its reads as found on the model of the `PlanState` that has it.
-
-    `starts` are the outputs that its backward was to start from when it was planned.
-    """
-
-    key: Key
-    state: list[Any]
-    planned: Decided
-    starts: tuple[str, ...]
-    outdated: bool = False
-    matched: Matched | None = None
-
-    @property
-    def reads(self) -> Reads:
-        return self.planned.prepared.traced.reads
-
-    def holds(self, model: nn.Module, loss_fn: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The model's parameters and buffers where the plan holds for a call now; its key is compared before."""
-        tensors = self._state(model, loss_fn)
-        if tensors is None or not all(type(t) in _PLAIN or is_distributed(t) for t in tensors):
-            return None
-        if list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state:
-            return None
-        guard = self.planned.prepared.traced.guard
-        return tensors if guard is None or guard.holds(inputs) else None
-
-    def _state(self, model: nn.Module, loss_fn: Any) -> list[torch.Tensor] | None:
-        """What was read is as it was: the same objects (the usual case, checked quickly), or equal ones."""
-        tensors = self.matched.state() if self.matched else None
-        if tensors is None:
-            try:
-                self.matched = match(self.reads, model, loss_fn)
-            except Differs:
-                self.matched = None
-            else:
-                tensors = self.matched.tensors()
-        return tensors
 
 
 class PlanState:
@@ -112,7 +60,7 @@ class PlanState:
     def around(self, model: nn.Module) -> PlanState:
         """The same plans for another instance of the model; whether they hold for it is seen when it is called."""
         new = PlanState(model, self.loss_fn, self.replan, self.on_new_shape, self.signature)
-        new.cache = [replace(entry, matched=None) for entry in self.cache]
+        new.cache = [replace(entry, matched=None, regions=None) for entry in self.cache]
         new.first, new.latest, new.traced_forward = self.first, self.latest, None
         new.losses.expected = self.losses.expected
         return new
@@ -120,7 +68,7 @@ class PlanState:
     def _add(self, key: Key, planned: Decided, starts: tuple[str, ...] | None = None) -> Entry:
         """Remember a plan; the one used longest ago is dropped when there are too many."""
         state = state_tensors(self.model, planned.prepared.traced.state)
-        starts = _starts(planned.prepared.traced) if starts is None else starts
+        starts = starts_of(planned.prepared.traced) if starts is None else starts
         entry = Entry(key, list(map(state_key, state)), planned, starts)
         self.latest = planned
         self.cache = [entry, *self.cache][:CACHE_SIZE]
@@ -138,6 +86,11 @@ class PlanState:
             if not trained or (entry is None and not self._may_plan(key, tensors)):
                 return plain(bound)
             entry, state = self._plan(key, bound, entry, starts)
+        if entry.planned.runs:
+            self._notice_gradients(entry.planned, list(self.model.parameters()))
+            entry.regions = entry.regions or regions_of(self.model, entry.planned.runs)
+            with running_regions(entry.regions):
+                return plain(bound)
         return self._execute(entry, [*state, *tensors])
 
     def find(
@@ -183,7 +136,7 @@ class PlanState:
         _check_materialized(planned.prepared.traced, primals)
         self._notice_hooks()
         self._notice_gradients(planned, primals)
-        return planned.run(primals, _Fallback(self, entry))
+        return planned.run(primals, Fallback(self, entry))
 
     def _notice_replans(self, seconds: float) -> None:
         """Say after several replans, and rarely after that, what is slowing training."""
@@ -289,119 +242,6 @@ class PlanState:
             self.unplanned = before
             if applied is not None:
                 own["forward"] = applied
-
-
-class Losses:
-    """From which outputs the backward of the next call will start, told by the calls before.
-
-    A loss that alternates is followed: what came after the outputs of the last two calls, or of the last one, comes
-    again.
-
-    Attributes:
-        expected: the outputs of the call made last; None until a backward started from others than planned for.
-    """
-
-    def __init__(self) -> None:
-        self.expected: Started | None = None
-        self.recent: deque[Started] = deque(maxlen=3)
-        self.followers: dict[tuple[tuple[str, ...], ...], tuple[str, ...]] = {}
-
-    def predict(self) -> tuple[str, ...] | None:
-        """The outputs that the next call's backward will start from; None where nothing was learned yet."""
-        if self.expected is None:
-            return None
-        *before, last = (started.paths for started in self.recent) if self.recent else (self.expected.paths,)
-        for i in range(len(before)):
-            self.followers[tuple(before[i:])] = last
-        return self.followers.get((*before[-1:], last)) or self.followers.get((last,), last)
-
-    def called(self, paths: tuple[str, ...]) -> Started:
-        """Note a call whose backward is to start from `paths`, until it is seen to start elsewhere."""
-        self.recent.append(Started(paths))
-        return self.recent[-1]
-
-
-@dataclass
-class Started:
-    """The outputs that one call's backward starts from."""
-
-    paths: tuple[str, ...]
-
-
-def _starts(traced: Traced) -> tuple[str, ...]:
-    return tuple(leaf.path for leaf in traced.outputs if leaf.differentiated)
-
-
-class _Fallback:
-    """Backward from other outputs than planned for, or with gradients laid out in another way.
-
-    The plain model replays the forward; later calls are replanned.
-    """
-
-    def __init__(self, state: PlanState, entry: Entry) -> None:
-        prepared = entry.planned.prepared
-        self.state, self.traced, self.layouts = state, prepared.traced, prepared.layouts
-        self.started = state.losses.called(entry.starts)
-
-    def __call__(
-        self,
-        primals: Sequence[torch.Tensor],
-        generators: dict[str, torch.Generator],
-        gradients: dict[int, torch.Tensor],
-    ) -> list[Any]:
-        wanted = {leaf.index: leaf for leaf in self.traced.outputs if leaf.index in gradients}
-        paths = tuple(leaf.path for leaf in wanted.values())
-        if not paths:
-            return [None] * len(primals)
-        expected = paths == _starts(self.traced)
-        learned = self._learn({wanted[i].path: g for i, g in gradients.items()})
-        new = learned or not expected
-        warnings.warn(
-            f"backward started from {', '.join(p or 'the output' for p in paths)}"
-            f"{' with a gradient in other strides' if expected else ''}, which the plan did not expect: this step "
-            "replays the plain forward (correct, but not under the budget); "
-            f"{'later calls are planned for it' if new else 'so will others, as a plan is for one set of strides'}.",
-            stacklevel=2,
-        )
-        result = self._replay(primals, generators, gradients)
-        if learned:
-            for entry in self.state.cache:
-                entry.outdated = entry.outdated or entry.starts == paths
-        self.started.paths = paths
-        self.state.losses.expected = self.started
-        return result
-
-    def _learn(self, gradients: Mapping[str, torch.Tensor]) -> bool:
-        """Plan for gradients in these strides from now on; not where others were learned before."""
-        keys = {gradient_key(path, g): tuple(g.stride()) for path, g in gradients.items()}
-        if any(key in self.layouts for key in keys):
-            return False
-        self.layouts.update(keys)
-        return True
-
-    def _replay(
-        self,
-        primals: Sequence[torch.Tensor],
-        generators: dict[str, torch.Generator],
-        gradients: dict[int, torch.Tensor],
-    ) -> list[Any]:
-        state, traced = self.state, self.traced
-        leaves = [p.detach().requires_grad_(p.requires_grad) for p in primals]
-        count = len(traced.state)
-        for i in traced.mutated:
-            leaves[i] = leaves[i].clone()
-        given = state_tensors(state.model, traced.state)
-        named = {e.name: as_distributed(t, g) for e, t, g in zip(traced.state, leaves, given, strict=False)}
-        devices = [d for d in generators if d != "cpu"]
-        with torch.random.fork_rng(devices=devices), torch.enable_grad(), swapped_state(state.model, named):
-            for device, generator in generators.items():
-                set_rng_state(generator.get_state(), device)
-            outputs, _ = flatten(state.plain(unflatten(traced.input_template, leaves[count:])))
-        indices = [leaf.index for leaf in traced.outputs]
-        started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]
-        inputs = [t for t in leaves if t.requires_grad]
-        found = iter(torch.autograd.grad([o for o, _ in started], inputs, [g for _, g in started], allow_unused=True))
-        return [next(found) if t.requires_grad else None for t in leaves]
 
 
 def _check_materialized(traced: Traced, primals: Sequence[torch.Tensor]) -> None:

@@ -30,7 +30,7 @@ def call_key(tensors: Sequence[torch.Tensor], template: Template) -> Key:
 
 
 def state_key(t: torch.Tensor) -> tuple[Any, ...]:
-    """What of a parameter, buffer or input decides; of a tensor that ranks share, this rank's part and how it is one."""
+    """What of a parameter, buffer or input decides; of one spread over ranks its part here, and how it is spread."""
     if is_distributed(t):
         spread: Any = t
         return (*state_key(local_part(t)), tuple(map(str, spread.placements)), tuple(t.shape))

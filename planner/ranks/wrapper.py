@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from passes._torch import plain_class, pytree
 from passes.errors import Unsupported
 
 COPIES = {default_hooks.fp16_compress_hook: 2, default_hooks.bf16_compress_hook: 2}  # bytes of an element
@@ -30,34 +26,6 @@ def group_of(model: nn.Module) -> Any:
         return model.process_group
     mesh = next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None)
     return mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
-
-
-@contextmanager
-def gathered(model: nn.Module, sample: Any) -> Iterator[Any]:
-    """What `fully_shard` scattered is whole in the block, which gets the sample as the module's forward will get it.
-
-    Gathering is done by all ranks together.
-    """
-    if not is_sharded(model):
-        yield sample
-        return
-    sharded: Any = model
-    policy = sharded._get_fsdp_state()._mp_policy
-    dtype = policy.param_dtype if policy.cast_forward_inputs else None
-    sharded.unshard()
-    try:
-        yield sample if dtype is None else pytree.tree_map_only(torch.Tensor, lambda t: _cast(t, dtype), sample)
-    finally:
-        sharded.reshard()
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether `fully_shard` was called on this very module."""
-    return plain_class(type(model)) is not type(model)
-
-
-def _cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return t.detach().to(dtype).requires_grad_(t.requires_grad) if t.is_floating_point() else t
 
 
 def wrapper_bytes(model: nn.Module) -> int:

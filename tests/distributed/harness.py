@@ -74,7 +74,7 @@ def _child(pipe: Connection, function: Callable[..., Any], rank: int, ranks: int
     dist.init_process_group("gloo", init_method=Path(store).as_uri(), rank=rank, world_size=ranks)
     try:
         pipe.send(function(rank, *args))
-    except Exception:
+    except Exception:  # noqa: BLE001
         pipe.send(Failed(traceback.format_exc()))
     finally:
         pipe.close()

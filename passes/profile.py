@@ -19,7 +19,7 @@ from torch import fx
 
 from solvers.errors import BudgetError
 
-from ._torch import FakeTensor, pytree
+from ._torch import FakeTensor, TorchDispatchMode, pytree
 from .alias import device_of, is_compute
 from .device import kind_of
 from .draws import drawing_privately
@@ -188,6 +188,39 @@ def _count(node: fx.Node) -> OpProfile:
         dtype=_dtype([*read, *written]),
         workspace_bytes=workspace_bytes(node),  # of our own ops it is known without running them
     )
+
+
+class Counting(TorchDispatchMode):
+    """Adds up what ops cost as they run, views left out; its switch is `on`."""
+
+    def __init__(self, cost: Callable[[OpProfile], float]) -> None:
+        super().__init__()
+        self.cost, self.total, self.on = cost, 0.0, True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        begin = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        if self.on:
+            op = _as_node(func, args, kwargs or {}, result)
+            if func._schema.is_mutable or is_compute(op):
+                self.total += self.cost(replace(_count(op), seconds=time.perf_counter() - begin))
+        return result
+
+
+def _as_node(func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
+    """A call that was made, as the graph of it would have it."""
+    graph = fx.Graph()
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        node = graph.placeholder("read")
+        node.meta["val"] = value
+        return node
+
+    node = graph.create_node("call_function", func, *pytree.tree_map(read, (tuple(args), dict(kwargs))))
+    node.meta["val"] = result
+    return node
 
 
 def _dtype(tensors: Sequence[torch.Tensor]) -> str:

@@ -24,7 +24,9 @@ class FlatGraph:
         nodes: for each run its part's nodes, and their copies.
     """
 
-    def __init__(self, entries: Sequence[StateEntry], values: Sequence[Any], inputs: Sequence[Any]) -> None:
+    def __init__(
+        self, entries: Sequence[StateEntry], values: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
+    ) -> None:
         self.graph, self.root = fx.Graph(), nn.Module()
         self.nodes: list[dict[fx.Node, fx.Node]] = []
         self.profiles: dict[fx.Node, OpProfile] = {}
@@ -34,6 +36,9 @@ class FlatGraph:
             self.state.update((name, node) for name in (entry.name, *entry.aliases))
         for i, value in enumerate(inputs):
             self._placeholder(f"input_{i}", value)
+
+        for i, value in enumerate(tangents):
+            self._placeholder(f"tangents_{i}", value)
 
     def add(self, part: Part, path: str, suffix: str) -> None:
         """Copy the graph of a run's part; names end in `suffix`, module paths begin with `path`."""

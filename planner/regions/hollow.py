@@ -17,8 +17,9 @@ from torch import fx, nn
 from passes._torch import StorageWeakRef, active_saving_hooks, local_part, swapped_state
 from passes.alias import Storage
 from passes.device import kind_of
+from passes.profile import Counting
 from passes.trace.arguments import bind_call, call_bound, call_signature, run_model, state_entries, state_tensors
-from passes.trace.capture import choose_differentiated
+from passes.trace.capture import OutputLeaf, choose_differentiated
 from passes.trace.refuse import is_sharded
 from passes.trace.structure import flatten, slots, unflatten
 from planner.check.restore import Generators, Snapshot, put_back
@@ -77,6 +78,7 @@ class Hollow:
         events: signed sizes of the allocator's events.
         again: whether something was learned or refused, so that another run will differ.
         called: how often each candidate was called.
+        outputs: what the model returned, and each of those tensors without its data.
     """
 
     def __init__(self, model: nn.Module, static: Sequence[torch.Tensor], parts: Parts, device: torch.device) -> None:
@@ -88,7 +90,9 @@ class Hollow:
         self.runs: list[Run] = []
         self.events: list[int] = []
         self.again = self.inside = self.late = False
+        self.counting: Counting | None = None
         self.called: dict[str, int] = {}
+        self.outputs: list[tuple[OutputLeaf, torch.Tensor]] = []
         self.sizes: set[int] = set()
 
     def mark(self, kind: str, run: int = -1) -> None:
@@ -98,6 +102,19 @@ class Hollow:
         size = self._size(0)
         self.marks.append(Mark(kind, run, size))
         torch.UntypedStorage(size, device=self.device)
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Around what a region does itself."""
+        self.inside = True
+        if self.counting is not None:
+            self.counting.on = False
+        try:
+            yield
+        finally:
+            self.inside = False
+            if self.counting is not None:
+                self.counting.on = True
 
     def storage(self, like: int, run: int, made: Storage) -> torch.UntypedStorage:
         """New memory for something that a run of a region makes."""
@@ -197,17 +214,14 @@ class _HollowRun(torch.autograd.Function):
         index = len(hollow.runs) - 1
         run.inputs = [hollow.edge(t) for t in primals[len(traced.state) :]]
         hollow.mark("forward in", index)
-        hollow.inside = True
-        try:
-            with torch.no_grad():
-                found, _ = flatten(call_bound(of.original, of.__signature__, bound))
-        finally:
-            hollow.inside = False
+        with hollow.within(), torch.no_grad():
+            found, _ = flatten(call_bound(of.original, of.__signature__, bound))
         outputs: list[Any] = [None] * traced.num_outputs
         made: dict[int, torch.UntypedStorage] = {}
-        for leaf, tensor, storage in zip(traced.outputs, found, run.part.output_storages, strict=True):
-            if storage is not None:
-                outputs[leaf.index] = _moved(tensor, hollow, index, storage, made)
+        with hollow.within():
+            for leaf, tensor, storage in zip(traced.outputs, found, run.part.output_storages, strict=True):
+                if storage is not None:
+                    outputs[leaf.index] = _moved(tensor, hollow, index, storage, made)
         del found, bound
         ctx.hollow, ctx.run, ctx.index = hollow, run, index
         ctx.primals = primals if run.part.returns_primals else None
@@ -225,7 +239,8 @@ class _HollowRun(torch.autograd.Function):
         hollow.mark("backward in", ctx.index)
         hollow.again = hollow.parts.learn(run.path, run.number, part, gradients) or hollow.again
         made: dict[Any, torch.UntypedStorage] = {}
-        returned = [_stand_in(n, ctx, given, made) for n in part.gradients]
+        with hollow.within():
+            returned = [_stand_in(n, ctx, given, made) for n in part.gradients]
         hollow.mark("backward out", ctx.index)
         return None, None, None, *returned
 
@@ -284,8 +299,14 @@ class Sample:
     gradients: str
     device: torch.device
 
-    def run(self, candidates: Mapping[str, nn.Module], parts: Parts) -> Hollow:
-        """One hollow run; the model, its gradients and all generators are left as they were."""
+    def run(
+        self, candidates: Mapping[str, nn.Module], parts: Parts, counting: Counting | None = None
+    ) -> Hollow:
+        """One hollow run; the model, its gradients and all generators are left as they were.
+
+        Args:
+            counting: adds up what glue costs. Ops that are looked at may allocate otherwise: it shows no events.
+        """
         entries = state_entries(self.model)
         originals = state_tensors(self.model, entries)
         inputs, template = flatten(dict(self.arguments))
@@ -306,10 +327,17 @@ class Sample:
                 self.model.train()
             self._prepare_gradients([p for p in own.values() if p.requires_grad and p.is_leaf])
             signature = call_signature(self.model, self.loss_fn)
+
+            def step() -> None:
+                self._step(hollow, signature, unflatten(template, inputs))
+
             with _hollowed(hollow, candidates):
-                hollow.events = kind_of(self.device).allocations(
-                    lambda: self._step(hollow, signature, unflatten(template, inputs)), self.device
-                )
+                if counting is None:
+                    hollow.events = kind_of(self.device).allocations(step, self.device)
+                else:
+                    hollow.counting = counting
+                    with counting:
+                        step()
             for parameter in own.values():
                 parameter.grad = None
         for parameter, gradient in before:
@@ -333,6 +361,10 @@ class Sample:
         for path, i in slots(template):
             paths.setdefault(i, path)
         wanted = choose_differentiated(template, leaves, paths, None)
+        hollow.outputs = [
+            (OutputLeaf(paths[i], None, i, t.requires_grad, i in wanted), t.detach().to("meta"))
+            for i, t in enumerate(leaves)
+        ]
         if not self.keep_outputs:
             output = None
             leaves = [t for i, t in enumerate(leaves) if i in wanted]

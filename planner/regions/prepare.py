@@ -14,6 +14,7 @@ from passes.errors import CaptureError, Unsupported
 from passes.lower import UPDATE
 from passes.memory import granule, round_up
 from passes.printable import printable
+from passes.profile import Counting
 from passes.trace.arguments import state_entries, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
@@ -59,10 +60,13 @@ def prepare_regions(
     hollow = _settled_run(sample, chosen, parts, options)
     if not hollow.runs:
         raise why or RegionError(f"no region can be planned: {_first(parts.refused)}")
+    counting = Counting(options.cost_function)
+    sample.run(chosen.chosen, parts, counting)
     own = {id(p): _prepared(p, options, device) for p in parts.known}
     prepared = tuple(own[id(run.part)] for run in hollow.runs)
     eager = {**({"": str(why)} if why else {}), **parts.refused}
-    return _composed(model, arguments, options, hollow, prepared, eager, device, parts, required_hints)
+    glue_cost = round(counting.total)
+    return _composed(model, arguments, options, hollow, prepared, eager, device, parts, required_hints, glue_cost)
 
 
 def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Options) -> Hollow:
@@ -98,7 +102,7 @@ def _prepared(part: Part, options: Options, device: torch.device) -> Prepared:
 
 def _composed(
     model: nn.Module, arguments: Mapping[str, Any], options: Options, hollow: Hollow, prepared: Sequence[Prepared],
-    eager: Mapping[str, str], device: torch.device, parts: Parts, required_hints: bool,
+    eager: Mapping[str, str], device: torch.device, parts: Parts, required_hints: bool, glue_cost: int,
 ) -> Prepared:  # fmt: skip
     entries = state_entries(model)
     tensors = [local_part(t) for t in state_tensors(model, entries)]
@@ -110,17 +114,18 @@ def _composed(
     grads = [t for t in tensors if t.requires_grad] if options.gradients == "accumulated" else []
     accumulated = sum(round_up(t.numel() * t.element_size(), multiple) for t in grads)
     composed = compose(
-        hollow, lowered, suffixes, granule=multiple, static_bytes=resident + accumulated + options.set_aside_bytes
-    )
+        hollow, lowered, suffixes, granule=multiple, static_bytes=resident + accumulated + options.set_aside_bytes,
+        glue_cost=glue_cost,
+    )  # fmt: skip
     composed = replace(composed, problem=_with_update(composed.problem, options.update.step_bytes))
-    flat = FlatGraph(entries, tensors, inputs)
+    flat = FlatGraph(entries, tensors, inputs, [t for leaf, t in hollow.outputs if leaf.differentiated])
     for run, suffix in zip(hollow.runs, suffixes, strict=True):
         flat.add(run.part, run.path, suffix)
     graph_module, aliases = flat.finish()
     reads = Reads(tuple(entries), (Known(type(model), "", True),), {}, (), None, frozenset())
     traced = Traced(
         graph_module, graph_module.graph, tuple(entries), template, tuple(path for path, _ in slots(template)),
-        len(inputs), Constant(None), (), (), 0, reads,
+        len(inputs), Constant(None), tuple(leaf for leaf, _ in hollow.outputs), (), 0, reads,
     )  # fmt: skip
     view = lowered_of(composed, lowered, flat, aliases, accumulated)
     hinted = resolve(options.hints, traced, aliases, device, required=required_hints)

@@ -10,11 +10,11 @@ from ._torch import num_owners
 
 
 def distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Autograd wants every output to be an object of its own."""
+    """Autograd wants every output to be an object of its own; none is shown as a view, whatever made it."""
     seen: set[int] = set()
     result = []
     for output in outputs:
-        result.append(output.detach() if id(output) in seen else output)
+        result.append(alone(output) if id(output) in seen or output._is_view() else output)
         seen.add(id(output))
     return tuple(result)
 

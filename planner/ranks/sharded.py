@@ -11,7 +11,9 @@ from torch import nn
 
 from passes._torch import pytree
 from passes.errors import Unsupported
+from passes.memory import granule, round_up
 from passes.trace.refuse import is_sharded, sharded_inside
+from solvers.errors import PlannerError
 
 
 @contextmanager
@@ -44,7 +46,12 @@ def without_talking(model: nn.Module) -> Iterator[None]:
     Raises:
         Unsupported: the parameters are replicated as well as sharded.
     """
-    groups = [group for m in model.modules() if is_sharded(m) for group in _groups(m)]
+    groups = _groups(model)
+    if gathered_gradient_bytes(model):
+        raise PlannerError(
+            "the model holds gradients that were accumulated without being reduced, which measuring a step would lose: "
+            "plan before the first backward, or after optimizer.step() and zero_grad()."
+        )
     if any(group._is_hsdp for group in groups):
         raise Unsupported(
             "fully_shard over a mesh of two dimensions", "the model", "its replicas are summed up in a way that cannot "
@@ -60,8 +67,30 @@ def without_talking(model: nn.Module) -> Iterator[None]:
             group._all_gather_comm, group._reduce_scatter_comm = gather, reduce
 
 
-def _groups(module: Any) -> list[Any]:
-    return list(module._get_fsdp_state()._fsdp_param_groups)
+@contextmanager
+def without_reducing(model: nn.Module) -> Iterator[None]:
+    """Let gradients accumulate where they are, as `set_requires_gradient_sync(False)` does."""
+    before = [(group, group.reduce_grads) for group in _groups(model)]
+    try:
+        for group, _ in before:
+            group.reduce_grads = False
+        yield
+    finally:
+        for group, reduces in before:
+            group.reduce_grads = reduces
+
+
+def gathered_gradient_bytes(model: nn.Module) -> int:
+    """Whole gradients that sharded modules keep until they are reduced."""
+    parameters = [p for group in _groups(model) for p in group.fsdp_params]
+    found = [p.unsharded_accumulated_grad for p in parameters]
+    found += [p.unsharded_param.grad for p in parameters if hasattr(p, "_unsharded_param")]
+    return sum(round_up(g.untyped_storage().nbytes(), granule(g.device)) for g in found if g is not None)
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    states = [m._get_fsdp_state() for m in model.modules() if is_sharded(m)]  # type: ignore[operator]
+    return [group for state in states for group in state._fsdp_param_groups]
 
 
 class _Alone:

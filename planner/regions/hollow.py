@@ -23,7 +23,7 @@ from passes.trace.capture import OutputLeaf, choose_differentiated
 from passes.trace.refuse import is_sharded
 from passes.trace.structure import flatten, slots, unflatten
 from planner.check.restore import Generators, Snapshot, put_back
-from planner.ranks.sharded import without_talking
+from planner.ranks.sharded import gathered_gradient_bytes, without_reducing, without_talking
 
 from .parts import Part, Parts
 
@@ -78,6 +78,7 @@ class Hollow:
         events: signed sizes of the allocator's events.
         again: whether something was learned or refused, so that another run will differ.
         called: how often each candidate was called.
+        accumulated_bytes: whole gradients that sharded modules kept from a step before.
         outputs: what the model returned, and each of those tensors without its data.
     """
 
@@ -92,6 +93,7 @@ class Hollow:
         self.again = self.inside = self.late = False
         self.counting: Counting | None = None
         self.called: dict[str, int] = {}
+        self.accumulated_bytes = 0
         self.outputs: list[tuple[OutputLeaf, torch.Tensor]] = []
         self.sizes: set[int] = set()
 
@@ -320,28 +322,39 @@ class Sample:
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
         hollow = Hollow(self.model, [*own.values(), *inputs], parts, self.device)
         before = [(p, p.grad) for p in self.model.parameters()]
+        for held, _ in before:
+            held.grad = None
         swapped = {name: t for name, t in own.items() if all(t is not o for o in originals)}
         alone = without_talking(self.model)
         with put_back(snapshot, Generators(tuple(indices))), swapped_state(self.model, swapped), alone:
             if not self.model.training:
                 self.model.train()
-            self._prepare_gradients([p for p in own.values() if p.requires_grad and p.is_leaf])
             signature = call_signature(self.model, self.loss_fn)
 
-            def step() -> None:
+            def step(hollow: Hollow = hollow) -> None:
                 self._step(hollow, signature, unflatten(template, inputs))
 
+            if not sharded:
+                self._prepare_gradients([p for p in own.values() if p.requires_grad and p.is_leaf])
+            elif self.gradients == "accumulated":
+                first = Hollow(self.model, [*own.values(), *inputs], parts, self.device)
+                with _hollowed(first, candidates), without_reducing(self.model):
+                    step(first)
+                hollow.sizes |= first.sizes  # what is left of it is told from this run's by its size
+            left = frozenset(hollow.sizes)
             with _hollowed(hollow, candidates):
+                hollow.accumulated_bytes = gathered_gradient_bytes(self.model)
                 if counting is None:
-                    hollow.events = kind_of(self.device).allocations(step, self.device)
+                    events = kind_of(self.device).allocations(step, self.device)
+                    hollow.events = [size for size in events if -size not in left]
                 else:
                     hollow.counting = counting
                     with counting:
                         step()
             for parameter in own.values():
                 parameter.grad = None
-        for parameter, gradient in before:
-            parameter.grad = gradient
+        for held, gradient in before:
+            held.grad = gradient
         return hollow
 
     def _prepare_gradients(self, parameters: Sequence[torch.Tensor]) -> None:

@@ -19,6 +19,7 @@ from passes.trace.arguments import state_entries, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
 from passes.trace.reads import Known, Reads
+from passes.trace.refuse import is_sharded
 from passes.trace.structure import Constant, flatten, slots
 from planner.errors import RegionError
 from planner.hints import resolve
@@ -111,8 +112,9 @@ def _composed(
     lowered = [p.lowered for p in prepared]
     multiple = granule(device)
     resident = sum(_distinct([*tensors, *inputs], multiple).values())
-    grads = [t for t in tensors if t.requires_grad] if options.gradients == "accumulated" else []
-    accumulated = sum(round_up(t.numel() * t.element_size(), multiple) for t in grads)
+    accumulates = options.gradients == "accumulated" and not any(map(is_sharded, model.modules()))
+    grads = [t for t in tensors if t.requires_grad] if accumulates else []
+    accumulated = sum(round_up(t.numel() * t.element_size(), multiple) for t in grads) + hollow.accumulated_bytes
     composed = compose(
         hollow, lowered, suffixes, granule=multiple, static_bytes=resident + accumulated + options.set_aside_bytes,
         glue_cost=glue_cost,

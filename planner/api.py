@@ -42,6 +42,7 @@ def auto_checkpoint(
     regions: str | Sequence[str] = "auto",
     gradients: Gradients = "fresh",
     group: Any = None,
+    pipeline: Any = None,
 ) -> Plan:
     """Plan a training step of `model` that stays under `budget_mb`, at the lowest recompute cost found.
 
@@ -95,6 +96,8 @@ def auto_checkpoint(
         group: a `torch.distributed` process group whose ranks all make this call: they get one plan, decided by its
             first rank, and one that cannot plan, or has another step, is an error on all of them. A model in
             DistributedDataParallel brings its own; else, with None, this process plans alone.
+        pipeline: the `ScheduleGPipe` or `Schedule1F1B` whose stage the model is; the sample is then one micro-batch,
+            and the budget holds for all that are in flight. Apply the plan to the stage's module.
 
     Raises:
         BudgetError: the budget is not one, or nothing found fits; carries the smallest that works. Where hints
@@ -113,7 +116,7 @@ def auto_checkpoint(
             model, given, solver=solver, cost=cost, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb,
             time_limit=time_limit, gap=gap, progress=progress, on_new_shape=on_new_shape, keep_outputs=keep_outputs,
             save=save, never_recompute=never_recompute, recompute=recompute, check=check, regions=regions,
-            gradients=gradients,
+            gradients=gradients, pipeline=pipeline,
         )  # fmt: skip
 
     ranks = group_of(model) if group is None else group

@@ -102,8 +102,12 @@ class Decided:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak of the planned step, everything in `budget_bytes`' meaning included."""
-        return self.solution.peak_bytes if self.footprint is None else self.footprint.allocated_bytes
+        """Predicted peak of the planned step, everything in `budget_bytes`' meaning included.
+
+        In a pipeline with all micro-batches in flight; `schedule`, `timeline` and the views show one of them.
+        """
+        own = self.solution.peak_bytes if self.footprint is None else self.footprint.allocated_bytes
+        return own + self.prepared.others_bytes(self.schedule)
 
     @property
     def reserved_bytes(self) -> int | None:

@@ -14,6 +14,7 @@ from solvers.errors import PlannerError
 from .check.record import Check, check_mode
 from .hints import NO_HINTS, Hints
 from .optimizer import NO_UPDATE, Update
+from .ranks.flight import Flight
 
 OnNewShape = Literal["replan", "eager", "error"]
 ON_NEW_SHAPE: tuple[str, ...] = get_args(OnNewShape)
@@ -29,6 +30,7 @@ class Options:
     Attributes:
         wrapper_bytes: what the model's wrapper (DistributedDataParallel) holds throughout.
         notes: what of that is not counted, in words.
+        flight: the pipeline that the step is a stage of.
 
     Raises:
         PlannerError: no plan can be made with a value.
@@ -50,6 +52,7 @@ class Options:
     gradients: Gradients = "fresh"
     update: Update = NO_UPDATE
     notes: tuple[str, ...] = ()
+    flight: Flight | None = None
     regions: str | tuple[str, ...] = WHOLE
 
     def __post_init__(self) -> None:

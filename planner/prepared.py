@@ -10,8 +10,9 @@ import torch
 from torch import fx, nn
 
 from passes._torch import pytree
-from passes.alias import Aliases, alias
+from passes.alias import Aliases, Storage, alias
 from passes.lower import UPDATE, Lowered, lower
+from passes.memory import granule, round_up
 from passes.printable import printable
 from passes.profile import Measured, OpProfile, profile
 from passes.trace.capture import Traced, capture
@@ -27,6 +28,7 @@ from .footprint import Footprint, Start, footprint, start_of
 from .hints import Hinted, resolve
 from .options import Options
 from .progress import Progress
+from .ranks.flight import others_bytes
 from .regions.compose import Composed
 
 
@@ -94,6 +96,19 @@ class Prepared:
         """Ops that the hints want to be recomputed, in order."""
         return tuple(sorted(self.lowered.node_op[n] for n, hint in self.hinted.items() if not hint.once))
 
+    def others_bytes(self, schedule: Schedule) -> int:
+        """What the other micro-batches of a pipeline hold at the highest point; 0 outside of one."""
+        flight = self.options.flight
+        if flight is None:
+            return 0
+        problem, traced = self.problem, self.traced
+        inputs = {self.aliases.of[p] for p in traced.placeholders[len(traced.state) : traced.num_primals]}
+        size = sum(round_up(s.bytes, granule(self.device)) for s in inputs if isinstance(s, Storage))
+        outputs = [t for t in problem.outputs if problem.tensors[t].category == "output"]
+        trained = [p.meta["val"] for p, e in zip(traced.placeholders, traced.state, strict=False) if e.requires_grad]
+        gradients = sum(round_up(t.numel() * t.element_size(), granule(self.device)) for t in trained)
+        return others_bytes(problem, schedule, flight, size, outputs, gradients)
+
     def footprint(self, schedule: Schedule) -> Footprint | None:
         """What the device's caching allocator makes of a schedule; None where there is none."""
         if self.start is None:
@@ -154,7 +169,8 @@ def prepare(
     name = printable(type(model).__name__)
     prepared = Prepared(traced, aliases, profiles, lowered, device, plain, options, hinted, name, layouts, start)
     found = prepared.footprint(schedule)
-    return prepared if found is None else replace(prepared, baseline_peak_bytes=found.allocated_bytes)
+    plain = plain if found is None else found.allocated_bytes
+    return replace(prepared, baseline_peak_bytes=plain + prepared.others_bytes(schedule))
 
 
 def check_model(model: Any) -> None:

@@ -91,8 +91,11 @@ def auto_checkpoint(
             compared bit for bit before the plan is handed over; `plan.checked` tells. "auto" does so where the memory
             is free, and for no longer than planning took: with one step instead of two, or not at all. True does so
             always, also when a call with other shapes is planned anew.
-        gradients: "fresh" counts on `.grad` being None before the step, "accumulated" on `.grad` being there and added
-            to: the gradients from before are resident, and those of the step live until its backward ends.
+        gradients: what becomes of a parameter's gradient, which leaves the backward as soon as nothing reads it any
+            more. "fresh" counts on `.grad` being None before the step, and on gradients that stay. "accumulated" counts
+            on `.grad` being there and added to: the gradients from before are resident. "consumed" counts on a hook
+            (`register_post_accumulate_grad_hook`) that sets `.grad` to None; with `optimizer=`, on one that steps it
+            for that parameter.
         group: a `torch.distributed` process group whose ranks all make this call: they get one plan, decided by its
             first rank, and one that cannot plan, or has another step, is an error on all of them. A model in
             DistributedDataParallel brings its own; else, with None, this process plans alone.

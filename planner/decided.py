@@ -165,17 +165,22 @@ class Decided:
     @property
     def _loop_notes(self) -> tuple[str, ...]:
         """The whole loop where an optimizer is counted: forward, backward, step."""
-        options, prepared = self.prepared.options, self.prepared
-        if options.update == NO_UPDATE:
+        update, prepared = self.prepared.options.update, self.prepared
+        if update == NO_UPDATE:
             return ()
         line, count = self.timeline, len(self.timeline.labels) - bool(prepared.update_peak_bytes)
         halves = line.total[: line.backward_from], line.total[line.backward_from : count]
-        forward, backward = (max(half, default=0) for half in halves)
-        update = prepared.update_peak_bytes or line.total[-1]
+        forward, backward = (show_bytes(max(half, default=0)) for half in halves)
+        if prepared.options.gradients == "consumed":
+            held = show_bytes(max(update.hook_bytes.values(), default=0))
+            return (
+                f"the whole loop: forward {forward}, backward with an optimizer in its hooks {backward} (state "
+                f"{show_bytes(update.state_bytes)}, temporaries up to {held})",
+            )
         return (
-            f"the whole loop: forward {show_bytes(forward)}, backward {show_bytes(backward)}, optimizer.step() "
-            f"{show_bytes(update)} (state {show_bytes(options.update.state_bytes)}, temporaries "
-            f"{show_bytes(options.update.step_bytes)})",
+            f"the whole loop: forward {forward}, backward {backward}, optimizer.step() "
+            f"{show_bytes(prepared.update_peak_bytes or line.total[-1])} (state {show_bytes(update.state_bytes)}, "
+            f"temporaries {show_bytes(update.step_bytes)})",
         )
 
     def run(self, primals: Sequence[torch.Tensor], fallback: Fallback) -> Any:

@@ -18,7 +18,7 @@ from .ranks.flight import Flight
 
 OnNewShape = Literal["replan", "eager", "error"]
 ON_NEW_SHAPE: tuple[str, ...] = get_args(OnNewShape)
-Gradients = Literal["fresh", "accumulated"]
+Gradients = Literal["fresh", "accumulated", "consumed"]
 AUTO, WHOLE = "auto", "whole"  # `regions=`, besides patterns
 GRADIENTS: tuple[str, ...] = get_args(Gradients)
 
@@ -62,13 +62,8 @@ class Options:
             cost_function(self.cost)
         if self.on_new_shape not in ON_NEW_SHAPE:
             raise PlannerError(f"on_new_shape={self.on_new_shape!r} is unknown: it takes 'replan', 'eager' or 'error'.")
-        if self.gradients == "consumed":
-            raise PlannerError(
-                'gradients="consumed" is not available: a planned step hands out all gradients at the end of its '
-                'backward, so freeing each in a hook saves nothing. Plan with "fresh" or "accumulated".'
-            )
         if self.gradients not in GRADIENTS:
-            raise PlannerError(f"gradients={self.gradients!r} is unknown: it takes 'fresh' or 'accumulated'.")
+            raise PlannerError(f"gradients={self.gradients!r} is unknown: it takes 'fresh', 'accumulated', 'consumed'.")
         object.__setattr__(self, "regions", _regions(self.regions))
         if not _is_number(self.time_limit) or not self.time_limit > 0:
             raise PlannerError(f"time_limit={self.time_limit!r} must be a positive number of seconds.")

@@ -10,9 +10,10 @@ from torch import nn
 
 from passes.alias import device_of
 from passes.errors import CaptureError, Unsupported
+from passes.exclusive import exclusive
 from passes.lower import stateful_primals
 from passes.ops import is_random
-from passes.rewrite import Rewritten, rewrite
+from passes.rewrite import Rewritten, reads, rewrite
 from passes.run.step import Step
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
@@ -81,6 +82,7 @@ def decide(prepared: Prepared, budget_bytes: int | None, progress: Progress) -> 
     return emit(prepared, found, budget_bytes, progress)
 
 
+@exclusive()
 def emit(prepared: Prepared, solution: Solution, budget_bytes: int | None, progress: Progress) -> Decided:
     """Rewrite a solution into code, and prove it."""
     if prepared.regions is not None:
@@ -133,6 +135,8 @@ def _bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
         keep_primals=stateful_primals(traced),
         rng_devices=_rng_devices(traced),
         hold_outputs=prepared.options.keep_outputs,
+        leaves=tuple(handover.outputs for handover in rewritten.handovers),
+        reads=reads(traced, rewritten),
     )
 
 

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from passes._torch import pytree
 from passes.alias import Aliases, Storage, alias
+from passes.exclusive import exclusive
 from passes.lower import UPDATE, Lowered, lower
 from passes.memory import granule, round_up
 from passes.printable import printable
@@ -117,6 +118,7 @@ class Prepared:
         return footprint(self.lowered, self.profiles, schedule, self.start, aside)
 
 
+@exclusive()
 def prepare(
     model: nn.Module,
     arguments: Mapping[str, Any],
@@ -203,8 +205,9 @@ def lower_step(
     """The Problem of a profiled step; `once` are the kernels that hints keep from running again."""
     return lower(
         traced, aliases, profiles, options.cost_function, device=device, reserve_bytes=options.set_aside_bytes,
-        keep_outputs=options.keep_outputs, once=once, accumulate=options.gradients == "accumulated",
-        step_bytes=options.update.step_bytes, region=region,
+        keep_outputs=options.keep_outputs, once=once, gradients=options.gradients,
+        step_bytes=options.update.step_bytes, hook_bytes=options.update.hook_bytes,
+        region=region,
     )  # fmt: skip
 
 

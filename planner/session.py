@@ -100,7 +100,7 @@ def open_session(
     check_model(inner)
     reserve_bytes = reserve_to_bytes(reserve_mb)
     asked = Options(**options, reserve_bytes=reserve_bytes, hints=make_hints(save, never_recompute, recompute))
-    update = measure_update(optimizer, inner, model_device(inner))
+    update = measure_update(optimizer, inner, model_device(inner), in_hooks=asked.gradients == "consumed")
     asked = replace(asked, update=update, wrapper_bytes=wrapper_bytes(model), notes=wrapper_notes(model))
     if pipeline is not None:
         flight = flight_of(pipeline)

@@ -126,6 +126,12 @@ class Traced:
     def num_forward_outputs(self) -> int:
         return len(self.mutated) + self.num_outputs
 
+    @property
+    def gradients(self) -> list[Any]:
+        """For each primal the node that is its gradient, or None."""
+        results: Any = self.graph_module.graph.output_node().args[0]
+        return list(results[self.num_forward_outputs :])
+
 
 def capture(
     model: nn.Module,

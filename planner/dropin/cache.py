@@ -35,6 +35,10 @@ from .regions import regions_of, running_regions
 CACHE_SIZE = 32
 SLOW_REPLANS = 5  # after so many, and each time they have doubled, it is said what they cost
 OPAQUE = 'a planned step runs as it is; torch.compile(model, backend="checkpoint_planner") compiles under a budget'
+REMEDIES = {
+    "fresh": 'plan with gradients="accumulated"', "accumulated": "raise reserve_mb",
+    "consumed": 'free each in a hook (register_post_accumulate_grad_hook), plan with gradients="accumulated"',
+}  # fmt: skip
 
 
 class PlanState:
@@ -168,10 +172,10 @@ class PlanState:
         if extra <= 0:
             return
         self.noticed_gradients = True
-        remedy = 'plan with gradients="accumulated"' if options.gradients == "fresh" else "raise reserve_mb"
         warnings.warn(
-            f"this step holds {extra / MIB:.3f} MiB of gradients that the plan did not count: {remedy} or "
-            f"reserve_mb={math.ceil((options.reserve_bytes + extra) / MIB)}, or call zero_grad() before the forward.",
+            f"this step holds {extra / MIB:.3f} MiB of gradients that the plan did not count: "
+            f"{REMEDIES[options.gradients]} or reserve_mb={math.ceil((options.reserve_bytes + extra) / MIB)}, or call "
+            "zero_grad() before the forward.",
             stacklevel=_user_frame(),
         )
 

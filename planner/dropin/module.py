@@ -163,12 +163,12 @@ class PlannedModule(fx.GraphModule):
     @property
     def forward_graph(self) -> fx.GraphModule:
         """The planned forward (of the most recently planned shapes)."""
-        return self._plan_state.latest.step.forward
+        return self._plan_state.latest.rewritten.forward
 
     @property
     def backward_graph(self) -> fx.GraphModule:
         """The planned backward, with the recomputes in it."""
-        return self._plan_state.latest.step.backward
+        return self._plan_state.latest.rewritten.backward
 
     def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
         """The call graph and both halves as source."""

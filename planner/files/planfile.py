@@ -48,13 +48,15 @@ FIELDS: dict[str, dict[str, Any]] = {
     "model": {"class": str, "device": str, "torch": str, "fingerprint": str, "problem": str},
     "options": {"budget_bytes": int | None, "reserve_bytes": int, "cost": str, "loss_fn": str | None,
                 "on_new_shape": str, "differentiated": list,
-                "keep_outputs": bool, "hints": dict, "gradients": str, "state_bytes": int, "step_bytes": int},
+                "keep_outputs": bool, "hints": dict, "gradients": str, "state_bytes": int, "step_bytes": int,
+                "hook_bytes": dict},
     "result": {"peak_bytes": int, "plain_peak_bytes": int, "static_bytes": int, "added_cost": int, "step_cost": int,
                "bound": int | None, "bound_family": str, "status": str, "solver": str, "notes": list},
     "schedule": {"frees": str, "recompute": list, "steps": list},
 }  # fmt: skip
 LISTS = ("tensors", "ops")
-SINCE = {"gradients": "fresh", "state_bytes": 0, "step_bytes": 0}  # options that the first files do not have
+# Options that the first files do not have.
+SINCE: dict[str, Any] = {"gradients": "fresh", "state_bytes": 0, "step_bytes": 0, "hook_bytes": {}}
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ def to_data(plan: Decided) -> dict[str, Any]:
             "gradients": options.gradients,
             "state_bytes": options.update.state_bytes,
             "step_bytes": options.update.step_bytes,
+            "hook_bytes": options.update.hook_bytes,
             "differentiated": [leaf.path for leaf in prepared.traced.outputs if leaf.differentiated],
         },
         "result": _result(plan, plan.solution),
@@ -304,6 +307,8 @@ def _check_types(file: PlanFile) -> None:
         raise file.error("options.on_new_shape", f"'options.on_new_shape' must be one of {', '.join(ON_NEW_SHAPE)}")
     if file["options"]["gradients"] not in GRADIENTS:
         raise file.error("options.gradients", f"'options.gradients' must be one of {', '.join(GRADIENTS)}")
+    held = file["options"]["hook_bytes"]
+    _check_section(file, "options.hook_bytes", held, dict.fromkeys(held, int))
     _check_runs(file)
 
 
@@ -347,7 +352,7 @@ def _options(file: PlanFile, loss_fn: Any, cost: Any, progress: bool | None) -> 
         cost=cost if cost is not None else recorded, loss_fn=loss_fn, reserve_bytes=saved["reserve_bytes"],
         progress=progress, on_new_shape=saved["on_new_shape"], keep_outputs=saved["keep_outputs"],
         hints=make_hints(**saved["hints"]), gradients=saved["gradients"],
-        update=Update(saved["state_bytes"], saved["step_bytes"]),
+        update=Update(saved["state_bytes"], saved["step_bytes"], saved["hook_bytes"]),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import torch._meta_registrations
 from torch import fx, nn
 
 try:
+    from torch._functorch import config as functorch_config
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._ops import HigherOrderOperator, OpOverload
     from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
@@ -36,6 +37,8 @@ except ImportError as error:  # pragma: no cover - depends on the installed torc
     raise ImportError(
         f"checkpoint-planner needs torch >= 2.11; torch {torch.__version__} lacks {error.name}: {error}"
     ) from error
+
+from .run._torch import Autocast
 
 __all__ = [
     "AUTOGRAD_KEYS",
@@ -122,9 +125,16 @@ class _FlatFunction(nn.Module):
         return tuple(self.function(*args))
 
 
-def export_joint(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> JointGraph:
-    """Trace `function(*inputs)` and its backward into one ATen graph (`aot_export_joint_with_descriptors`)."""
-    with contextlib.ExitStack() as stack:
+def export_joint(
+    function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], autocast: Autocast = ()
+) -> JointGraph:
+    """Trace `function(*inputs)` and its backward into one ATen graph (`aot_export_joint_with_descriptors`).
+
+    Args:
+        autocast: what the backward runs under; the forward runs under whatever is active.
+    """
+    backward: Any = [{"device_type": kind, "dtype": dtype} for kind, dtype in autocast] or "off"
+    with contextlib.ExitStack() as stack, functorch_config.patch(backward_pass_autocast=backward):
         joint = aot_export_joint_with_descriptors(
             stack, _FlatFunction(function), tuple(inputs), {},
             decompositions={torch.ops.aten.native_dropout_backward.default: _dropout_backward},

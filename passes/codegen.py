@@ -44,7 +44,7 @@ class BoxedCodeGen(fx.graph.CodeGen):
 class ResumedCodeGen(BoxedCodeGen):
     """`forward(self, values)` as a generator: it yields the graph's outputs in lists, which its caller empties.
 
-    The outputs of each handover come in a list, those that are in none in a last one.
+    The outputs of each handover come in a list, those that are in none in a last one; no list holds a None.
     """
 
     def __init__(self, handovers: Sequence[Handover]) -> None:
@@ -55,7 +55,7 @@ class ResumedCodeGen(BoxedCodeGen):
     def generate_output(self, output_args: Any, *args: Any, **kwargs: Any) -> str:
         self.outputs = output_args  # as they are now: a graph may be changed and compiled again
         early = {i for handover in self.handovers for i in handover.outputs}
-        return self._hand_over([i for i in range(len(output_args)) if i not in early])
+        return self._hand_over([i for i, v in enumerate(output_args) if v is not None and i not in early])
 
     def insert(self, body: list[str]) -> list[str]:
         """The lines of the code, with those that hand over between them."""

@@ -347,8 +347,10 @@ class _Lowering:
         for i, op in enumerate(problem.ops):
             self._add_op(op, nodes[i])
             for group in at.get(i, ()):
-                self._add_leave(group.primals)
-                left.append(replace(group, after=len(self.ops) - 1))
+                # Hooks run one by one: that of the first while all gradients of the group are there.
+                primals = tuple(sorted(group.primals, key=lambda i: -self.fates[i].moment))
+                self._add_leave(primals)
+                left.append(Leave(len(self.ops) - 1, primals))
         early = {i for group in groups for i in group.primals}
         self._add_leave(tuple(i for i in self.fates if i not in early))
         return tuple(left)

@@ -53,6 +53,14 @@ class Rewritten:
     saved_primals: tuple[int, ...]
     handovers: tuple[Handover, ...] = ()
 
+    @property
+    def leaves(self) -> tuple[tuple[int, ...], ...]:
+        """The primals whose gradients leave together, group by group, the last at the backward's end."""
+        gradients: Any = self.backward.graph.output_node().args[0]
+        groups = tuple(handover.outputs for handover in self.handovers)
+        early = {i for group in groups for i in group}
+        return (*groups, tuple(i for i, g in enumerate(gradients) if g is not None and i not in early))
+
 
 def rewrite(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedule) -> Rewritten:
     """Emit `schedule` as two GraphModules."""

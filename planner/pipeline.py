@@ -123,6 +123,8 @@ def _bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
     traced = prepared.traced
     returned = [leaf for leaf in traced.outputs if leaf.input is None]
     tangents = traced.placeholders[traced.num_primals :]
+    elsewhere = any(leaf.requires_grad and not leaf.differentiated for leaf in returned)
+    without = [i for i, gradient in enumerate(traced.gradients) if gradient is None]
     return Step(
         forward=rewritten.forward,
         backward=rewritten.backward,
@@ -135,8 +137,10 @@ def _bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
         keep_primals=stateful_primals(traced),
         rng_devices=_rng_devices(traced),
         hold_outputs=prepared.options.keep_outputs,
-        leaves=tuple(handover.outputs for handover in rewritten.handovers),
+        leaves=rewritten.leaves,
         reads=reads(traced, rewritten),
+        autocast=traced.backward_autocast,
+        others=tuple(without) if elsewhere else (),
     )
 
 

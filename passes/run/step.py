@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ._torch import below_autograd, under_transform
+from ._torch import Autocast, active_autocast, below_autograd, under_transform
 from .errors import PlannerError
 from .replay import as_tensor, copy_generator, old_value
 from .tensors import alone, distinct, is_laid_out, laid_out
@@ -62,10 +62,11 @@ class Step:
         rng_devices: devices whose generators the forward draws from.
         hold_outputs: keep the outputs' memory until the backward is done, as planned for, whether or not the caller
             does.
-        leaves: groups of primals whose gradients the backward hands over on its way, in this order; those of all other
-            primals follow at its end.
-        reads: which parameters the backward reads on its way to each of the groups, and to its end.
+        leaves: groups of primals whose gradients the backward hands over together, in this order, the last at its end.
+        reads: which parameters the backward reads on its way to each of the groups.
+        others: primals that get a gradient only where the backward starts from other outputs than planned for.
         starts: what to call the `expected` outputs.
+        autocast: what the backward was traced under. Under another one the plain backward casts in other places.
     """
 
     forward: Half
@@ -79,9 +80,11 @@ class Step:
     keep_primals: tuple[int, ...] = ()
     rng_devices: tuple[str, ...] = ()
     hold_outputs: bool = True
-    leaves: tuple[tuple[int, ...], ...] = ()
+    leaves: tuple[tuple[int, ...], ...] = ((),)
     reads: tuple[tuple[int, ...], ...] = ((),)
+    others: tuple[int, ...] = ()
     starts: tuple[str, ...] = ()
+    autocast: Autocast = ()
 
     def __call__(self, primals: Sequence[torch.Tensor], fallback: Fallback | None) -> tuple[Any, ...]:
         """Run the forward; gradients flow when `backward` is called on an output.
@@ -119,8 +122,7 @@ class _Run:
 
     def __init__(self, step: Step, fallback: Fallback | None, primals: Sequence[torch.Tensor]) -> None:
         self.step, self.fallback, self.primals = step, fallback, primals
-        early = {i for group in step.leaves for i in group}
-        self.owned = (*step.leaves, tuple(i for i in range(len(primals)) if i not in early))
+        self.owned = (*step.leaves[:-1], (*step.leaves[-1], *step.others))
         self.token = torch.empty(0, device=next((p.device for p in primals if p.requires_grad), None))
         self.versions = [p._version for p in primals]
         self.generators = {device: copy_generator(device) for device in step.rng_devices}
@@ -167,7 +169,7 @@ class _Run:
         self._check()
         present = tuple(i for i, g in enumerate(gradients) if g is not None)
         given = [g for g in gradients if g is not None]
-        planned = present == step.expected
+        planned = present == step.expected and active_autocast() == step.autocast
         if planned and self.fallback is not None:
             planned = all(map(is_laid_out, given, step.tangent_strides))
         if not planned:
@@ -201,7 +203,9 @@ class _Run:
 
     def _replay(self, gradients: dict[int, torch.Tensor]) -> list[Any]:
         if self.fallback is None:
-            starts = ", ".join(self.step.starts)
+            starts, active = ", ".join(self.step.starts), active_autocast()
+            if active != self.step.autocast:
+                raise PlannerError(f"autocast is {active}, the backward was planned under {self.step.autocast}.")
             raise PlannerError(f"backward must start from {starts} (that is what was planned), and from nothing else.")
         for i, (primal, version) in enumerate(zip(self.primals, self.versions, strict=True)):
             if primal._version != version:
@@ -231,6 +235,7 @@ class _Run:
         handed.clear()
         if place == len(self.owned) - 1:
             self.program, self.held, self.read = None, None, {}
+            return (*found, *(None for _ in self.step.others))
         return found
 
 

@@ -8,8 +8,8 @@ regions are in the graph as executed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,9 +30,10 @@ from passes._torch import (
     swapped_state,
     without_sources,
 )
-from passes.errors import CaptureError, Unsupported
+from passes.errors import CaptureError, NoBackward, Unsupported
 from passes.exclusive import exclusive
 from passes.fuse.rules import fuse
+from passes.run._torch import Autocast
 
 from . import routes
 from .arguments import (
@@ -47,7 +48,15 @@ from .arguments import (
 from .failure import capture_error
 from .hidden import refuse_hidden
 from .isolate import isolated
-from .layouts import EagerFakes, EagerLayouts, GivenGradient, Layouts, gradient_key, settle_gradients
+from .layouts import (
+    BACKWARD_AUTOCAST,
+    EagerFakes,
+    EagerLayouts,
+    GivenGradient,
+    Layouts,
+    gradient_key,
+    settle_gradients,
+)
 from .leaks import Remembered
 from .modules import fill_forward_paths, module_path, module_paths
 from .notice import Rerun, check_backward, judged, notice
@@ -119,6 +128,11 @@ class Traced:
         return len(self.state) + self.num_inputs
 
     @property
+    def backward_autocast(self) -> Autocast:
+        """What the backward was traced under: no autocast, as torch advises, unless it was seen to run under one."""
+        return self.layouts.get(BACKWARD_AUTOCAST, ())
+
+    @property
     def placeholders(self) -> list[fx.Node]:
         return [n for n in self.graph_module.graph.nodes if n.op == "placeholder"]
 
@@ -151,7 +165,8 @@ def capture(
             all), `EVERY_OUTPUT` takes all that require a gradient.
         keep_outputs: whether the caller holds what the model returns besides its loss through the backward.
         layouts: how kernels lay out what they make, where another trace had it otherwise (`layouts.learned`), and in
-            which strides the gradients of outputs come (`gradient_key`).
+            which strides the gradients of outputs come (`gradient_key`), and under which autocast
+            (`BACKWARD_AUTOCAST`).
 
     Raises:
         CaptureError: the forward cannot be traced; carries the user's file and line.
@@ -190,7 +205,7 @@ def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
     tracer.runs = 0
     try:
         with quiet_fake_errors(), eager_kernels(routes.kernels()), module_paths(tracer.model):
-            joint = export_joint(tracer, fake)
+            joint = export_joint(tracer, fake, tracer.layouts.get(BACKWARD_AUTOCAST, ()))
     except (Unsupported, CaptureError):
         raise
     except Exception as error:
@@ -239,9 +254,11 @@ class _StepTracer:
         self.judged: frozenset[str] = frozenset()
         self.runs = 0
         self.remembered = Remembered()
+        self.keeps_casts = torch.is_autocast_cache_enabled()
 
     def __call__(self, *parts: torch.Tensor) -> list[torch.Tensor]:
         self.before.restore()  # torch traces several times: each time from what the model held
+        _make_leaves(parts[: len(self.entries)])
         flat = tuple(map(as_distributed, parts, self.given))
         self.remembered = Remembered()
         self.remembered.add(flat)
@@ -273,7 +290,8 @@ class _StepTracer:
         bound = unflatten(self.input_template, flat[len(self.entries) :])
         known = KnownValues(flat[len(self.entries) :], self.sample)
         with ExitStack() as stack:
-            for mode in (swapped_state(self.model, state), known, EagerLayouts(self.remembered), *modes):
+            casts = _casts_kept(self.keeps_casts)
+            for mode in (casts, swapped_state(self.model, state), known, EagerLayouts(self.remembered), *modes):
                 stack.enter_context(mode)
             value = run_model(self.model, self.loss_fn, self.signature, bound)
             _write_back_reassigned(self.model, self.entries, state)
@@ -312,6 +330,26 @@ def _refuse_distributed(tensors: list[torch.Tensor], template: Template) -> None
                 "Return its to_local(), keep use_local_output=True in the parallel style of the last module, or plan "
                 "the module around this one.",
             )  # fmt: skip
+
+
+def _make_leaves(parameters: Sequence[torch.Tensor]) -> None:
+    """Torch hands them over as if something had computed them, and autocast keeps its casts of leaves alone."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.detach_().requires_grad_()
+
+
+@contextmanager
+def _casts_kept(enabled: bool) -> Iterator[None]:
+    """Let autocast cast a weight once per forward, as in eager: the gradients of its uses are added up in that type."""
+    before = torch.is_autocast_cache_enabled()  # tracers of torch's own turn it off
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(before)
 
 
 def choose_differentiated(
@@ -380,7 +418,7 @@ def _check(joint: JointGraph, names: list[str], num_state: int) -> None:
                     "Use dense tensors in forward, or keep this part out of the planned module.",
                 )  # fmt: skip
     if not any(g is not None for g in gradients):
-        raise CaptureError(
+        raise NoBackward(
             "the step has no backward: no output depends on a parameter that requires a gradient, so there is "
             "nothing to recompute. Check requires_grad of the parameters, and that forward does not run under no_grad."
         )

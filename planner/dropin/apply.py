@@ -6,13 +6,14 @@ model, its class, its methods and its state stay what they are.
 
 from __future__ import annotations
 
-import contextlib
+import inspect
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 
+from passes.run._torch import under_autocast
 from passes.trace.arguments import (
     StateEntry,
     bind_sample,
@@ -49,17 +50,24 @@ def apply(planned: PlannedModule, model: nn.Module | None = None, sample: Any = 
     if model is not state.model:
         _check_same_step(state, model, sample)
         state = state.around(model)
-    elif current is not state.traced_forward:
+    elif current is not state.traced_forward and not _wraps(current, state):
         raise _mismatch("its forward was replaced after planning")
     model.forward = PlannedForward(planned, model, current, state)
     return given
+
+
+def _wraps(current: Any, state: PlanState) -> bool:
+    """Whether a trainer has put something (autocast) around the forward that was planned."""
+    inner = inspect.unwrap(current) if current is not None else None
+    known = (state.traced_forward, type(state.model).forward)
+    return inner is not None and any(inner in (f, getattr(f, "__func__", None)) for f in known)
 
 
 def remove(planned: PlannedModule, model: nn.Module | None = None) -> nn.Module:
     """See `Plan.remove`."""
     given = planned._plan_model if model is None else model
     model = inner_module(given)
-    current = getattr(model, "__dict__", {}).get("forward")
+    current = _bound_anew(getattr(model, "__dict__", {}).get("forward"))
     if not isinstance(current, PlannedForward) or current.module is not planned:
         raise PlannerError(f"this {type(model).__name__} does not run this plan: {_what_it_runs(current)}.")
     if current.previous is None:
@@ -67,6 +75,12 @@ def remove(planned: PlannedModule, model: nn.Module | None = None) -> nn.Module:
     else:
         model.forward = current.previous
     return given
+
+
+def _bound_anew(current: Any) -> Any:
+    """A forward as it is, or the one that Accelerate's `unwrap_model` made a method of."""
+    inner = getattr(current.__func__, "__self__", None) if inspect.ismethod(current) else None
+    return inner if isinstance(inner, PlannedForward) and inner.model is current.__self__ else current
 
 
 def _what_it_runs(current: Any) -> str:
@@ -94,9 +108,7 @@ def _check_same_step(state: PlanState, model: nn.Module, sample: Any) -> None:
         )
     bound = _zeros(state) if sample is None else bind_sample(model, sample, state.loss_fn)
     expected = tuple(leaf.path for leaf in own.outputs if leaf.differentiated)
-    with contextlib.ExitStack() as stack:
-        for kind, dtype in state.first.key.autocast:
-            stack.enter_context(torch.autocast(kind, dtype))
+    with under_autocast(state.first.key.autocast):
         other = capture(
             model, bound, state.loss_fn, differentiated=expected, keep_outputs=prepared.options.keep_outputs,
             layouts=own.layouts,

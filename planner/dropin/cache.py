@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from passes._torch import TORCH_FOLDER, active_saving_hooks, local_part
-from passes.errors import InputMismatch
+from passes.errors import InputMismatch, NoBackward
 from passes.trace.arguments import argument_names, run_model, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.matching import Differs, match
@@ -53,6 +53,7 @@ class PlanState:
         self.cache: list[Entry] = []
         self.losses = Losses()
         self.unplanned = False
+        self.applied: Any = None  # the `PlannedForward` that is being called
         self.noticed_hooks = self.noticed_gradients = self.still_eval = False
         self.replans, self.replan_seconds, self.next_slow = Counter[str](), 0.0, SLOW_REPLANS
 
@@ -90,7 +91,10 @@ class PlanState:
             trained = any(t.requires_grad for t in (*self.model.parameters(), *tensors))
             if not trained or (entry is None and not self._may_plan(key, tensors)):
                 return plain(bound)
-            entry, state = self._plan(key, bound, entry, starts)
+            try:
+                entry, state = self._plan(key, bound, entry, starts)
+            except NoBackward:  # merged adapters: as in eager, it is `backward` that would fail
+                return plain(bound)
         if entry.planned.runs:
             self._notice_gradients(entry.planned, list(self.model.parameters()))
             entry.regions = entry.regions or regions_of(self.model, entry.planned.runs)
@@ -105,13 +109,14 @@ class PlanState:
 
         One for a backward from `starts` where there is one; else one for another backward, if any holds.
         """
-        for entry in sorted(self.cache, key=lambda e: e.outdated or e.starts != (starts or e.starts)):
-            if entry.key == key:
-                state = entry.holds(self.model, self.loss_fn, inputs)
-                if state is not None:
-                    self.cache.remove(entry)
-                    self.cache.insert(0, entry)
-                    return entry, state
+        with self._own_forward():
+            for entry in sorted(self.cache, key=lambda e: e.outdated or e.starts != (starts or e.starts)):
+                if entry.key == key:
+                    state = entry.holds(self.model, self.loss_fn, inputs)
+                    if state is not None:
+                        self.cache.remove(entry)
+                        self.cache.insert(0, entry)
+                        return entry, state
         return None, []
 
     def _may_plan(self, key: Key, inputs: Sequence[torch.Tensor]) -> bool:
@@ -213,7 +218,8 @@ class PlanState:
             if got != expected:
                 return InputMismatch(name, describe_tensor(got), describe_tensor(expected), hint)
         try:
-            state = match(self.first.reads, self.model, self.loss_fn).tensors() or []
+            with self._own_forward():
+                state = match(self.first.reads, self.model, self.loss_fn).tensors() or []
         except Differs as differs:
             return InputMismatch(differs.where, differs.now, differs.then, hint)
         entries = self.first.reads.entries
@@ -221,7 +227,7 @@ class PlanState:
             if got != expected:
                 return InputMismatch(entry.name, describe_tensor(got), describe_tensor(expected), hint)
         if key.autocast != known.autocast:
-            return InputMismatch("(autocast)", describe_autocast(key), describe_autocast(known), hint)
+            return InputMismatch("(autocast)", describe_autocast(key.autocast), describe_autocast(known.autocast), hint)
         for (name, now), (_, then) in zip(key.defaults, known.defaults, strict=True):
             if now != then:
                 return InputMismatch(f"(torch's {name})", str(now), str(then), hint)
@@ -234,20 +240,51 @@ class PlanState:
         with self.set_aside():
             return run_model(self.model, self.loss_fn, self.signature, bound)
 
+    def replayer(self) -> Callable[[Mapping[str, Any]], Any]:
+        """`plain`, as it is to run later for the call of now."""
+        applied = self.applied
+
+        def replay(bound: Mapping[str, Any]) -> Any:
+            with self.through(applied):
+                return self.plain(bound)
+
+        return replay
+
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Let `model(...)` be the model's own forward in the block, where the plan was applied to it."""
-        own, before = self.model.__dict__, self.unplanned
-        applied = own.pop("forward") if getattr(own.get("forward"), "runs_plan", False) else None
-        if applied is not None and applied.previous is not None:
-            own["forward"] = applied.previous
-        self.unplanned = True
+        before, self.unplanned = self.unplanned, True
+        try:
+            with self._own_forward():
+                yield
+        finally:
+            self.unplanned = before
+
+    @contextmanager
+    def through(self, applied: Any) -> Iterator[None]:
+        """Calls in the block come through `applied`: what was put around it since runs anyway and is not planned."""
+        before, self.applied = self.applied, applied
         try:
             yield
         finally:
-            self.unplanned = before
-            if applied is not None:
-                own["forward"] = applied
+            self.applied = before
+
+    @contextmanager
+    def _own_forward(self) -> Iterator[None]:
+        """Undo `plan.apply` in the block."""
+        own = self.model.__dict__
+        current = own.get("forward")
+        applied = self.applied or (current if getattr(current, "runs_plan", False) else None)
+        if applied is None:
+            yield
+            return
+        own.pop("forward")
+        if applied.previous is not None:
+            own["forward"] = applied.previous
+        try:
+            yield
+        finally:
+            own["forward"] = current
 
 
 def _check_materialized(traced: Traced, primals: Sequence[torch.Tensor]) -> None:

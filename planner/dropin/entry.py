@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
@@ -13,16 +13,17 @@ import torch
 from torch import nn
 
 from passes._torch import as_distributed, is_distributed, swapped_state
+from passes.run._torch import active_autocast, under_autocast
 from passes.run.random import set_rng_state
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import Traced
-from passes.trace.layouts import gradient_key
+from passes.trace.layouts import BACKWARD_AUTOCAST, gradient_key
 from passes.trace.matching import Differs, match
 from passes.trace.reads import Matched, Reads
 from passes.trace.structure import flatten, unflatten
 from planner.decided import Decided
 
-from .plan_key import Key, state_key
+from .plan_key import Key, describe_autocast, state_key
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter})
 _DECIDES = attrgetter("shape", "dtype", "device", "requires_grad")
@@ -123,8 +124,8 @@ class Plans(Protocol):
     cache: list[Entry]
     losses: Losses
 
-    def plain(self, bound: Mapping[str, Any]) -> Any:
-        """The plain step's forward."""
+    def replayer(self) -> Callable[[Mapping[str, Any]], Any]:
+        """The plain step's forward, as it is to run later for the call of now."""
 
 
 class Fallback:
@@ -136,6 +137,7 @@ class Fallback:
     def __init__(self, state: Plans, entry: Entry) -> None:
         prepared = entry.planned.prepared
         self.state, self.traced, self.layouts = state, prepared.traced, prepared.layouts
+        self.autocast, self.replay = entry.key.autocast, state.replayer()
         self.started = state.losses.called(entry.starts)
 
     def __call__(
@@ -149,26 +151,29 @@ class Fallback:
         if not paths:
             return [None] * len(primals)
         expected = paths == starts_of(self.traced)
-        learned = self._learn({wanted[i].path: g for i, g in gradients.items()})
+        autocast = active_autocast() != self.traced.backward_autocast
+        learned = self._learn({wanted[i].path: g for i, g in gradients.items()}, autocast)
         new = learned or not expected
+        how = f" under {describe_autocast(active_autocast())}" if autocast else _OTHER_STRIDES if expected else ""
         warnings.warn(
-            f"backward started from {', '.join(p or 'the output' for p in paths)}"
-            f"{' with a gradient in other strides' if expected else ''}, which the plan did not expect: this step "
-            "replays the plain forward (correct, but not under the budget); "
-            f"{'later calls are planned for it' if new else 'so will others, as a plan is for one set of strides'}.",
+            f"backward started from {', '.join(p or 'the output' for p in paths)}{how}, which the plan did not expect: "
+            "this step replays the plain forward (correct, but not under the budget); "
+            f"{'later calls are planned for it' if new else 'so will others, as a plan is for one kind of start'}.",
             stacklevel=2,
         )
         result = self._replay(primals, generators, gradients)
         if learned:
             for entry in self.state.cache:
-                entry.outdated = entry.outdated or entry.starts == paths
+                entry.outdated = entry.outdated or autocast or entry.starts == paths
         self.started.paths = paths
         self.state.losses.expected = self.started
         return result
 
-    def _learn(self, gradients: Mapping[str, torch.Tensor]) -> bool:
-        """Plan for gradients in these strides from now on; not where others were learned before."""
-        keys = {gradient_key(path, g): tuple(g.stride()) for path, g in gradients.items()}
+    def _learn(self, gradients: Mapping[str, torch.Tensor], autocast: bool) -> bool:
+        """Plan for gradients in these strides, under this autocast, from now on; not where others were learned."""
+        keys: dict[Any, Any] = {gradient_key(path, g): tuple(g.stride()) for path, g in gradients.items()}
+        if autocast:
+            keys = {BACKWARD_AUTOCAST: active_autocast()}
         if any(key in self.layouts for key in keys):
             return False
         self.layouts.update(keys)
@@ -191,9 +196,13 @@ class Fallback:
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), swapped_state(state.model, named):
             for device, generator in generators.items():
                 set_rng_state(generator.get_state(), device)
-            outputs, _ = flatten(state.plain(unflatten(traced.input_template, leaves[count:])))
+            with under_autocast(self.autocast):
+                outputs, _ = flatten(self.replay(unflatten(traced.input_template, leaves[count:])))
         indices = [leaf.index for leaf in traced.outputs]
         started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]
         inputs = [t for t in leaves if t.requires_grad]
         found = iter(torch.autograd.grad([o for o, _ in started], inputs, [g for _, g in started], allow_unused=True))
         return [next(found) if t.requires_grad else None for t in leaves]
+
+
+_OTHER_STRIDES = " with a gradient in other strides"

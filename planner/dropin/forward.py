@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ class PlannedForward:
         self, module: nn.Module, model: nn.Module, previous: Callable[..., Any] | None, state: PlanState
     ) -> None:
         self.module, self.model, self.previous, self.state = module, model, previous, state
+        self.copies: WeakKeyDictionary[nn.Module, PlannedForward] = WeakKeyDictionary()
         self.__name__ = "forward"
         self.__doc__ = inspect.getdoc(type(model).forward)
         self.__signature__ = state.signature
@@ -42,11 +44,23 @@ class PlannedForward:
         if state.unplanned:
             return self.original(*args, **kwargs)
         if self.model.training and torch.is_grad_enabled():
-            return state.run(bind_call(state.signature, args, kwargs), self._plain)
+            with state.through(self):
+                return state.run(bind_call(state.signature, args, kwargs), self._plain)
         state.notice_eval()
         if state.loss_fn is None:
             return self.original(*args, **kwargs)
         return self._plain(bind_call(state.signature, args, kwargs))
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """As of a method: who wraps methods and binds them anew, to this model or to a copy, looks for it."""
+        return self._called_on
+
+    def _called_on(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = self if model is self.model else self.copies.get(model)
+        if own is None:
+            own = self.copies[model] = self.__deepcopy__({id(self.model): model})
+        return own(*args, **kwargs)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -53,9 +53,9 @@ class RegionForward:
         self._notice(number)
         return self.original(*args, **kwargs)
 
-    def plain(self, bound: Mapping[str, Any]) -> Any:
+    def replayer(self) -> Callable[[Mapping[str, Any]], Any]:
         """The region's own forward, for calls that are replayed."""
-        return call_bound(self.original, self.signature, bound)
+        return lambda bound: call_bound(self.original, self.signature, bound)
 
     def _notice(self, number: int) -> None:
         if not self.noticed:

@@ -114,8 +114,8 @@ def _halves(plan: Decided) -> tuple[Half, Half]:
         "The forward: new values of changed buffers, the outputs, then what it saves for the backward.\n\n"
         f"Saved: {kept}. {len(again)} ops run again in backward.py, so their results are freed\n"
         "here after their last use.",
-        "The backward yields one gradient (or None) per parameter, buffer and input, in groups: those that nothing\n"
-        "reads any more leave while it runs, in the order of `leaves` in spec.json, all others at its end.\n\n"
+        "The backward: it yields the gradients of parameters and inputs in groups, those of `leaves` in spec.json. Each\n"
+        "group leaves as soon as nothing here reads it any more.\n\n"
         f"It runs {len(again)} ops of the forward again, each right before it is needed: keeping their results would\n"
         f"raise the peak over the budget. That costs {plan.overhead:.1%} of the step.",
     )
@@ -177,6 +177,7 @@ def _spec(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tensors
         **{name: getattr(plan.step, name) for name in exported.STEP_FIELDS},
         "answers": [] if traced.guard is None else list(traced.guard.answers),
         "autocast": [[kind, str(dtype)] for kind, dtype in state.first.key.autocast],
+        "backward_autocast": [[kind, str(dtype)] for kind, dtype in plan.step.autocast],
     }
     return spec, {n: t.contiguous() for n, t in tensors.items()}, {n: t.contiguous() for n, t in constants.items()}
 

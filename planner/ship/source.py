@@ -177,7 +177,7 @@ def _leaving(half: Half) -> dict[str, list[Any]]:
     values: Any = output.args[0]
     early = {i for handover in half.handovers for i in handover.outputs}
     found = {handover.after: [values[i] for i in handover.outputs] for handover in half.handovers}
-    return {**found, output.name: [v for i, v in enumerate(values) if i not in early]}
+    return {**found, output.name: [v for i, v in enumerate(values) if v is not None and i not in early]}
 
 
 def _statement(node: fx.Node, names: Mapping[fx.Node, str], dead: tuple[fx.Node, ...], again: bool) -> str:

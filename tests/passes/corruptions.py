@@ -333,13 +333,11 @@ def draw_case(pick: Pick) -> Case:
 
 def gradients_of(r: Rewritten, values: list[torch.Tensor]) -> list[torch.Tensor | None]:
     """All gradients, which the backward yields in groups."""
-    count = len(r.backward.graph.output_node().args[0])  # type: ignore[arg-type]
-    early = [h.outputs for h in r.handovers]
-    rest = [i for i in range(count) if not any(i in outputs for outputs in early)]
     found: dict[int, torch.Tensor | None] = {}
-    for outputs, yielded in zip((*early, rest), r.backward.forward(values), strict=True):
+    for outputs, yielded in zip(r.leaves, r.backward.forward(values), strict=True):
         found.update(zip(outputs, yielded, strict=True))
-    return [found[i] for i in range(count)]
+    results: Any = r.backward.graph.output_node().args[0]
+    return [found.get(i) for i in range(len(results))]
 
 
 def run_halves(case: Case, r: Rewritten) -> list[torch.Tensor | None]:

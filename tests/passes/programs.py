@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -274,6 +276,33 @@ def _compare(program: Program, module: nn.Module, model: nn.Module) -> None:
         for (name, a), (_, b) in zip(expected, got, strict=True):
             if not same_bits(a, b):
                 raise WrongPlan(f"{name} differs from the plain model's")
+    _compare_ruined(_observe(program, plain, plain, 3), program, module, model)
+
+
+def _compare_ruined(
+    expected: list[tuple[str, Any]], program: Program, module: nn.Module, model: nn.Module
+) -> None:
+    """The same where each parameter and its gradient are ruined as soon as the gradient is there."""
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    found: dict[str, torch.Tensor] = {}
+
+    def ruin(name: str, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:  # the backward could start from what it depends on, but did not
+            return
+        found[f"gradient of {name}"] = parameter.grad.clone()
+        for tensor in (parameter.detach(), parameter.grad):
+            tensor.fill_(math.nan)
+
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(partial(ruin, n)) for n, p in trained]
+    got = [(name, found.get(name, value)) for name, value in _observe(program, module, model, 3)]
+    for hook in hooks:
+        hook.remove()
+    for name, parameter in model.named_parameters():
+        parameter.detach().copy_(before[name])
+    for (name, a), (_, b) in zip(expected, got, strict=True):
+        if not same_bits(a, b):
+            raise WrongPlan(f"{name} differs where hooks change parameters whose gradients have left")
 
 
 def _observe(program: Program, module: nn.Module, state_of: nn.Module, seed: int) -> list[tuple[str, Any]]:

@@ -142,6 +142,7 @@ def minimum_budget(
     keep_outputs: bool = True,
     save: Sequence[str] = (),
     never_recompute: Sequence[str] = (),
+    regions: str | Sequence[str] = "auto",
     gradients: Gradients = "fresh",
 ) -> tuple[float, float]:
     """`(minimum_mb, floor_mb)`: the smallest budget known to work, and the proved floor below which none does.
@@ -150,6 +151,7 @@ def minimum_budget(
     """
     found = open_session(
         model, sample, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb, time_limit=time_limit,
-        progress=progress, keep_outputs=keep_outputs, save=save, never_recompute=never_recompute, gradients=gradients,
+        progress=progress, keep_outputs=keep_outputs, save=save, never_recompute=never_recompute, regions=regions,
+        gradients=gradients,
     ).minimum()  # fmt: skip
     return found.minimum_bytes / MIB, found.floor_bytes / MIB

@@ -25,6 +25,7 @@ from .preference import solve_step
 from .prepared import Prepared, check_model, model_device
 from .progress import Progress
 from .ranks.flight import flight_of
+from .ranks.sharded import check_gathered
 from .ranks.wrapper import check_wrapper, inner_module, wrapper_bytes, wrapper_notes
 
 
@@ -97,6 +98,7 @@ def open_session(
     """
     inner = inner_module(model)
     check_wrapper(model)
+    check_gathered(inner)
     check_model(inner)
     reserve_bytes = reserve_to_bytes(reserve_mb)
     asked = Options(**options, reserve_bytes=reserve_bytes, hints=make_hints(save, never_recompute, recompute))

@@ -22,7 +22,7 @@ from passes.errors import InputMismatch, NoBackward
 from passes.trace.arguments import argument_names, run_model, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.matching import Differs, match
-from passes.trace.refuse import is_sharded
+from passes.trace.refuse import sharded_inside
 from passes.trace.structure import flatten
 from planner.decided import Decided
 from planner.pipeline import Replan
@@ -124,8 +124,8 @@ class PlanState:
         if self.on_new_shape == "error":
             raise mismatch
         self.replans[mismatch.argument] += 1
-        sharded = any(map(is_sharded, self.model.modules()))  # what hooks gather cannot be measured as they run
-        planned = self.on_new_shape == "replan" and not sharded
+        inside = next(sharded_inside(self.model), None)  # what hooks gather cannot be measured while they run
+        planned = self.on_new_shape == "replan" and inside is None
         said = "planning anew" if planned else "planned step not used"
         warnings.warn(f"{said}: {mismatch}", stacklevel=_user_frame())
         return planned

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import pytree
+from passes._torch import is_distributed, pytree
 from passes.errors import Unsupported
 from passes.memory import granule, round_up
 from passes.trace.refuse import is_sharded, sharded_inside
@@ -33,6 +33,20 @@ def gathered(model: nn.Module, sample: Any) -> Iterator[Any]:
         yield sample if dtype is None else pytree.tree_map_only(torch.Tensor, lambda t: _cast(t, dtype), sample)
     finally:
         sharded.reshard()
+
+
+def check_gathered(model: nn.Module) -> None:
+    """Refuse to look at a sharded module's parts as if they were its parameters.
+
+    Raises:
+        Unsupported: the module is one step, and its parameters are scattered.
+    """
+    one = is_sharded(model) and next(sharded_inside(model), None) is None
+    if one and any(map(is_distributed, model.parameters(recurse=True))):
+        raise Unsupported(
+            "fully_shard", "the model itself", "its parameters are scattered over the ranks",
+            "Call its unshard() before, and reshard() after; auto_checkpoint does so itself.",
+        )  # fmt: skip
 
 
 def _cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

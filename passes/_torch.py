@@ -8,6 +8,7 @@ import logging
 import operator
 import os
 import struct
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,6 +68,7 @@ __all__ = [
     "WeakIdKeyDictionary",
     "active_saving_hooks",
     "allocator_events",
+    "as_distributed",
     "compiling_flags",
     "cuda_allocations",
     "disable_current_modes",
@@ -76,9 +78,12 @@ __all__ = [
     "forget_cublas_workspaces",
     "forget_source",
     "is_dense",
+    "is_distributed",
+    "local_part",
     "mutation_count",
     "native_kernels",
     "outside_tracing",
+    "plain_class",
     "private_generator",
     "pytree",
     "quiet_fake_errors",
@@ -239,6 +244,34 @@ def quiet_fake_errors() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def plain_class(kind: type) -> type:
+    """The class that `fully_shard` derived this one from when it sharded a module; else the class itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    derived = fsdp is not None and fsdp.FSDPModule in kind.__bases__
+    return kind.__bases__[1] if derived else kind
+
+
+def is_distributed(t: Any) -> bool:
+    """Whether a tensor is a `DTensor`, of which each rank has a part."""
+    distributed: Any = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(t, distributed.DTensor)
+
+
+def local_part(t: Any) -> Any:
+    """This rank's part of a `DTensor`, whose gradient is one; any other value as it is."""
+    return t.to_local() if is_distributed(t) else t
+
+
+def as_distributed(part: torch.Tensor, like: Any) -> torch.Tensor:
+    """The `DTensor` of which `part` is this rank's part, spread as `like` is; `part` itself where that is not one."""
+    if not is_distributed(like):
+        return part
+    made: torch.Tensor = type(like).from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return made
 
 
 def mutation_count(tensor: torch.Tensor) -> int:

@@ -29,7 +29,7 @@ from .flops import listed_flops, unlisted_flops
 from .fuse.records import BY_OP, workspace_bytes
 from .memory import high_water, span
 from .op_class import op_class
-from .ops import OPAQUE_RESULTS, is_random, looks_at_values
+from .ops import OPAQUE_RESULTS, is_collective, is_random, looks_at_values
 from .run._torch import below_autograd
 from .tape import Tape, record
 
@@ -237,7 +237,12 @@ def _dtype(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _measure(node: fx.Node, timed: bool) -> Measured:
-    """Run the op on made-up data; one that cannot run on any of it is taken to copy all that it reads and writes."""
+    """Run the op on made-up data; one that cannot run on any of it is taken to copy all that it reads and writes.
+
+    One that talks to other ranks is not run, as they would have to join in; its workspace is known by a rule.
+    """
+    if is_collective(node):
+        return Measured(_copied_bytes(node), seconds=0.0 if timed else None)
     value = node.meta.get("val")
     expected = value if isinstance(value, (tuple, list)) else None
     device = device_of(node)
@@ -264,6 +269,13 @@ def _measure(node: fx.Node, timed: bool) -> Measured:
         counted = _count(node)
         return Measured(2 * (counted.bytes_read + counted.bytes_written), seconds=0.0 if timed else None)
     return max(seen, key=lambda found: found.workspace_bytes)
+
+
+def _copied_bytes(node: fx.Node) -> int:
+    """What gloo, which serves the CPU, copies before it sends: the arguments of all ops but those that sum in place."""
+    name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
+    copies = name.startswith(("all_gather", "reduce_scatter")) and device_of(node).type == "cpu"
+    return _count(node).bytes_read if copies else 0
 
 
 def _strides(told: Any, made: Any) -> tuple[int, ...] | None:

@@ -15,7 +15,10 @@ from .budget import Budget
 from .check.record import Check
 from .options import Gradients, OnNewShape
 from .plan import Plan
-from .session import open_session
+from .ranks.agree import plan_together
+from .ranks.sharded import gathered
+from .ranks.wrapper import group_of
+from .session import Session, open_session
 
 
 def auto_checkpoint(
@@ -40,6 +43,8 @@ def auto_checkpoint(
     regions: str | Sequence[str] = "auto",
     gradients: Gradients = "fresh",
     device: str | torch.device | None = None,
+    group: Any = None,
+    pipeline: Any = None,
 ) -> Plan:
     """Plan a training step of `model` that stays under `budget_mb`, at the lowest recompute cost found.
 
@@ -103,6 +108,11 @@ def auto_checkpoint(
         device: plan for another device than the model is on: "cuda", "cpu", or one with built-in rates ("h100").
             Its rates, rounding of sizes and rules count; the kernels are those that run here, and `plan.notes` says
             what is therefore not counted.
+        group: a `torch.distributed` process group whose ranks all make this call: they get one plan, decided by its
+            first rank, and one that cannot plan, or has another step, is an error on all of them. A model in
+            DistributedDataParallel brings its own; else, with None, this process plans alone.
+        pipeline: the `ScheduleGPipe` or `Schedule1F1B` whose stage the model is; the sample is then one micro-batch,
+            and the budget holds for all that are in flight. Apply the plan to the stage's module.
 
     Raises:
         BudgetError: the budget is not one, or nothing found fits; carries the smallest that works. Where hints
@@ -112,15 +122,24 @@ def auto_checkpoint(
             cause.
         SolverUnavailable: `solver` is unknown or not installed.
         HintError: a hint names no op of the step (the nearest names are told), or contradicts another one.
+        RankError: another rank of `group` cannot plan, ended, or has another step.
     """
     budget = Budget(budget_mb)
-    session = open_session(
-        model, sample, solver=solver, cost=cost, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb,
-        time_limit=time_limit, gap=gap, progress=progress, on_new_shape=on_new_shape, keep_outputs=keep_outputs,
-        save=save, never_recompute=never_recompute, recompute=recompute, check=check, regions=regions,
-        gradients=gradients, device=device,
-    )  # fmt: skip
-    return session.plan(budget.to_bytes(session.plain_peak_bytes))
+
+    def opened() -> Session:
+        return open_session(
+            model, given, solver=solver, cost=cost, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb,
+            time_limit=time_limit, gap=gap, progress=progress, on_new_shape=on_new_shape, keep_outputs=keep_outputs,
+            save=save, never_recompute=never_recompute, recompute=recompute, check=check, regions=regions,
+            gradients=gradients, device=device, pipeline=pipeline,
+        )  # fmt: skip
+
+    ranks = group_of(model) if group is None else group
+    with gathered(model, sample) as given:
+        if ranks is not None:
+            return plan_together(ranks, opened, budget)
+        session = opened()
+        return session.plan(budget.to_bytes(session.plain_peak_bytes))
 
 
 def minimum_budget(

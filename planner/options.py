@@ -17,6 +17,7 @@ from .check.record import Check, check_mode
 from .elsewhere import assumptions, check_device, rates_of, target_of
 from .hints import NO_HINTS, Hints
 from .optimizer import NO_UPDATE, Update
+from .ranks.flight import Flight
 
 OnNewShape = Literal["replan", "eager", "error"]
 ON_NEW_SHAPE: tuple[str, ...] = get_args(OnNewShape)
@@ -29,6 +30,11 @@ GRADIENTS: tuple[str, ...] = get_args(Gradients)
 class Options:
     """The arguments of `auto_checkpoint` that decide a plan, apart from the model, the sample and the budget.
 
+    Attributes:
+        wrapper_bytes: what the model's wrapper (DistributedDataParallel) holds throughout.
+        notes: what of that is not counted, in words.
+        flight: the pipeline that the step is a stage of.
+
     Raises:
         PlannerError: no plan can be made with a value.
         SolverUnavailable: no solver has that name.
@@ -38,6 +44,7 @@ class Options:
     cost: str | Callable[[OpProfile], float] = "roofline"
     loss_fn: Callable[..., Any] | None = None
     reserve_bytes: int = 0
+    wrapper_bytes: int = 0
     time_limit: float = 30.0
     gap: float = 0.01
     progress: bool | None = None
@@ -49,6 +56,8 @@ class Options:
     update: Update = NO_UPDATE
     regions: str | tuple[str, ...] = AUTO
     device: str = ""
+    notes: tuple[str, ...] = ()
+    flight: Flight | None = None
 
     def __post_init__(self) -> None:
         get_solver(self.solver)
@@ -73,7 +82,7 @@ class Options:
     @property
     def set_aside_bytes(self) -> int:
         """Resident throughout, besides what the step itself needs."""
-        return self.reserve_bytes + self.update.state_bytes
+        return self.reserve_bytes + self.wrapper_bytes + self.update.state_bytes
 
     def priced_on(self, device: torch.device) -> Options:
         """The same with the rates of a device in place of `cost="device"`, so that a plan and its file hold them."""

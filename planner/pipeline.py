@@ -101,10 +101,11 @@ def _emit_regions(
     runs = []
     problems = [own.problem for own in regions.prepared]
     schedules = cut(regions.composed, found.schedule, problems)
-    for (path, number), key, own, part in zip(regions.paths, regions.keys, schedules, regions.prepared, strict=True):
+    looks = zip(regions.paths, regions.keys, regions.states, strict=True)
+    for ((path, number), key, state), own, part in zip(looks, schedules, regions.prepared, strict=True):
         if (id(part), own) not in known:
             known[id(part), own] = emit(part, solution(part.problem, own, found.solver), None, progress)
-        runs.append(PlannedRun(path, number, key, known[id(part), own]))
+        runs.append(PlannedRun(path, number, key, state, known[id(part), own]))
     return Decided(prepared, found, None, budget_bytes, dict(progress.seconds), runs=tuple(runs))
 
 

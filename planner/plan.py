@@ -20,6 +20,7 @@ from .decided import Decided
 from .dropin.module import PlannedModule
 from .pipeline import replanner
 from .progress import Progress
+from .ranks.wrapper import inner_module
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,7 +48,7 @@ class Plan(Decided):
         """
         options = decided.prepared.options
         with Progress(options.progress).stage("check"):
-            checked = check_step(model, decided, arguments, options.loss_fn, options.check)
+            checked = check_step(inner_module(model), decided, arguments, options.loss_fn, options.check)
         empty_cache(decided.prepared.device)
         replan = replanner(options, decided.budget_bytes, decided.prepared.layouts)
         module = PlannedModule(model, decided, arguments, replan, options.loss_fn, options.on_new_shape)

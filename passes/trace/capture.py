@@ -19,9 +19,12 @@ from torch import fx, nn
 
 from passes._torch import (
     JointGraph,
+    as_distributed,
     compiling_flags,
     eager_kernels,
     export_joint,
+    is_distributed,
+    local_part,
     mutation_count,
     pytree,
     quiet_fake_errors,
@@ -175,10 +178,9 @@ def capture(
     names = argument_names(input_template)
     check_inputs(input_tensors, names, input_template)
     entries = state_entries(model)
-    tracer = _StepTracer(
-        model, loss_fn, signature, entries, input_template, differentiated, input_tensors, layouts or {}
-    )
-    tensors = [*state_tensors(model, entries), *input_tensors]
+    given = [*state_tensors(model, entries), *input_tensors]
+    tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, given, layouts or {})
+    tensors = [local_part(t) for t in given]
     with exclusive(), isolated(model, loss_fn, constants(input_template)) as tracer.before, without_sources():
         fake = _fake_inputs(tensors, layouts)
         try:
@@ -236,10 +238,11 @@ class _StepTracer:
         entries: list[StateEntry],
         input_template: Template,
         differentiated: tuple[str, ...] | None,
-        sample: list[torch.Tensor],
+        given: list[torch.Tensor],
         layouts: Layouts,
     ) -> None:
-        self.model, self.loss_fn, self.signature, self.sample = model, loss_fn, signature, sample
+        self.model, self.loss_fn, self.signature = model, loss_fn, signature
+        self.given, self.sample = given, given[len(entries) :]
         self.entries, self.input_template, self.differentiated = entries, input_template, differentiated
         self.recorder = Recorder(model, loss_fn, entries)
         self.output_template: Template = Tree(None, ())
@@ -254,14 +257,16 @@ class _StepTracer:
         self.remembered = Remembered()
         self.keeps_casts = torch.is_autocast_cache_enabled()
 
-    def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
+    def __call__(self, *parts: torch.Tensor) -> list[torch.Tensor]:
         self.before.restore()  # torch traces several times: each time from what the model held
+        _make_leaves(parts[: len(self.entries)])
+        flat = tuple(map(as_distributed, parts, self.given))
         self.remembered = Remembered()
         self.remembered.add(flat)
-        _make_leaves(flat[: len(self.entries)])
         recording = self.recorder.recording(flat[: len(self.entries)])
         value = self._run(flat, recording) if self.runs else self._first_run(flat)
         tensors, self.output_template = flatten(value)
+        _refuse_distributed(tensors, self.output_template)
         paths: dict[int, str] = {}
         for path, i in slots(self.output_template):
             paths.setdefault(i, path)
@@ -320,6 +325,16 @@ class _StepTracer:
     def _started(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
         strides = self.layouts.get(gradient_key(path, tensor))
         return tensor if strides is None else GivenGradient.apply(tensor, strides)
+
+
+def _refuse_distributed(tensors: list[torch.Tensor], template: Template) -> None:
+    for path, i in slots(template):
+        if is_distributed(tensors[i]):
+            raise Unsupported(
+                "DTensor returned", f"output {path or '(the output)'}", "a planned step returns a rank's own tensors",
+                "Return its to_local(), keep use_local_output=True in the parallel style of the last module, or plan "
+                "the module around this one.",
+            )  # fmt: skip
 
 
 def _make_leaves(parameters: Sequence[torch.Tensor]) -> None:

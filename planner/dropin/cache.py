@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import TORCH_FOLDER, active_saving_hooks
+from passes._torch import TORCH_FOLDER, active_saving_hooks, local_part
 from passes.errors import InputMismatch, NoBackward
 from passes.trace.arguments import argument_names, run_model, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.matching import Differs, match
+from passes.trace.refuse import sharded_inside
 from passes.trace.structure import flatten
 from planner.decided import Decided
 from planner.pipeline import Replan
@@ -123,7 +124,8 @@ class PlanState:
         if self.on_new_shape == "error":
             raise mismatch
         self.replans[mismatch.argument] += 1
-        planned = self.on_new_shape == "replan"
+        inside = next(sharded_inside(self.model), None)  # what hooks gather cannot be measured while they run
+        planned = self.on_new_shape == "replan" and inside is None
         said = "planning anew" if planned else "planned step not used"
         warnings.warn(f"{said}: {mismatch}", stacklevel=_user_frame())
         return planned
@@ -166,7 +168,7 @@ class PlanState:
         """Say once that there are gradients from before the step which its plan does not count."""
         if self.noticed_gradients or planned.budget_bytes is None:
             return
-        held = [p.grad for p in primals if p.is_leaf and p.grad is not None]
+        held = [local_part(p.grad) for p in primals if p.is_leaf and p.grad is not None]
         if not held:
             return
         options = planned.prepared.options

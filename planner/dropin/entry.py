@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from passes._torch import swapped_state
+from passes._torch import as_distributed, is_distributed, swapped_state
 from passes.run._torch import active_autocast, under_autocast
 from passes.run.random import set_rng_state
+from passes.trace.arguments import state_tensors
 from passes.trace.capture import Traced
 from passes.trace.layouts import BACKWARD_AUTOCAST, gradient_key
 from passes.trace.matching import Differs, match
@@ -56,8 +57,10 @@ class Entry:
         if self.planned.runs:
             return []  # each region looks for itself
         tensors = self._state(model, loss_fn)
-        if tensors is None or not _PLAIN.issuperset(map(type, tensors)):
+        if tensors is None or not all(type(t) in _PLAIN or is_distributed(t) for t in tensors):
             return None
+        if self.planned.runs and any(map(is_distributed, tensors)):
+            return tensors  # each region looks at what is gathered for it
         if list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state:
             return None
         guard = self.planned.prepared.traced.guard
@@ -190,7 +193,8 @@ class Fallback:
         count = len(traced.state)
         for i in traced.mutated:
             leaves[i] = leaves[i].clone()
-        named = {e.name: t for e, t in zip(traced.state, leaves, strict=False)}
+        given = state_tensors(state.model, traced.state)
+        named = {e.name: as_distributed(t, g) for e, t, g in zip(traced.state, leaves, given, strict=False)}
         devices = [d for d in generators if d != "cpu"]
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), swapped_state(state.model, named):
             for device, generator in generators.items():

@@ -31,6 +31,7 @@ from planner.options import GRADIENTS, ON_NEW_SHAPE, WHOLE, Options
 from planner.pipeline import emit, prepare_step
 from planner.prepared import Prepared, check_model
 from planner.progress import Progress
+from planner.ranks.wrapper import inner_module, wrapper_bytes
 from solvers.errors import MIB, PlannerError, ScheduleError
 from solvers.problem import Problem
 from solvers.schedule import Schedule, Step, computes, with_frees
@@ -271,7 +272,8 @@ def load(
     """
     file = read(path)
     _check_loss(file, loss_fn)
-    options = _options(file, loss_fn, cost, progress)
+    options = replace(_options(file, loss_fn, cost, progress), wrapper_bytes=wrapper_bytes(model))
+    model = inner_module(model)
     check_model(model)
     arguments = bind_sample(model, sample, loss_fn)
     shown = Progress(progress)

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ._torch import register_pytree_node
+from ._torch import Autocast, active_autocast, register_pytree_node
 from .errors import PlannerError as ExportError
 from .step import Step
 
@@ -57,7 +57,8 @@ class _Exported:
         forward, backward = (_Bound(half, self.constants) for half in self.halves)
         known: dict[str, Any] = {name: _tuples(self.spec[name]) for name in STEP_FIELDS}
         starts = tuple(leaf["path"] or "the output" for leaf in self.spec["outputs_at"] if leaf["differentiated"])
-        return Step(forward, backward, starts=starts, **known)(primals, None)
+        autocast = _autocast(self.spec["backward_autocast"])
+        return Step(forward, backward, starts=starts, autocast=autocast, **known)(primals, None)
 
     def state(self) -> list[torch.Tensor]:
         return [_held(part, name) for part, name in self.places]
@@ -73,9 +74,13 @@ class _Exported:
         if (answers := list(self.answers(inputs))) != self.spec["answers"]:
             expected_answers = self.spec["answers"]
             raise ExportError(f"the inputs' values answer the model's `if`s {answers}, the sample {expected_answers}.")
-        active = [[k, str(torch.get_autocast_dtype(k))] for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
-        if active != self.spec["autocast"]:
-            raise ExportError(f"autocast is {active}, the step was planned under {self.spec['autocast']}.")
+        active, planned = active_autocast(), _autocast(self.spec["autocast"])
+        if active != planned:
+            raise ExportError(f"autocast is {active}, the step was planned under {planned}.")
+
+
+def _autocast(described: list[list[str]]) -> Autocast:
+    return tuple((kind, getattr(torch, name)) for kind, name in described)
 
 
 def _tuples(value: Any) -> Any:

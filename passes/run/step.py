@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ._torch import below_autograd, under_transform
+from ._torch import Autocast, active_autocast, below_autograd, under_transform
 from .errors import PlannerError
 from .replay import as_tensor, copy_generator, old_value
 from .tensors import alone, distinct, is_laid_out, laid_out
@@ -66,6 +66,7 @@ class Step:
         reads: which parameters the backward reads on its way to each of the groups.
         others: primals that get a gradient only where the backward starts from other outputs than planned for.
         starts: what to call the `expected` outputs.
+        autocast: what the backward was traced under. Under another one the plain backward casts in other places.
     """
 
     forward: Half
@@ -83,6 +84,7 @@ class Step:
     reads: tuple[tuple[int, ...], ...] = ((),)
     others: tuple[int, ...] = ()
     starts: tuple[str, ...] = ()
+    autocast: Autocast = ()
 
     def __call__(self, primals: Sequence[torch.Tensor], fallback: Fallback | None) -> tuple[Any, ...]:
         """Run the forward; gradients flow when `backward` is called on an output.
@@ -167,7 +169,7 @@ class _Run:
         self._check()
         present = tuple(i for i, g in enumerate(gradients) if g is not None)
         given = [g for g in gradients if g is not None]
-        planned = present == step.expected
+        planned = present == step.expected and active_autocast() == step.autocast
         if planned and self.fallback is not None:
             planned = all(map(is_laid_out, given, step.tangent_strides))
         if not planned:
@@ -201,8 +203,11 @@ class _Run:
 
     def _replay(self, gradients: dict[int, torch.Tensor]) -> list[Any]:
         if self.fallback is None:
-            starts = ", ".join(self.step.starts)
-            raise PlannerError(f"backward must start from {starts} (that is what was planned), and from nothing else.")
+            starts, autocast = ", ".join(self.step.starts), dict(self.step.autocast) or "no autocast"
+            raise PlannerError(
+                f"backward must start from {starts} (that is what was planned), and from nothing else, and under "
+                f"{autocast}."
+            )
         for i, (primal, version) in enumerate(zip(self.primals, self.versions, strict=True)):
             if primal._version != version:
                 raise ChangedInPlace(

@@ -167,7 +167,9 @@ class _Lowering:
         for node in backward:
             self._add_node(node, False, mutated)
         outputs = self._outputs(keep_outputs and not self.region)
-        self.fates = {} if self.region else self._fates(primals, hook_bytes)
+        self.fates = self._fates(primals, hook_bytes)
+        if self.region:  # between regions others account for gradients, as they find them at a region's end
+            self.fates = {i: f for i, f in self.fates.items() if self.gradients == "fresh" and f.kind == "kept"}
         pinned = dict.fromkeys([*kept, *(t for t in outputs if t not in self._let_go()), *tangent_tensors])
         accumulated = sum(fate.bytes for fate in self.fates.values() if fate.kind == "accumulated")
         resident = primals[: len(self.traced.state)] if self.region else primals
@@ -177,8 +179,8 @@ class _Lowering:
         order = backward_order(problem, self._movable(num_forward))
         problem, self.nodes = in_order(problem, order), [self.nodes[i] for i in order]
         tensors = self.storage_tensor
-        groups = () if self.region else leaves(self.traced, self.aliases, problem, tuple(self.nodes), tensors)
-        left = self._add_leaves(problem, groups)
+        groups = leaves(self.traced, self.aliases, problem, tuple(self.nodes), tensors)
+        left = self._add_leaves(problem, tuple(g for g in groups if self.fates.keys() >= set(g.primals)))
         if self.region:
             self._add_op(Op(RETURN_GRADIENTS, (*kept, *outputs, *tangent_tensors), (), 0, 0, False), None)
             pinned = {}

@@ -8,9 +8,9 @@ Then one step is measured. What Inductor adds to the prediction comes off the ne
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -47,6 +47,16 @@ class Half:
     """A compiled half, called as `Step` calls its halves."""
 
     forward: Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A compiled backward, called as `Step` calls its own: it hands over all gradients at its end."""
+
+    compiled: Callable[[list[Any]], Any]
+
+    def forward(self, values: list[Any]) -> Iterator[list[torch.Tensor]]:
+        yield [gradient for gradient in self.compiled(values) if gradient is not None]
 
 
 def compile_plan(
@@ -138,7 +148,9 @@ def _compile(prepared: Prepared, rewritten: Rewritten, options: Mapping[str, Any
         rewritten.backward, options, is_backward=True, visible=range(prepared.traced.num_primals),
         strides=strides[count:],
     )  # fmt: skip
-    return replace(bind_step(prepared, rewritten), forward=cast(Any, Half(forward)), backward=cast(Any, Half(backward)))
+    trained = tuple(i for i, gradient in enumerate(prepared.traced.gradients) if gradient is not None)
+    step = bind_step(prepared, rewritten)
+    return replace(step, forward=Half(forward), backward=Backward(backward), leaves=(trained,), reads=((),))
 
 
 def _measure(model: nn.Module, step: Step, traced: Traced) -> int:
@@ -154,7 +166,7 @@ def _measure(model: nn.Module, step: Step, traced: Traced) -> int:
         outputs, values = results[len(step.mutated) : count], results[count:]
         results.clear()
         values += [*(primals[i] for i in step.saved_primals), *(_blank(n, 1) for n in tangents)]
-        step.backward.forward(values)
+        list(step.backward.forward(values))
         outputs.clear()
 
     with torch.random.fork_rng(), below_autograd():

@@ -12,7 +12,7 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -376,10 +376,17 @@ def _check_model(file: PlanFile, prepared: Prepared) -> None:
     for i, (old, new) in enumerate(_pairs(file["tensors"], tensor_lines(prepared.traced))):
         if old != new:
             raise file.error("tensors", f"another model or sample: tensor {i} is {new}, the plan has {old} {made}")
+    if fingerprint(prepared.traced) == file["model"]["fingerprint"] and _kernels(rows) == _kernels(lines):
+        raise file.error("ops", f"its gradients leave the backward elsewhere than here: plan anew {made}")
     for i, (before, after) in enumerate(_pairs(rows, lines)):
         if before != after:
             raise file.error("ops", f"another model: op {i} is {_op(after)}, the plan has {_op(before)} {made}")
     raise file.error("fingerprint", f"another model: its outputs or constants differ {made}")
+
+
+def _kernels(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The rows of ops that run a kernel, whatever their order; the others stand for what autograd does."""
+    return sorted(row for row in rows if row[1])
 
 
 def _pairs(old: Any, new: Any) -> list[tuple[Any, Any]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +21,10 @@ from passes.errors import VerificationError
 from passes.memory import measure_peak
 from passes.run.step import BackwardTwice, ChangedInPlace
 from passes.verify import verify
-from planner import auto_checkpoint
+from planner import Plan, auto_checkpoint
+from planner.files.planfile import _checksum, render
 from planner.session import open_session
+from solvers.errors import PlannerError
 from tests.planner.test_loop import gradient_bytes, loss_of, measured_loop, open_loop, perceptron
 
 ADAMW = partial(torch.optim.AdamW, foreach=False)
@@ -283,3 +287,14 @@ def test_a_gradient_that_leaves_too_early_is_not_proved() -> None:
 
 def _with(items: tuple[Any, ...], place: int, item: Any) -> tuple[Any, ...]:
     return (*items[:place], item, *items[place + 1 :])
+
+
+def test_a_plan_file_whose_gradients_leave_elsewhere_says_so(tmp_path: Path) -> None:
+    model, x = perceptron()
+    path = auto_checkpoint(model, x, loss_fn=loss_of, gradients="accumulated", progress=False).save(tmp_path / "a.json")
+    data = json.loads(path.read_text())
+    data["ops"] = [op for op in data["ops"] if not op["op"].endswith("_accumulated")]
+    data["checksum"] = _checksum(data)
+    path.write_text(render(data))
+    with pytest.raises(PlannerError, match="its gradients leave the backward elsewhere than here: plan anew"):
+        Plan.load(path, model, x, loss_fn=loss_of)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from .show.regions import Region
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Decided):
@@ -139,6 +141,13 @@ class Plan(Decided):
         from .show.tables import table_by_op
 
         return table_by_op(self)
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The parts that were planned: what each saves, recomputes and costs; and what stays eager, and why."""
+        from .show.regions import region_rows
+
+        return region_rows(self)
 
     def explain(self, name: str = "") -> str:
         """Why the tensors of a module (or op) are saved or recomputed, and what binds at the peak."""

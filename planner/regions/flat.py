@@ -85,6 +85,8 @@ def _below(path: str, meta: dict[str, Any]) -> dict[str, Any]:
         if meta.get(kind):
             inner = {f"{k}:{path}": (f"{path}.{p}" if p else path, name) for k, (p, name) in meta[kind].items()}
             new[kind] = inner
+    if not (meta.get(STACK) or meta.get(FORWARD_STACK)):  # an op of the region's own forward
+        new[STACK] = {path: (path, "")}
     return new
 
 

@@ -207,7 +207,7 @@ def test_a_large_cross_entropy_is_a_region() -> None:
 def test_another_batch_and_eval() -> None:
     model, x = small_gpt()
     plan, plain = planned_at(model, x, 0.5, regions="blocks.*"), copy.deepcopy(model)
-    other = torch.cat([x, x])
+    other = x[:1]
     torch.manual_seed(7)
     with pytest.warns(UserWarning, match="planning anew"):
         loss_inside(other)(plan.module)

@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -96,7 +96,7 @@ class PlanState:
             except NoBackward:  # merged adapters: as in eager, it is `backward` that would fail
                 return plain(bound)
         if entry.planned.runs:
-            self._notice_gradients(entry.planned, list(self.model.parameters()))
+            self._notice_gradients(entry.planned, self.model.parameters())
             entry.regions = entry.regions or regions_of(self.model, entry.planned)
             with running_regions(entry.regions):
                 return plain(bound)
@@ -165,7 +165,7 @@ class PlanState:
             stacklevel=_user_frame(),
         )
 
-    def _notice_gradients(self, planned: Decided, primals: Sequence[torch.Tensor]) -> None:
+    def _notice_gradients(self, planned: Decided, primals: Iterable[torch.Tensor]) -> None:
         """Say once that there are gradients from before the step which its plan does not count."""
         if self.noticed_gradients or planned.budget_bytes is None:
             return

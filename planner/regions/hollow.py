@@ -6,6 +6,7 @@ lies in memory of a size of its own, by which it is recognised among the allocat
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -365,7 +366,7 @@ class Sample:
             with _hollowed(hollow, candidates):
                 hollow.accumulated_bytes = gathered_gradient_bytes(self.model)
                 if counting is None:
-                    events = kind_of(self.device).allocations(step, self.device)
+                    events = _without_collections(lambda: kind_of(self.device).allocations(step, self.device))
                     hollow.events = [size for size in events if -size not in left]
                 else:
                     hollow.counting = counting
@@ -443,6 +444,18 @@ def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor]) -> bool:
                 why = OTHER_SUM.format(name=names[i])
                 new = hollow.parts.refuse(node.owner.path, why) or new
     return new
+
+
+def _without_collections(run: Callable[[], list[int]]) -> list[int]:
+    """Let nothing from before be freed meanwhile, which would look like glue's own."""
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        return run()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _consume(parameter: torch.Tensor) -> None:

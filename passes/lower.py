@@ -147,6 +147,7 @@ class _Lowering:
         self.storage_tensor: dict[Storage, int] = {}
         self.rng_state: dict[int, int] = {}
         self.returned: dict[Storage, None] = {}
+        self.handed: frozenset[Storage] = frozenset()  # what a region returns
         self.fates: dict[int, _Fate] = {}
 
     def build(
@@ -154,6 +155,7 @@ class _Lowering:
     ) -> Lowered:
         forward, backward = split_nodes(self.traced)
         self.returned = self._returned()
+        self.handed = frozenset(self._returned(len(self.traced.mutated))) if self.region else frozenset()
         placeholders = self.traced.placeholders
         primals, tangents = placeholders[: self.traced.num_primals], placeholders[self.traced.num_primals :]
         mutated = {self.aliases.of[primals[i]] for i in self.traced.mutated}
@@ -182,7 +184,7 @@ class _Lowering:
         groups = leaves(self.traced, self.aliases, problem, tuple(self.nodes), tensors)
         left = self._add_leaves(problem, tuple(g for g in groups if self.fates.keys() >= set(g.primals)))
         if self.region:
-            self._add_op(Op(RETURN_GRADIENTS, (*kept, *outputs, *tangent_tensors), (), 0, 0, False), None)
+            self._add_op(Op(RETURN_GRADIENTS, (*kept, *outputs), (), 0, 0, False), None)
             pinned = {}
         else:
             pinned.update(dict.fromkeys(t for fate in self.fates.values() for t in fate.copy))
@@ -206,7 +208,7 @@ class _Lowering:
         inputs = tuple(dict.fromkeys(self.storage_tensor[s] for s in read if s in self.storage_tensor))
         replay: tuple[int, ...] = ()
         recomputable = forward and node not in self.once and must_run_once(node, self.device) is None
-        if self.region and not self.returned.keys().isdisjoint(self.aliases.storages(node)):
+        if not self.handed.isdisjoint(self.aliases.storages(node)):
             recomputable = False
         if _reads_overwritten(node, mutated, self.aliases):
             recomputable = False
@@ -268,11 +270,11 @@ class _Lowering:
         self._add_op(Op("kept_for_replay", (), (tensor,), 0, 0, False), None)
         return [tensor]
 
-    def _returned(self) -> dict[Storage, None]:
-        """Storages that the forward returns or copies over a primal."""
+    def _returned(self, first: int = 0) -> dict[Storage, None]:
+        """Storages that the forward copies over a primal, which come first, or returns."""
         outputs: Any = self.traced.graph_module.graph.output_node().args[0]
-        count = self.traced.num_forward_outputs
-        return dict.fromkeys(s for n in outputs[:count] if isinstance(n, fx.Node) for s in self.aliases.storages(n))
+        nodes = (n for n in outputs[first : self.traced.num_forward_outputs] if isinstance(n, fx.Node))
+        return dict.fromkeys(s for n in nodes for s in self.aliases.storages(n))
 
     def _add_handover(self) -> None:
         """Outputs and new values of overwritten primals live until the forward ends."""

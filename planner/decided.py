@@ -162,7 +162,19 @@ class Decided:
         """Hints in force, fallbacks taken and limits hit."""
         prepared = self.prepared
         told = (*prepared.options.assumptions(prepared.device), *prepared.options.notes, *prepared.traced.notes)
-        return (*told, *hint_notes(prepared.hinted), *self.solution.notes, *self._loop_notes)
+        own = (*hint_notes(prepared.hinted), *self._region_notes, *self.solution.notes)
+        return (*told, *own, *self._loop_notes)
+
+    @property
+    def _region_notes(self) -> tuple[str, ...]:
+        """That a step is planned by regions, and why."""
+        regions = self.prepared.regions
+        if regions is None:
+            return ()
+        count = len(dict.fromkeys(path for path, _ in regions.paths))
+        found = f"planned by {count} region{'s' if count > 1 else ''}, the rest runs in eager (see plan.regions)"
+        whole = regions.eager.get("")
+        return (found if whole is None else f"{found}, as the model cannot be planned as a whole: {whole}",)
 
     @property
     def _loop_notes(self) -> tuple[str, ...]:

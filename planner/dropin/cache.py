@@ -9,8 +9,8 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -96,7 +96,7 @@ class PlanState:
             except NoBackward:  # merged adapters: as in eager, it is `backward` that would fail
                 return plain(bound)
         if entry.planned.runs:
-            self._notice_gradients(entry.planned, list(self.model.parameters()))
+            self._notice_gradients(entry.planned, self.model.parameters())
             entry.regions = entry.regions or regions_of(self.model, entry.planned)
             with running_regions(entry.regions):
                 return plain(bound)
@@ -135,7 +135,8 @@ class PlanState:
     ) -> tuple[Entry, list[torch.Tensor]]:
         begin = time.monotonic()
         # A surrounding torch.utils.checkpoint counts the tensors that autograd saves: tracing must not add to them.
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), self.set_aside():
+        uncounted = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        with uncounted if active_saving_hooks() else nullcontext(), self.set_aside():
             planned = self.replan(self.model, dict(bound), starts)
         # An entry whose model was changed since finds its objects again when it is next looked at.
         self.cache = [replace(e, matched=None) for e in self.cache if not (e is other and e.outdated)]
@@ -164,7 +165,7 @@ class PlanState:
             stacklevel=_user_frame(),
         )
 
-    def _notice_gradients(self, planned: Decided, primals: Sequence[torch.Tensor]) -> None:
+    def _notice_gradients(self, planned: Decided, primals: Iterable[torch.Tensor]) -> None:
         """Say once that there are gradients from before the step which its plan does not count."""
         if self.noticed_gradients or planned.budget_bytes is None:
             return

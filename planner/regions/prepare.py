@@ -98,7 +98,12 @@ def prepare_regions(
     parts = Parts({} if layouts is None else layouts, progress)
     chosen = candidates(model, options.patterns)
     sample = Sample(model, options.loss_fn, arguments, options.keep_outputs, options.gradients, device)
-    hollow = _settled_run(sample, chosen, parts, options)
+    try:
+        hollow = _settled_run(sample, chosen, parts, options)
+    except Exception as error:
+        if why is None:
+            raise
+        raise why from error  # whatever stops a run of the step, there is a better word for it
     if not hollow.runs:
         raise why or RegionError(f"no region can be planned: {_first(parts.refused)}")
     counting = Counting(options.cost_function(device))
@@ -166,9 +171,8 @@ def _flat(found: _Found) -> tuple[Traced, FlatGraph]:
     entries = state_entries(found.model)
     inputs, template = flatten(dict(found.arguments))
     outputs = found.hollow.outputs
-    flat = FlatGraph(
-        entries, [local_part(t) for t in state_tensors(found.model, entries)], inputs, [t for leaf, t in outputs if leaf.differentiated]
-    )
+    tensors = [local_part(t) for t in state_tensors(found.model, entries)]
+    flat = FlatGraph(entries, tensors, inputs, [t for leaf, t in outputs if leaf.differentiated])
     for run, suffix in zip(found.hollow.runs, found.suffixes, strict=True):
         flat.add(run.part, run.path, suffix)
     module = flat.finish()

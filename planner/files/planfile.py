@@ -54,7 +54,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "schedule": {"frees": str, "recompute": list, "steps": list},
 }  # fmt: skip
 LISTS = ("tensors", "ops")
-SINCE = {"gradients": "fresh", "state_bytes": 0, "step_bytes": 0, "regions": [WHOLE]}  # options that the first files do not have
+# Options that the first files do not have.
+SINCE = {"gradients": "fresh", "state_bytes": 0, "step_bytes": 0, "regions": [WHOLE]}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,157 @@
+"""What code between regions does with the tensors that cross their edges: the plain step's bits, whatever it is."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from passes.errors import Unsupported
+from passes.memory import measure_peak
+from planner import auto_checkpoint
+from planner.regions.glue import _birth, _Event
+from planner.regions.hollow import Edge
+from tests.zoo.compare import differences, forward_backward, run_step
+
+
+class Part(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.gelu(self.first(x)))
+
+
+class Attending(nn.Module):
+    """Reads its second argument twice."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return x + F.scaled_dot_product_attention(self.query(x), self.key(memory), self.value(memory))
+
+
+class ChangesInPlace(nn.Module):
+    """Masks a region's result in place, as SpecAugment does, and a slice of another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.back = Part(), Part()
+        self.mask = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.front(x)
+        hidden[hidden.detach().sum(-1) > 0] = self.mask
+        boxes = self.back(hidden)
+        boxes[..., :2] += x[..., :2]
+        return boxes.sigmoid().pow(2).sum()
+
+
+class ManyReaders(nn.Module):
+    """Each layer reads the memory twice, so that its gradient is a sum of many terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.layers = Part(), nn.ModuleList(Attending() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory, y = self.encoder(x), x
+        for layer in self.layers:
+            y = layer(y, memory)
+            if not torch.isfinite(y).all():
+                y = y.clamp(-1, 1)
+        return y.sin().sum()
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.keys: torch.Tensor | None = None
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.part = nn.Linear(16, 16), Part()
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        keys = self.inner(x)
+        cache.keys = keys if cache.keys is None else torch.cat([cache.keys, keys])
+        return self.part(cache.keys)
+
+
+class UsesCache(nn.Module):
+    """Hands a cache from layer to layer, and lets a value decide between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Remembering() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache = Cache()
+        for layer in self.layers:
+            x = layer(x, cache)
+            if bool(x.sum() > 1e9):
+                x = x / 2
+        assert cache.keys is not None
+        return x.sum() + cache.keys.sin().sum()
+
+
+@pytest.mark.parametrize("kind", [ChangesInPlace, ManyReaders, UsesCache])
+def test_bits_and_bytes_are_those_of_the_plain_step(kind: Any) -> None:
+    torch.manual_seed(0)
+    model, sample = kind(), torch.randn(4, 32, 16)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, sample, progress=False, time_limit=1, check=False)
+    assert plan.runs
+    for seed in (1, 2):
+        expected = run_step(plain, plain, sample, seed)
+        assert differences(expected, run_step(plan.module, model, sample, seed)) == []
+    model.zero_grad()
+    kept: list[Any] = []
+    peak = measure_peak(lambda: kept.append(forward_backward(plan.module, sample)))
+    assert plan.static_bytes + peak <= plan.peak_bytes
+
+
+def test_what_sums_in_another_order_stays_eager_and_says_so() -> None:
+    torch.manual_seed(0)
+    plan = auto_checkpoint(ManyReaders(), torch.randn(4, 32, 16), progress=False, time_limit=1, check=False)
+    eager = {r.path: r.eager for r in plan.regions if r.eager}
+    assert "another order" in eager["layers.0"]
+    assert "layers.2" not in eager  # its terms come first in the backward, as in the plain step
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_an_argument_that_forward_changes_is_refused_and_put_back(filled: bool) -> None:
+    cache = Cache()
+    cache.keys = torch.zeros(4, 16) if filled else None
+    held = cache.keys
+    with pytest.raises(Unsupported, match="argument changed in forward"):
+        auto_checkpoint(Remembering(), (torch.randn(4, 16), cache), progress=False, regions="whole")
+    assert cache.keys is held
+
+
+def test_a_returned_view_may_be_changed_in_place() -> None:
+    model, sample = Part(), torch.randn(4, 8, 16)  # the second linear layer's result is a view
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, sample, progress=False, time_limit=1, check=False)
+    results = []
+    for run, module in ((plain, plain), (plan.module, model)):
+        output = run(sample)
+        output[..., :2].mul_(3)
+        output.sum().backward()
+        results.append([output.detach(), *(p.grad for p in module.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+def test_of_equal_sizes_the_one_that_nothing_freed_crosses() -> None:
+    edge, wanted = Edge(64), _Event(64)
+    edge.born = 2
+    stretches = [[wanted], [_Event(64), _Event(32), _Event(-64)], [_Event(-32)]]
+    assert _birth(edge, stretches) is wanted

@@ -139,11 +139,13 @@ class _Lowering:
         self.storage_tensor: dict[Storage, int] = {}
         self.rng_state: dict[int, int] = {}
         self.returned: dict[Storage, None] = {}
+        self.handed: frozenset[Storage] = frozenset()  # what a region returns
         self.accumulated: list[torch.Tensor] = []  # parameters that have a gradient from before
 
     def build(self, reserve_bytes: int, keep_outputs: bool, step_bytes: int) -> Lowered:
         forward, backward = split_nodes(self.traced)
         self.returned = self._returned()
+        self.handed = frozenset(self._returned(len(self.traced.mutated))) if self.region else frozenset()
         placeholders = self.traced.placeholders
         primals, tangents = placeholders[: self.traced.num_primals], placeholders[self.traced.num_primals :]
         mutated = {self.aliases.of[primals[i]] for i in self.traced.mutated}
@@ -194,7 +196,7 @@ class _Lowering:
         inputs = tuple(dict.fromkeys(self.storage_tensor[s] for s in read if s in self.storage_tensor))
         replay: tuple[int, ...] = ()
         recomputable = forward and node not in self.once and must_run_once(node, self.device) is None
-        if self.region and not self.returned.keys().isdisjoint(self.aliases.storages(node)):
+        if not self.handed.isdisjoint(self.aliases.storages(node)):
             recomputable = False
         if _reads_overwritten(node, mutated, self.aliases):
             recomputable = False
@@ -256,11 +258,11 @@ class _Lowering:
         self._add_op(Op("kept_for_replay", (), (tensor,), 0, 0, False), None)
         return [tensor]
 
-    def _returned(self) -> dict[Storage, None]:
-        """Storages that the forward returns or copies over a primal."""
+    def _returned(self, first: int = 0) -> dict[Storage, None]:
+        """Storages that the forward copies over a primal, which come first, or returns."""
         outputs: Any = self.traced.graph_module.graph.output_node().args[0]
         count = self.traced.num_forward_outputs
-        return dict.fromkeys(s for n in outputs[:count] if isinstance(n, fx.Node) for s in self.aliases.storages(n))
+        return dict.fromkeys(s for n in outputs[first:count] if isinstance(n, fx.Node) for s in self.aliases.storages(n))
 
     def _add_handover(self) -> None:
         """Outputs and new values of overwritten primals live until the forward ends."""

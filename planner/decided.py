@@ -153,7 +153,21 @@ class Decided:
     def notes(self) -> tuple[str, ...]:
         """Hints in force, fallbacks taken and limits hit."""
         prepared = self.prepared
-        return (*hint_notes(prepared.hinted), *prepared.traced.notes, *self.solution.notes, *self._loop_notes)
+        return (
+            *hint_notes(prepared.hinted), *prepared.traced.notes, *self._region_notes, *self.solution.notes,
+            *self._loop_notes,
+        )  # fmt: skip
+
+    @property
+    def _region_notes(self) -> tuple[str, ...]:
+        """That a step is planned by regions, and why."""
+        regions = self.prepared.regions
+        if regions is None:
+            return ()
+        count = len(dict.fromkeys(path for path, _ in regions.paths))
+        found = f"planned by {count} region{'s' if count > 1 else ''}, the rest runs in eager (see plan.regions)"
+        whole = regions.eager.get("")
+        return (found if whole is None else f"{found}, as the model cannot be planned as a whole: {whole}",)
 
     @property
     def _loop_notes(self) -> tuple[str, ...]:

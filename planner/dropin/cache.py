@@ -10,7 +10,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -124,7 +124,8 @@ class PlanState:
     ) -> tuple[Entry, list[torch.Tensor]]:
         begin = time.monotonic()
         # A surrounding torch.utils.checkpoint counts the tensors that autograd saves: tracing must not add to them.
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), self.set_aside():
+        uncounted = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        with uncounted if active_saving_hooks() else nullcontext(), self.set_aside():
             planned = self.replan(self.model, dict(bound), starts)
         # An entry whose model was changed since finds its objects again when it is next looked at.
         self.cache = [replace(e, matched=None) for e in self.cache if not (e is other and e.outdated)]

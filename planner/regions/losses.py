@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-LOSS = "torch.nn.functional.cross_entropy"  # its path among regions
+LOSS = "cross_entropy()"  # its path among regions
 LARGE_BYTES = 1 << 20
 _plain = functional.cross_entropy
 

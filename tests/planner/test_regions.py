@@ -1,0 +1,287 @@
+"""Regions: submodules planned under one budget, the code between them in eager and measured."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from passes.memory import measure_peak
+from planner import Plan, RegionError, auto_checkpoint
+from planner.regions.glue import GlueOp, _Event, _ops
+from planner.regions.hollow import Edge
+from planner.session import open_session
+from tests.planner.steps import Block, SmallGPT, assert_same_gradients, assert_same_state
+
+SHARES = (1.0, 0.6, 0.1)
+
+
+def planned_at(model: nn.Module, sample: Any, share: float, **options: Any) -> Plan:
+    """A plan at that share of the way from the minimum to the plain peak."""
+    options = {"solver": "greedy", "time_limit": 3, "progress": False, "check": False, **options}
+    session = open_session(model, sample, **options)
+    low, high = session.minimum().minimum_bytes, session.plain_peak_bytes
+    return session.plan(low + int((high - low) * share))
+
+
+def assert_equal_and_exact(
+    plan: Plan, plain: nn.Module, run: Callable[[nn.Module], Any], *, above: int | None = None
+) -> None:
+    """One step of both from equal state: the same bits, and the predicted peak to the byte."""
+    model = plan.module._plan_state.model
+    kept: list[Any] = []
+
+    def seeded(module: nn.Module) -> Any:
+        torch.manual_seed(7)
+        return run(module)
+
+    wanted = seeded(plain)
+    measured = measure_peak(lambda: kept.append(seeded(plan.module)))
+    for got, expected in zip(kept, [wanted], strict=True):
+        assert torch.equal(got, expected)
+    assert_same_gradients(model, plain)
+    assert_same_state(model, plain)
+    static = plan.static_bytes if above is None else above
+    assert static + measured == plan.peak_bytes
+    assert plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def loss_inside(x: torch.Tensor) -> Callable[[nn.Module], torch.Tensor]:
+    def run(module: nn.Module) -> torch.Tensor:
+        loss: torch.Tensor = module(x)
+        loss.backward()
+        return loss
+
+    return run
+
+
+def small_gpt(layers: int = 3, vocabulary: int = 64) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return SmallGPT(layers=layers, vocabulary=vocabulary), torch.randint(0, 64, (2, 16))
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_blocks_under_one_budget(share: float) -> None:
+    model, x = small_gpt()
+    plan = planned_at(model, x, share, regions="blocks.*")
+    assert [run.path for run in plan.runs] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert bool(plan.recomputed) is (share < 1)
+    plain = copy.deepcopy(model)
+    for _ in range(2):  # the second step finds gradients gone, and everything else as it was
+        model.zero_grad()
+        plain.zero_grad()
+        assert_equal_and_exact(plan, plain, loss_inside(x))
+
+
+def test_equal_regions_are_captured_once() -> None:
+    model, x = small_gpt()
+    regions = open_session(model, x, regions="blocks.*", progress=False).prepared.regions
+    assert regions is not None
+    assert len(regions.prepared) == 3
+    assert len({id(own) for own in regions.prepared}) == 1
+
+
+def test_the_loss_outside() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block(32, 2, 0.1) for _ in range(3))), torch.randn(2, 16, 32)
+    plan = planned_at(model, x, 0.4, regions=["?"])
+
+    def run(module: nn.Module) -> torch.Tensor:
+        output: torch.Tensor = module(x)
+        output.backward(torch.ones_like(output))
+        return output
+
+    assert_equal_and_exact(plan, copy.deepcopy(model), run)
+
+
+def test_a_loss_function() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block(32, 2, 0.1) for _ in range(3))), torch.randn(2, 16, 32)
+    plan = planned_at(model, {"input": x}, 0.4, regions=["?"], loss_fn=lambda y: y.square().mean())
+    torch.manual_seed(7)
+    wanted = copy.deepcopy(model)
+    loss = wanted(x).square().mean()
+    loss.backward()
+    torch.manual_seed(7)
+    got = plan.module(x)
+    got.backward()
+    assert torch.equal(got, loss)
+    assert_same_gradients(model, wanted)
+
+
+class Stack(nn.Module):
+    """Blocks with something between them that stops a trace of the whole."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.inner = nn.Embedding(50, 32)
+        self.layers = nn.ModuleList(Block(32, 2, 0.1) for _ in range(4))
+        self.head, self.between = nn.Linear(32, 50), between
+        self.seen: list[float] = []
+        if between == "a hook":
+            self.layers[1].register_forward_hook(lambda m, a, out: self.seen.append(float(out.detach().mean())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inner(x)
+        lengths = x.sum(1).tolist() if self.between == "a list" else [1]
+        for layer in self.layers:
+            if self.between == "layer drop" and torch.rand([]) < 0.3:
+                continue
+            h = layer(h)
+        if self.between == "isfinite" and not torch.isfinite(h).all():
+            h = torch.nan_to_num(h)
+        if self.between == "twice":
+            h = self.layers[0](h) * float(h.detach().sum().isfinite())
+        return F.cross_entropy(self.head(h).flatten(0, 1), x.flatten()) * (1 if lengths[0] >= 0 else 2)
+
+
+@pytest.mark.parametrize("between", ["a list", "isfinite", "a hook", "twice"])
+def test_auto_goes_around_what_cannot_be_traced(between: str) -> None:
+    torch.manual_seed(0)
+    model, x = Stack(between), torch.randint(0, 50, (2, 16))
+    plan = planned_at(model, x, 0.3)
+    assert [run.path for run in plan.runs] == [f"layers.{i}" for i in range(4)] + ["layers.0"] * (between == "twice")
+    assert [run.number for run in plan.runs][-1] == (between == "twice")
+    assert any("cannot be planned as a whole" in note for note in plan.notes)
+    model.seen.clear()
+    assert_equal_and_exact(plan, copy.deepcopy(model), loss_inside(x))
+    assert len(model.seen) == 2 * (between == "a hook")  # once in each of the two steps: a copy has the same hook
+
+
+def test_layer_drop_takes_its_course() -> None:
+    torch.manual_seed(0)
+    model, x = Stack("layer drop"), torch.randint(0, 50, (2, 16))
+    plan, plain = planned_at(model, x, 0.3), copy.deepcopy(model)
+    for seed in range(4):
+        for module in (model, plain):
+            module.zero_grad()
+        torch.manual_seed(seed)
+        wanted = loss_inside(x)(plain)
+        torch.manual_seed(seed)
+        assert torch.equal(loss_inside(x)(plan.module), wanted)
+        assert_same_gradients(model, plain)
+
+
+def test_auto_takes_the_whole_where_it_can() -> None:
+    model, x = small_gpt()
+    plan = auto_checkpoint(model, x, progress=False, check=False)
+    assert plan.runs == ()
+    assert [(row.path, row.eager) for row in plan.regions] == [("", "")]
+
+
+def test_what_stays_eager_is_told() -> None:
+    torch.manual_seed(0)
+    plan = planned_at(Stack("a list"), torch.randint(0, 50, (2, 16)), 0.3)
+    rows = {row.path: row for row in plan.regions}
+    assert "tolist" in rows[""].eager
+    assert sum(row.at_peak_bytes for row in plan.regions) + plan.static_bytes == plan.peak_bytes
+    assert sum(row.overhead for row in plan.regions) == pytest.approx(plan.overhead)
+
+
+def test_accumulated_gradients() -> None:
+    model, x = small_gpt()
+    plan = planned_at(model, x, 0.5, regions="blocks.*", gradients="accumulated")
+    plain = copy.deepcopy(model)
+    for module in (model, plain):
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    assert_equal_and_exact(plan, plain, loss_inside(x))
+
+
+def test_a_large_cross_entropy_is_a_region() -> None:
+    before = F.cross_entropy
+    model, x = small_gpt(vocabulary=10_000)
+    plan = planned_at(model, x, 0.5, regions="blocks.*")
+    assert [run.path for run in plan.runs] == ["blocks.0", "blocks.1", "blocks.2", "cross_entropy()"]
+    assert_equal_and_exact(plan, copy.deepcopy(model), loss_inside(x))
+    assert F.cross_entropy is before
+
+
+def test_another_batch_and_eval() -> None:
+    model, x = small_gpt()
+    plan, plain = planned_at(model, x, 0.5, regions="blocks.*"), copy.deepcopy(model)
+    other = torch.cat([x, x])
+    torch.manual_seed(7)
+    with pytest.warns(UserWarning, match="planning anew"):
+        loss_inside(other)(plan.module)
+    torch.manual_seed(7)
+    loss_inside(other)(plain)
+    assert_same_gradients(model, plain)
+    plan.module.eval()
+    plain.eval()
+    assert torch.equal(plan.module(x), plain(x))
+
+
+def test_applied_to_the_model_itself() -> None:
+    model, x = small_gpt()
+    plan, plain = planned_at(model, x, 0.3, regions="blocks.*"), copy.deepcopy(model)
+    keys = list(model.state_dict())
+    plan.apply(model)
+    torch.manual_seed(7)
+    wanted = loss_inside(x)(plain)
+    torch.manual_seed(7)
+    assert torch.equal(loss_inside(x)(model), wanted)
+    assert_same_gradients(model, plain)
+    assert list(model.state_dict()) == keys
+    assert plan.remove() is model
+
+
+def test_the_check_runs_over_regions() -> None:
+    model, x = small_gpt(layers=2)
+    plan = planned_at(model, x, 0.3, regions="blocks.*", check=True)
+    assert plan.checked.steps == 2
+
+
+def test_patterns_that_name_nothing() -> None:
+    model, x = small_gpt()
+    with pytest.raises(RegionError, match=r"'block\.\*' matches no submodule"):
+        auto_checkpoint(model, x, regions="block.*", progress=False)
+
+
+# Glue -----------------------------------------------------------------------------------------------------------------
+
+
+def naive(events: Sequence[_Event]) -> tuple[int, int]:
+    """Highest point and end of a stretch, storages that cross edges being held until glue drops them."""
+    level = peak = 0
+    for event in events:
+        level += event.size
+        peak = max(peak, level)
+    return peak, level
+
+
+def told(ops: Sequence[GlueOp], sizes: dict[Edge, int]) -> tuple[int, int]:
+    """The same of the ops that stand for it, by the rules of a Problem: outputs and workspace beside all inputs."""
+    level = peak = 0
+    for op in ops:
+        assert op.workspace >= 0
+        made = sum(sizes[e] for e in op.made) + op.kept_bytes
+        peak = max(peak, level + made + op.workspace)
+        level += made - op.released_bytes - sum(sizes[e] for e in op.dropped)
+    return peak, level
+
+
+def test_glue_ops_are_exact() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        edges = [Edge(64 * rng.randint(1, 9)) for _ in range(3)]
+        sizes = {e: e.size for e in edges}
+        held, born, events = list(edges[:2]), edges[2:], []
+        for _ in range(rng.randint(1, 14)):
+            kind = rng.random()
+            if kind < 0.1 and held:
+                edge = held.pop()
+                events.append(_Event(-edge.size, edge))
+            elif kind < 0.2 and born:
+                edge = born.pop()
+                events.append(_Event(edge.size, edge))
+            else:
+                events.append(_Event(64 * rng.randint(-6, 6)))
+        assert told(_ops(events, 64), sizes) == naive(events)

@@ -13,8 +13,6 @@ from torch.nn import functional as F
 from passes.errors import Unsupported
 from passes.memory import measure_peak
 from planner import auto_checkpoint
-from planner.regions.glue import _birth, _Event
-from planner.regions.hollow import Edge
 from tests.zoo.compare import differences, forward_backward, run_step
 
 
@@ -150,8 +148,32 @@ def test_a_returned_view_may_be_changed_in_place() -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_of_equal_sizes_the_one_that_nothing_freed_crosses() -> None:
-    edge, wanted = Edge(64), _Event(64)
-    edge.born = 2
-    stretches = [[wanted], [_Event(64), _Event(32), _Event(-64)], [_Event(-32)]]
-    assert _birth(edge, stretches) is wanted
+def test_what_a_region_makes_and_frees_is_not_taken_for_what_crosses_its_edge() -> None:
+    """Of the same size as the memory that was made before, and reaches the next region."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x.sin().cos()).mean(-1)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = Wide(), Wide()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = x * 2
+            first = self.one(x)
+            assert bool(first.isfinite().all())
+            return (first + self.two(hidden)).sum()
+
+    model, sample = Net(), torch.randn(64, 16, requires_grad=True)
+    plan = auto_checkpoint(model, sample, progress=False, time_limit=1, check=False)
+    model.zero_grad()
+    kept: list[Any] = []
+    peak = measure_peak(lambda: kept.append(forward_backward(plan.module, sample)))
+    assert plan.runs
+    assert peak == plan.peak_bytes - plan.static_bytes

@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 
 from passes.alias import device_of
-from passes.errors import CaptureError, Unsupported
+from passes.errors import CaptureError, NoBackward, Unsupported
+from passes.exclusive import exclusive
 from passes.lower import stateful_primals
 from passes.ops import is_random
-from passes.rewrite import Rewritten, rewrite
+from passes.rewrite import Rewritten, reads, rewrite
 from passes.run.step import Step
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
@@ -63,7 +64,7 @@ def prepare_step(
             **by_regions,
         )  # fmt: skip
     except (CaptureError, Unsupported) as error:
-        if options.regions == WHOLE:
+        if options.regions == WHOLE or isinstance(error, NoBackward):
             raise
         return prepare_regions(model, arguments, options, progress, **by_regions, why=error)
 
@@ -79,6 +80,7 @@ def decide(prepared: Prepared, budget_bytes: int | None, progress: Progress) -> 
     return emit(prepared, found, budget_bytes, progress)
 
 
+@exclusive()
 def emit(prepared: Prepared, solution: Solution, budget_bytes: int | None, progress: Progress) -> Decided:
     """Rewrite a solution into code, and prove it."""
     if prepared.regions is not None:
@@ -87,7 +89,7 @@ def emit(prepared: Prepared, solution: Solution, budget_bytes: int | None, progr
         rewritten = rewrite(prepared.traced, prepared.aliases, prepared.lowered, solution.schedule)
     with progress.stage("verify"):
         verify(prepared.traced, rewritten)
-    step = _bind_step(prepared, rewritten)
+    step = bind_step(prepared, rewritten)
     return Decided(prepared, solution, (rewritten, step), budget_bytes, dict(progress.seconds))
 
 
@@ -99,10 +101,11 @@ def _emit_regions(
     runs = []
     problems = [own.problem for own in regions.prepared]
     schedules = cut(regions.composed, found.schedule, problems)
-    for (path, number), key, own, part in zip(regions.paths, regions.keys, schedules, regions.prepared, strict=True):
+    looks = zip(regions.paths, regions.keys, regions.states, strict=True)
+    for ((path, number), key, state), own, part in zip(looks, schedules, regions.prepared, strict=True):
         if (id(part), own) not in known:
             known[id(part), own] = emit(part, solution(part.problem, own, found.solver), None, progress)
-        runs.append(PlannedRun(path, number, key, known[id(part), own]))
+        runs.append(PlannedRun(path, number, key, state, known[id(part), own]))
     return Decided(prepared, found, None, budget_bytes, dict(progress.seconds), runs=tuple(runs))
 
 
@@ -111,11 +114,13 @@ def emit_schedule(prepared: Prepared, schedule: Schedule, solver: str = "given")
     return emit(prepared, solution(prepared.problem, schedule, solver), None, Progress(False))
 
 
-def _bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
+def bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
     """Bind the halves to what the runtime has to know."""
     traced = prepared.traced
     returned = [leaf for leaf in traced.outputs if leaf.input is None]
     tangents = traced.placeholders[traced.num_primals :]
+    elsewhere = any(leaf.requires_grad and not leaf.differentiated for leaf in returned)
+    without = [i for i, gradient in enumerate(traced.gradients) if gradient is None]
     return Step(
         forward=rewritten.forward,
         backward=rewritten.backward,
@@ -128,6 +133,10 @@ def _bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
         keep_primals=stateful_primals(traced),
         rng_devices=_rng_devices(traced),
         hold_outputs=prepared.options.keep_outputs,
+        leaves=rewritten.leaves,
+        reads=reads(traced, rewritten),
+        autocast=traced.backward_autocast,
+        others=tuple(without) if elsewhere else (),
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from passes.device import empty_cache
+from solvers.errors import PlannerError
 
 from .check.record import Checked
 from .check.run import check_step
@@ -18,6 +19,7 @@ from .decided import Decided
 from .dropin.module import PlannedModule
 from .pipeline import replanner
 from .progress import Progress
+from .ranks.wrapper import inner_module
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,7 +47,7 @@ class Plan(Decided):
         """
         options = decided.prepared.options
         with Progress(options.progress).stage("check"):
-            checked = check_step(model, decided, arguments, options.loss_fn, options.check)
+            checked = check_step(inner_module(model), decided, arguments, options.loss_fn, options.check)
         empty_cache(decided.prepared.device)
         replan = replanner(options, decided.budget_bytes, decided.prepared.layouts)
         module = PlannedModule(model, decided, arguments, replan, options.loss_fn, options.on_new_shape)
@@ -101,9 +103,29 @@ class Plan(Decided):
         """
         from .check.plan import check_plan
 
+        self._refuse_compiled("checked for equal bits")
         found = check_plan(self.module, model, sample)
         object.__setattr__(self, "checked", found)
         return found
+
+    def compile(self, **options: Any) -> Plan:
+        """The same step with both halves compiled by Inductor (its own `options` by name), under the same budget.
+
+        What is recomputed is decided anew for compiled code. One step is measured on blank inputs, and planned lower
+        until it keeps the budget; a note says what was measured. Results equal the uncompiled ones up to rounding, and
+        random ops draw other numbers. Calls of other shapes are planned and compiled anew.
+
+        Raises:
+            BudgetError: no compiled step keeps the budget.
+        """
+        from .integrations.planned import compile_plan
+
+        decided, module = compile_plan(self.module, self.prepared, self.budget_bytes, options)
+        return Plan(**{f.name: getattr(decided, f.name) for f in fields(Decided)}, module=module)
+
+    def _refuse_compiled(self, verb: str) -> None:
+        if self.compiled:
+            raise PlannerError(f"a compiled plan is not {verb}: do that with the plan that compile() was called on.")
 
     # See ----------------------------------------------------------------------------------------------------------
 
@@ -167,6 +189,7 @@ class Plan(Decided):
         """Write the plan as JSON (`planner.files.planfile`): readable, deterministic, atomic."""
         from .files.planfile import save
 
+        self._refuse_compiled("saved")
         return save(self, path)
 
     @classmethod
@@ -189,4 +212,5 @@ class Plan(Decided):
         """Write the planned step as a folder that runs with torch and safetensors alone (`planner.ship.export`)."""
         from .ship.export import export
 
+        self._refuse_compiled("exported")
         return export(self, self.module, path)

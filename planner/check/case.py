@@ -11,6 +11,7 @@ from torch import nn
 
 from passes._torch import swapped_state
 from passes.memory import span
+from passes.run._torch import under_autocast
 from passes.trace.arguments import argument_names, call_signature, run_model, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.structure import constants, flatten, slots, unflatten
@@ -176,7 +177,9 @@ class Case:
         if chosen:
             planned = self.traced.placeholders[self.traced.num_primals :][: len(chosen)]
             strides = [p.meta["val"].stride() for p in planned]
-            torch.autograd.backward(chosen, [tangent(t, s, step) for t, s in zip(chosen, strides, strict=True)])
+            tangents = [tangent(t, s, step) for t, s in zip(chosen, strides, strict=True)]
+            with under_autocast(self.traced.backward_autocast):
+                torch.autograd.backward(chosen, tangents)
         return leaves, template
 
 

@@ -17,23 +17,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import TORCH_FOLDER, active_saving_hooks
-from passes.errors import InputMismatch
+from passes._torch import TORCH_FOLDER, active_saving_hooks, local_part
+from passes.errors import InputMismatch, NoBackward
 from passes.trace.arguments import argument_names, run_model, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.matching import Differs, match
+from passes.trace.refuse import sharded_inside
 from passes.trace.structure import flatten
 from planner.decided import Decided
 from planner.pipeline import Replan
 from solvers.errors import MIB, PlannerError
 
-from .entry import Entry, Fallback, Losses, starts_of
+from .entry import Entry, Fallback, Losses, Plain, starts_of
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
 from .regions import regions_of, running_regions
 
 CACHE_SIZE = 32
 SLOW_REPLANS = 5  # after so many, and each time they have doubled, it is said what they cost
 OPAQUE = 'a planned step runs as it is; torch.compile(model, backend="checkpoint_planner") compiles under a budget'
+REMEDIES = {
+    "fresh": 'plan with gradients="accumulated"', "accumulated": "raise reserve_mb",
+    "consumed": 'free each in a hook (register_post_accumulate_grad_hook), plan with gradients="accumulated"',
+}  # fmt: skip
 
 
 class PlanState:
@@ -48,6 +53,7 @@ class PlanState:
         self.cache: list[Entry] = []
         self.losses = Losses()
         self.unplanned = False
+        self.applied: Any = None  # the `PlannedForward` that is being called
         self.noticed_hooks = self.noticed_gradients = self.still_eval = False
         self.replans, self.replan_seconds, self.next_slow = Counter[str](), 0.0, SLOW_REPLANS
 
@@ -85,7 +91,10 @@ class PlanState:
             trained = any(t.requires_grad for t in (*self.model.parameters(), *tensors))
             if not trained or (entry is None and not self._may_plan(key, tensors)):
                 return plain(bound)
-            entry, state = self._plan(key, bound, entry, starts)
+            try:
+                entry, state = self._plan(key, bound, entry, starts)
+            except NoBackward:  # merged adapters: as in eager, it is `backward` that would fail
+                return plain(bound)
         if entry.planned.runs:
             self._notice_gradients(entry.planned, list(self.model.parameters()))
             entry.regions = entry.regions or regions_of(self.model, entry.planned)
@@ -100,13 +109,14 @@ class PlanState:
 
         One for a backward from `starts` where there is one; else one for another backward, if any holds.
         """
-        for entry in sorted(self.cache, key=lambda e: e.outdated or e.starts != (starts or e.starts)):
-            if entry.key == key:
-                state = entry.holds(self.model, self.loss_fn, inputs)
-                if state is not None:
-                    self.cache.remove(entry)
-                    self.cache.insert(0, entry)
-                    return entry, state
+        with self._own_forward():
+            for entry in sorted(self.cache, key=lambda e: e.outdated or e.starts != (starts or e.starts)):
+                if entry.key == key:
+                    state = entry.holds(self.model, self.loss_fn, inputs)
+                    if state is not None:
+                        self.cache.remove(entry)
+                        self.cache.insert(0, entry)
+                        return entry, state
         return None, []
 
     def _may_plan(self, key: Key, inputs: Sequence[torch.Tensor]) -> bool:
@@ -114,7 +124,8 @@ class PlanState:
         if self.on_new_shape == "error":
             raise mismatch
         self.replans[mismatch.argument] += 1
-        planned = self.on_new_shape == "replan"
+        inside = next(sharded_inside(self.model), None)  # what hooks gather cannot be measured while they run
+        planned = self.on_new_shape == "replan" and inside is None
         said = "planning anew" if planned else "planned step not used"
         warnings.warn(f"{said}: {mismatch}", stacklevel=_user_frame())
         return planned
@@ -137,7 +148,7 @@ class PlanState:
         _check_materialized(planned.prepared.traced, primals)
         self._notice_hooks()
         self._notice_gradients(planned, primals)
-        return planned.run(primals, Fallback(self, entry))
+        return planned.run(primals, Fallback(self, entry, self._plain_as_called()))
 
     def _notice_replans(self, seconds: float) -> None:
         """Say after several replans, and rarely after that, what is slowing training."""
@@ -158,7 +169,7 @@ class PlanState:
         """Say once that there are gradients from before the step which its plan does not count."""
         if self.noticed_gradients or planned.budget_bytes is None:
             return
-        held = [p.grad for p in primals if p.is_leaf and p.grad is not None]
+        held = [local_part(p.grad) for p in primals if p.is_leaf and p.grad is not None]
         if not held:
             return
         options = planned.prepared.options
@@ -167,10 +178,10 @@ class PlanState:
         if extra <= 0:
             return
         self.noticed_gradients = True
-        remedy = 'plan with gradients="accumulated"' if options.gradients == "fresh" else "raise reserve_mb"
         warnings.warn(
-            f"this step holds {extra / MIB:.3f} MiB of gradients that the plan did not count: {remedy} or "
-            f"reserve_mb={math.ceil((options.reserve_bytes + extra) / MIB)}, or call zero_grad() before the forward.",
+            f"this step holds {extra / MIB:.3f} MiB of gradients that the plan did not count: "
+            f"{REMEDIES[options.gradients]} or reserve_mb={math.ceil((options.reserve_bytes + extra) / MIB)}, or call "
+            "zero_grad() before the forward.",
             stacklevel=_user_frame(),
         )
 
@@ -208,7 +219,8 @@ class PlanState:
             if got != expected:
                 return InputMismatch(name, describe_tensor(got), describe_tensor(expected), hint)
         try:
-            state = match(self.first.reads, self.model, self.loss_fn).tensors() or []
+            with self._own_forward():
+                state = match(self.first.reads, self.model, self.loss_fn).tensors() or []
         except Differs as differs:
             return InputMismatch(differs.where, differs.now, differs.then, hint)
         entries = self.first.reads.entries
@@ -216,7 +228,7 @@ class PlanState:
             if got != expected:
                 return InputMismatch(entry.name, describe_tensor(got), describe_tensor(expected), hint)
         if key.autocast != known.autocast:
-            return InputMismatch("(autocast)", describe_autocast(key), describe_autocast(known), hint)
+            return InputMismatch("(autocast)", describe_autocast(key.autocast), describe_autocast(known.autocast), hint)
         for (name, now), (_, then) in zip(key.defaults, known.defaults, strict=True):
             if now != then:
                 return InputMismatch(f"(torch's {name})", str(now), str(then), hint)
@@ -232,17 +244,48 @@ class PlanState:
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Let `model(...)` be the model's own forward in the block, where the plan was applied to it."""
-        own, before = self.model.__dict__, self.unplanned
-        applied = own.pop("forward") if getattr(own.get("forward"), "runs_plan", False) else None
-        if applied is not None and applied.previous is not None:
-            own["forward"] = applied.previous
-        self.unplanned = True
+        before, self.unplanned = self.unplanned, True
+        try:
+            with self._own_forward():
+                yield
+        finally:
+            self.unplanned = before
+
+    def _plain_as_called(self) -> Plain:
+        """`plain` for the backward, when the call is over."""
+        applied = self.applied
+
+        def plain(bound: Mapping[str, Any]) -> Any:
+            with self.through(applied):
+                return self.plain(bound)
+
+        return plain
+
+    @contextmanager
+    def through(self, applied: Any) -> Iterator[None]:
+        """Calls in the block come through `applied`: what was put around it since runs anyway and is not planned."""
+        before, self.applied = self.applied, applied
         try:
             yield
         finally:
-            self.unplanned = before
-            if applied is not None:
-                own["forward"] = applied
+            self.applied = before
+
+    @contextmanager
+    def _own_forward(self) -> Iterator[None]:
+        """Undo `plan.apply` in the block."""
+        own = self.model.__dict__
+        current = own.get("forward")
+        applied = self.applied or (current if getattr(current, "runs_plan", False) else None)
+        if applied is None:
+            yield
+            return
+        own.pop("forward")
+        if applied.previous is not None:
+            own["forward"] = applied.previous
+        try:
+            yield
+        finally:
+            own["forward"] = current
 
 
 def _check_materialized(traced: Traced, primals: Sequence[torch.Tensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
@@ -12,16 +12,21 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from passes._torch import swapped_state
+from passes._torch import as_distributed, is_distributed, swapped_state
+from passes.run._torch import active_autocast, under_autocast
 from passes.run.random import set_rng_state
+from passes.trace.arguments import state_tensors
 from passes.trace.capture import Traced
-from passes.trace.layouts import gradient_key
+from passes.trace.layouts import BACKWARD_AUTOCAST, gradient_key
 from passes.trace.matching import Differs, match
 from passes.trace.reads import Matched, Reads
 from passes.trace.structure import flatten, unflatten
 from planner.decided import Decided
 
-from .plan_key import Key, state_key
+from .plan_key import Key, describe_autocast, state_key
+
+Plain = Callable[[Mapping[str, Any]], Any]
+_OTHER_STRIDES = " with a gradient in other strides"
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter})
 _DECIDES = attrgetter("shape", "dtype", "device", "requires_grad")
@@ -52,8 +57,10 @@ class Entry:
         if self.planned.runs:
             return []  # each region looks for itself
         tensors = self._state(model, loss_fn)
-        if tensors is None or not _PLAIN.issuperset(map(type, tensors)):
+        if tensors is None or not all(type(t) in _PLAIN or is_distributed(t) for t in tensors):
             return None
+        if self.planned.runs and any(map(is_distributed, tensors)):
+            return tensors  # each region looks at what is gathered for it
         if list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state:
             return None
         guard = self.planned.prepared.traced.guard
@@ -125,14 +132,15 @@ class Plans(Protocol):
 
 
 class Fallback:
-    """Backward from other outputs than planned for, or with gradients laid out in another way.
+    """Backward from other outputs than planned for, under another autocast, or with gradients in other layouts.
 
     The plain model replays the forward; later calls are replanned.
     """
 
-    def __init__(self, state: Plans, entry: Entry) -> None:
+    def __init__(self, state: Plans, entry: Entry, plain: Plain | None = None) -> None:
         prepared = entry.planned.prepared
         self.state, self.traced, self.layouts = state, prepared.traced, prepared.layouts
+        self.plain, self.autocast = plain or state.plain, entry.key.autocast
         self.started = state.losses.called(entry.starts)
 
     def __call__(
@@ -146,26 +154,29 @@ class Fallback:
         if not paths:
             return [None] * len(primals)
         expected = paths == starts_of(self.traced)
-        learned = self._learn({wanted[i].path: g for i, g in gradients.items()})
+        autocast = active_autocast() != self.traced.backward_autocast
+        learned = self._learn({wanted[i].path: g for i, g in gradients.items()}, autocast)
         new = learned or not expected
+        how = f" under {describe_autocast(active_autocast())}" if autocast else _OTHER_STRIDES if expected else ""
         warnings.warn(
-            f"backward started from {', '.join(p or 'the output' for p in paths)}"
-            f"{' with a gradient in other strides' if expected else ''}, which the plan did not expect: this step "
-            "replays the plain forward (correct, but not under the budget); "
-            f"{'later calls are planned for it' if new else 'so will others, as a plan is for one set of strides'}.",
+            f"backward started from {', '.join(p or 'the output' for p in paths)}{how}, which the plan did not expect: "
+            "this step replays the plain forward (correct, but not under the budget); "
+            f"{'later calls are planned for it' if new else 'so will others, as a plan is for one kind of start'}.",
             stacklevel=2,
         )
         result = self._replay(primals, generators, gradients)
         if learned:
             for entry in self.state.cache:
-                entry.outdated = entry.outdated or entry.starts == paths
+                entry.outdated = entry.outdated or autocast or entry.starts == paths
         self.started.paths = paths
         self.state.losses.expected = self.started
         return result
 
-    def _learn(self, gradients: Mapping[str, torch.Tensor]) -> bool:
-        """Plan for gradients in these strides from now on; not where others were learned before."""
-        keys = {gradient_key(path, g): tuple(g.stride()) for path, g in gradients.items()}
+    def _learn(self, gradients: Mapping[str, torch.Tensor], autocast: bool) -> bool:
+        """Plan for gradients in these strides, under this autocast, from now on; not where others were learned."""
+        keys: dict[Any, Any] = {gradient_key(path, g): tuple(g.stride()) for path, g in gradients.items()}
+        if autocast:
+            keys = {BACKWARD_AUTOCAST: active_autocast()}
         if any(key in self.layouts for key in keys):
             return False
         self.layouts.update(keys)
@@ -182,12 +193,14 @@ class Fallback:
         count = len(traced.state)
         for i in traced.mutated:
             leaves[i] = leaves[i].clone()
-        named = {e.name: t for e, t in zip(traced.state, leaves, strict=False)}
+        given = state_tensors(state.model, traced.state)
+        named = {e.name: as_distributed(t, g) for e, t, g in zip(traced.state, leaves, given, strict=False)}
         devices = [d for d in generators if d != "cpu"]
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), swapped_state(state.model, named):
             for device, generator in generators.items():
                 set_rng_state(generator.get_state(), device)
-            outputs, _ = flatten(state.plain(unflatten(traced.input_template, leaves[count:])))
+            with under_autocast(self.autocast):
+                outputs, _ = flatten(self.plain(unflatten(traced.input_template, leaves[count:])))
         indices = [leaf.index for leaf in traced.outputs]
         started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]
         inputs = [t for t in leaves if t.requires_grad]

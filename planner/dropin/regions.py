@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.trace.arguments import bind_call, call_bound, call_signature, state_tensors
+from passes.trace.arguments import bind_call, call_bound, call_signature
 from passes.trace.structure import flatten
 from planner.decided import Decided, PlannedRun
 from planner.regions.losses import LOSS, looking_at_losses, region_module
 
 from .entry import Entry, Fallback, Losses, starts_of
-from .plan_key import call_key, state_key
+from .plan_key import call_key
 
 
 class RegionForward:
@@ -33,9 +33,7 @@ class RegionForward:
         self.cache = [self._entry(run) for run in runs]
 
     def _entry(self, run: PlannedRun) -> Entry:
-        traced = run.planned.prepared.traced
-        state = [state_key(t) for t in state_tensors(self.model, traced.state)]
-        return Entry(run.key, state, run.planned, starts_of(traced))
+        return Entry(run.key, list(run.state), run.planned, starts_of(run.planned.prepared.traced))
 
     @property
     def original(self) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from passes.trace.arguments import state_tensors
 from passes.trace.capture import EVERY_OUTPUT, Traced, capture
 from passes.trace.layouts import Layouts, gradient_key, learned
 from passes.trace.matching import Differs, match
+from passes.trace.refuse import refuse_sharded
 from planner.dropin.plan_key import Key, call_key, state_key
 from planner.progress import Progress
 
@@ -146,6 +147,7 @@ class Parts:
         return part, True
 
     def _capture(self, module: nn.Module, bound: Mapping[str, Any], key: Key, asked: Asked) -> Part:
+        refuse_sharded(module)
         layouts = {**self.layouts, **dict(asked.strides)}
         with self.progress.stage("capture"):
             starts = EVERY_OUTPUT if asked.starts is None else asked.starts

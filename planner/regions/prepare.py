@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes._torch import local_part
 from passes.alias import alias
 from passes.errors import CaptureError, Unsupported
 from passes.lower import UPDATE
@@ -19,6 +20,7 @@ from passes.trace.arguments import state_entries, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
 from passes.trace.reads import Known, Reads
+from passes.trace.refuse import is_sharded
 from passes.trace.structure import Constant, flatten, slots
 from planner.errors import RegionError
 from planner.hints import resolve
@@ -73,7 +75,8 @@ class _Found:
     def regions(self, composed: Composed, prepared: Sequence[Prepared]) -> Regions:
         runs = self.hollow.runs
         paths, keys = tuple((r.path, r.number) for r in runs), tuple(r.part.key for r in runs)
-        return Regions(composed, paths, keys, tuple(prepared), self.eager, self.spare)
+        states = tuple(tuple(r.part.state) for r in runs)
+        return Regions(composed, paths, keys, states, tuple(prepared), self.eager, self.spare)
 
 
 def prepare_regions(
@@ -98,7 +101,7 @@ def prepare_regions(
     hollow = _settled_run(sample, chosen, parts, options)
     if not hollow.runs:
         raise why or RegionError(f"no region can be planned: {_first(parts.refused)}")
-    counting = Counting(options.cost_function)
+    counting = Counting(options.cost_function(device))
     sample.run(chosen.chosen, parts, counting)
     found = _Found(model, arguments, options, device, chosen, parts, hollow, round(counting.total), why)
     return _prepared(found, required_hints)
@@ -164,7 +167,7 @@ def _flat(found: _Found) -> tuple[Traced, FlatGraph]:
     inputs, template = flatten(dict(found.arguments))
     outputs = found.hollow.outputs
     flat = FlatGraph(
-        entries, state_tensors(found.model, entries), inputs, [t for leaf, t in outputs if leaf.differentiated]
+        entries, [local_part(t) for t in state_tensors(found.model, entries)], inputs, [t for leaf, t in outputs if leaf.differentiated]
     )
     for run, suffix in zip(found.hollow.runs, found.suffixes, strict=True):
         flat.add(run.part, run.path, suffix)
@@ -180,17 +183,19 @@ def _flat(found: _Found) -> tuple[Traced, FlatGraph]:
 def _resident_bytes(found: _Found) -> int:
     """Parameters, buffers and inputs, and what is set aside."""
     inputs, _ = flatten(dict(found.arguments))
-    storages = [t.untyped_storage() for t in (*state_tensors(found.model, state_entries(found.model)), *inputs)]
+    tensors = (*map(local_part, state_tensors(found.model, state_entries(found.model))), *inputs)
+    storages = [t.untyped_storage() for t in tensors]
     sizes = {s.data_ptr(): round_up(s.nbytes(), granule(found.device)) for s in storages}
     return sum(sizes.values()) + found.options.set_aside_bytes
 
 
 def _accumulated_bytes(found: _Found) -> int:
     """Gradients from before the step."""
-    if found.options.gradients != "accumulated":
-        return 0
+    gathered = found.hollow.accumulated_bytes
+    if found.options.gradients != "accumulated" or any(map(is_sharded, found.model.modules())):
+        return gathered
     trained = [p for p in found.model.parameters() if p.requires_grad]
-    return sum(round_up(p.numel() * p.element_size(), granule(found.device)) for p in trained)
+    return gathered + sum(round_up(p.numel() * p.element_size(), granule(found.device)) for p in trained)
 
 
 def _run_once(problem: Problem, once: Collection[int]) -> Problem:

@@ -129,7 +129,7 @@ def _why_saved(plan: Decided, i: int, row: OpRow) -> str:
     readers = [j for t in problem.ops[i].outputs for j in problem.readers[t] if j >= problem.num_forward]
     reader = f", read by {place(plan, problem.ops[readers[0]].name)}" if readers else ", read by recomputes"
     node = lowered.nodes[i]
-    reason = None if node is None else must_run_once(node, plan.prepared.device)
+    reason = None if node is None else must_run_once(node, plan.prepared.options.target(plan.prepared.device))
     if not problem.ops[i].recomputable:
         hint = _hint(plan, i)
         returned = "a region's result is computed once" if plan.prepared.regions else ""

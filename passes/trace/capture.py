@@ -46,6 +46,7 @@ from .arguments import (
     state_entries,
     state_tensors,
 )
+from .contexts import private_contexts
 from .failure import capture_error
 from .hidden import refuse_hidden
 from .isolate import isolated
@@ -181,7 +182,8 @@ def capture(
     given = [*state_tensors(model, entries), *input_tensors]
     tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, given, layouts or {})
     tensors = [local_part(t) for t in given]
-    with exclusive(), isolated(model, loss_fn, constants(input_template)) as tracer.before, without_sources():
+    alone = isolated(model, loss_fn, constants(input_template))
+    with exclusive(), alone as tracer.before, private_contexts(), without_sources():
         fake = _fake_inputs(tensors, layouts)
         try:
             joint = _export(tracer, fake)

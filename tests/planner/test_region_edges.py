@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -101,7 +102,35 @@ class UsesCache(nn.Module):
         return x.sum() + cache.keys.sin().sum()
 
 
-@pytest.mark.parametrize("kind", [ChangesInPlace, ManyReaders, UsesCache])
+COLLECTED: ContextVar[dict[str, list[torch.Tensor]] | None] = ContextVar("collected", default=None)
+
+
+class Routed(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.first(x)
+        if (collected := COLLECTED.get()) is not None:
+            collected["inner"].append(inner)
+        return self.second(F.gelu(inner))
+
+
+class Collects(nn.Module):
+    """Takes what its layers leave in a context variable, as transformers takes router logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.ModuleList(Routed() for _ in range(2)), Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        collected: dict[str, list[torch.Tensor]] = {"inner": []}
+        token = COLLECTED.set(collected)
+        for layer in self.layers:
+            x = layer(x)
+            assert bool(x.isfinite().all())
+        COLLECTED.reset(token)
+        return self.last(x).sum() + sum(inner.sin().sum() for inner in collected["inner"])
+
+
+@pytest.mark.parametrize("kind", [ChangesInPlace, ManyReaders, UsesCache, Collects])
 def test_bits_and_bytes_are_those_of_the_plain_step(kind: Any) -> None:
     torch.manual_seed(0)
     model, sample = kind(), torch.randn(4, 32, 16)

@@ -72,6 +72,7 @@ class ManyReaders(nn.Module):
 class Cache:
     def __init__(self) -> None:
         self.keys: torch.Tensor | None = None
+        self.notes: list[torch.Tensor] = []
 
 
 class Remembering(nn.Module):
@@ -82,6 +83,7 @@ class Remembering(nn.Module):
     def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
         keys = self.inner(x)
         cache.keys = keys if cache.keys is None else torch.cat([cache.keys, keys])
+        cache.notes.append(keys)
         return self.part(cache.keys)
 
 
@@ -99,7 +101,7 @@ class UsesCache(nn.Module):
             if bool(x.sum() > 1e9):
                 x = x / 2
         assert cache.keys is not None
-        return x.sum() + cache.keys.sin().sum()
+        return x.sum() + cache.keys.sin().sum() + cache.notes[-1].sum()
 
 
 COLLECTED: ContextVar[dict[str, list[torch.Tensor]] | None] = ContextVar("collected", default=None)
@@ -162,6 +164,7 @@ def test_an_argument_that_forward_changes_is_refused_and_put_back(filled: bool) 
     with pytest.raises(Unsupported, match="argument changed in forward"):
         auto_checkpoint(Remembering(), (torch.randn(4, 16), cache), progress=False, regions="whole")
     assert cache.keys is held
+    assert cache.notes == []
 
 
 def test_a_returned_view_may_be_changed_in_place() -> None:

@@ -182,7 +182,7 @@ class _Lowering:
         groups = () if self.region else leaves(self.traced, self.aliases, problem, tuple(self.nodes), tensors)
         left = self._add_leaves(problem, groups)
         if self.region:
-            self._add_op(Op(RETURN_GRADIENTS, (*kept, *outputs, *tangent_tensors), (), 0, 0, False), None)
+            self._add_op(Op(RETURN_GRADIENTS, (*kept, *outputs), (), 0, 0, False), None)
             pinned = {}
         else:
             pinned.update(dict.fromkeys(t for fate in self.fates.values() for t in fate.copy))

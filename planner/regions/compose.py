@@ -64,7 +64,7 @@ class _Composition:
         self.num_forward = 0
 
     def build(self, static_bytes: int, glue_cost: int) -> Composed:
-        glue = glue_ops(self.hollow, self.granule)
+        glue, self.dropped = glue_ops(self.hollow, self.granule)
         for ops, mark in zip(glue, self.hollow.marks, strict=False):
             for op in ops:
                 self._add_glue(op)
@@ -129,7 +129,6 @@ class _Composition:
         index, name = len(self.ops), f"glue_{len(self.ops)}"
         read = [t for edge in op.dropped if (t := self._of_edge(edge)) is not None]
         read += self._released(op.released_bytes)
-        self.dropped.update(op.dropped)
         made: list[int] = []
         for edge in op.made:
             self.edges[edge] = self._tensor(Tensor(f"{name}_{len(made)}", round_up(edge.size, self.granule)))

@@ -70,19 +70,19 @@ class _Event:
 Stretch = list[_Event]
 
 
-def glue_ops(hollow: Hollow, granule: int) -> list[list[GlueOp]]:
-    """For the stretch before each mark, and the one after the last, the ops that stand for it; none within regions."""
-    stretches = _attributed(hollow)
+def glue_ops(hollow: Hollow, granule: int) -> tuple[list[list[GlueOp]], set[Edge]]:
+    """For the stretch before each mark the ops that stand for it (none within regions); and what the step drops."""
+    stretches = _attributed(hollow)[:-1]
     found: list[list[GlueOp]] = []
     late: Stretch = []
     for i, stretch in enumerate(stretches):
         if _is_inside(hollow.marks, i):
-            late = _left_over(stretch, granule)
+            late = _left_over(stretch, granule, hollow.runs[hollow.marks[i - 1].run].gradients)
             found.append([])
         else:
             found.append(_ops([*late, *stretch], granule))
             late = []
-    return found
+    return found, {e.edge for stretch in stretches for e in stretch if e.edge is not None and e.size < 0}
 
 
 def _attributed(hollow: Hollow) -> list[Stretch]:
@@ -99,7 +99,7 @@ def _attributed(hollow: Hollow) -> list[Stretch]:
 
 def _is_inside(marks: Sequence[Mark], i: int) -> bool:
     """Whether stretch `i` lies within a region."""
-    return 0 < i < len(marks) and marks[i - 1].kind.endswith(" in")
+    return i > 0 and marks[i - 1].kind.endswith(" in")
 
 
 def _between(events: Sequence[int], marks: Sequence[Mark]) -> list[Stretch]:
@@ -143,11 +143,16 @@ def _birth(edge: Edge, outside: Sequence[Stretch]) -> _Event | None:
 STATIC = -1
 
 
-def _left_over(stretch: Stretch, granule: int) -> Stretch:
-    """What changes within a region and is not the region's: seen once it is over."""
-    freed = [e for e in stretch if e.edge is not None and e.size < 0]
+def _left_over(stretch: Stretch, granule: int, given: Sequence[Edge | None]) -> Stretch:
+    """What changes within a region and is not the region's: seen once it is over.
+
+    Args:
+        given: what its backward starts from: freed while it runs, that is held by nobody but the region itself.
+    """
+    freed = [e for e in stretch if e.edge is not None and e.size < 0 and e.edge not in given]
+    made = [e for e in stretch if e.edge is not None and e.size > 0 and e.edge.run is None]
     net = sum(_rounded(e.size, granule) for e in stretch if e.edge is None)
-    return [*([_Event(net)] if net else []), *freed]
+    return [*([_Event(net)] if net else []), *made, *freed]
 
 
 def _ops(stretch: Stretch, granule: int) -> list[GlueOp]:

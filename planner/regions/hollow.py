@@ -53,6 +53,7 @@ class Run:
     Attributes:
         inputs, gradients: what holds each input, and each gradient that its backward starts from; None for memory that
             is there before and after the step.
+        given: those gradients, for as long as what is handed over may be one of them.
     """
 
     path: str
@@ -60,6 +61,7 @@ class Run:
     part: Part
     inputs: list[Edge | None]
     gradients: list[Edge | None] = field(default_factory=list)
+    given: list[torch.Tensor] = field(default_factory=list)
     ended: bool = False
 
 
@@ -174,9 +176,13 @@ class HollowForward:
         run = Run(path, number, part, [])
         hollow.runs.append(run)
         state = [local_part(t) for t in state_tensors(self.module, part.traced.state)]
-        results, outputs = _HollowRun.apply(self, run, bound, *state, *tensors), part.traced.outputs
+        primals, outputs = [*state, *tensors], part.traced.outputs
+        run.inputs = [hollow.edge(t) for t in tensors]
+        hollow.mark("forward in", len(hollow.runs) - 1)
+        started = next((p.device for p in primals if p.requires_grad), None)
+        token = _HollowOwner.apply(hollow, run, torch.empty(0, device=started), *primals)
+        results = _HollowResult.apply(self, run, bound, token)
         hollow.mark("forward out", len(hollow.runs) - 1)
-        primals = [*state, *tensors]
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in outputs]
         return unflatten(part.traced.output_template, leaves)
 
@@ -208,15 +214,33 @@ class HollowForward:
             own["forward"] = self
 
 
-class _HollowRun(torch.autograd.Function):
-    """As `passes.run.step`, but that it computes without autograd, keeps nothing and returns zeros."""
+class _HollowOwner(torch.autograd.Function):
+    """As in `passes.run.step`: the node that hands over gradients. What it hands over here is zeros."""
 
     @staticmethod
-    def forward(ctx: Any, of: HollowForward, run: Run, bound: Mapping[str, Any], *primals: torch.Tensor) -> Any:
+    def forward(ctx: Any, hollow: Hollow, run: Run, token: torch.Tensor, *primals: torch.Tensor) -> torch.Tensor:
+        ctx.hollow, ctx.owner, ctx.index = hollow, run, len(hollow.runs) - 1
+        ctx.primals = primals if run.part.returns_primals else None
+        return token.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, token: torch.Tensor) -> Any:
+        hollow, run = ctx.hollow, ctx.owner
+        made: dict[Any, torch.UntypedStorage] = {}
+        with hollow.within():
+            returned = [_stand_in(n, ctx, run.given, made) for n in run.part.gradients]
+        run.given.clear()
+        hollow.mark("backward out", ctx.index)
+        return None, None, None, *returned
+
+
+class _HollowResult(torch.autograd.Function):
+    """As there: the node of the outputs. Here they are computed without autograd, and nothing is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, of: HollowForward, run: Run, bound: Mapping[str, Any], token: torch.Tensor) -> Any:
         hollow, traced = of.hollow, run.part.traced
         index = len(hollow.runs) - 1
-        run.inputs = [hollow.edge(t) for t in primals[len(traced.state) :]]
-        hollow.mark("forward in", index)
         with hollow.within(), torch.no_grad():
             found, _ = flatten(call_bound(of.original, of.__signature__, bound))
         outputs: list[Any] = [None] * traced.num_outputs
@@ -225,9 +249,7 @@ class _HollowRun(torch.autograd.Function):
             for leaf, tensor, storage in zip(traced.outputs, found, run.part.output_storages, strict=True):
                 if storage is not None:
                     outputs[leaf.index] = _moved(tensor, hollow, index, storage, made)
-        del found, bound
-        ctx.hollow, ctx.run, ctx.index = hollow, run, index
-        ctx.primals = primals if run.part.returns_primals else None
+        ctx.hollow, ctx.run, ctx.index, ctx.token = hollow, run, index, token
         returned = [leaf for leaf in traced.outputs if leaf.input is None]
         ctx.mark_non_differentiable(*(outputs[leaf.index] for leaf in returned if not leaf.requires_grad))
         ctx.set_materialize_grads(False)
@@ -241,11 +263,8 @@ class _HollowRun(torch.autograd.Function):
         run.gradients = [hollow.edge(g) for g in given]
         hollow.mark("backward in", ctx.index)
         hollow.again = hollow.parts.learn(run.path, run.number, part, gradients) or hollow.again
-        made: dict[Any, torch.UntypedStorage] = {}
-        with hollow.within():
-            returned = [_stand_in(n, ctx, given, made) for n in part.gradients]
-        hollow.mark("backward out", ctx.index)
-        return None, None, None, *returned
+        run.given = given if part.returns_tangents else []
+        return None, None, None, ctx.token
 
 
 def _moved(tensor: torch.Tensor, hollow: Hollow, run: int, storage: Storage, made: dict[int, Any]) -> torch.Tensor:
@@ -265,7 +284,7 @@ def _stand_in(node: fx.Node | None, ctx: Any, given: list[torch.Tensor], made: d
     """Zeros laid out like a gradient that the region returns, in the memory that the true one has."""
     if node is None:
         return None
-    part: Part = ctx.run.part
+    part: Part = ctx.owner.part
     storage, value = part.aliases.of[node], node.meta["val"]
     assert isinstance(storage, Storage)
     offset = value.storage_offset()
@@ -411,18 +430,18 @@ def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor]) -> bool:
         if node in seen:
             continue
         seen.add(node)
-        regions += [node] if isinstance(getattr(node, "run", None), Run) else []
+        regions += [node] if isinstance(getattr(node, "owner", None), Run) else []
         for edge in node.next_functions:
             latest[edge] = max(latest.get(edge, 0), node._sequence_nr())
         waiting += [following for following, _ in node.next_functions if following is not None]
     new = False
     for node in regions:
-        part, edges = node.run.part, node.next_functions
+        part, edges = node.owner.part, node.next_functions[1:]  # without the token's
         for i in sorted(part.summed):
             if edges[i][0] is not None and latest[edges[i]] > node._sequence_nr():
                 names = [*(e.name for e in part.traced.state), *part.traced.input_names]
                 why = OTHER_SUM.format(name=names[i])
-                new = hollow.parts.refuse(node.run.path, why) or new
+                new = hollow.parts.refuse(node.owner.path, why) or new
     return new
 
 

@@ -85,8 +85,17 @@ class Part:
     @cached_property
     def returns_primals(self) -> bool:
         """Whether a gradient lies in the memory of a primal."""
-        storages = (self.aliases.of[n] for n in self.gradients if n is not None)
-        return any(self.position.get(s, self.traced.num_primals) < self.traced.num_primals for s in storages)
+        return any(position < self.traced.num_primals for position in self._handed_on)
+
+    @cached_property
+    def returns_tangents(self) -> bool:
+        """Whether a gradient lies in the memory of one that the backward starts from."""
+        return any(position >= self.traced.num_primals for position in self._handed_on)
+
+    @cached_property
+    def _handed_on(self) -> list[int]:
+        storages = [self.aliases.of[n] for n in self.gradients if n is not None]
+        return [self.position[s] for s in storages if s in self.position]
 
     def holds(self, module: nn.Module, key: Key, asked: Asked, inputs: Sequence[torch.Tensor]) -> bool:
         """Whether capturing `module` for such a call would give this part again."""

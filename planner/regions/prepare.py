@@ -166,9 +166,8 @@ def _flat(found: _Found) -> tuple[Traced, FlatGraph]:
     entries = state_entries(found.model)
     inputs, template = flatten(dict(found.arguments))
     outputs = found.hollow.outputs
-    flat = FlatGraph(
-        entries, [local_part(t) for t in state_tensors(found.model, entries)], inputs, [t for leaf, t in outputs if leaf.differentiated]
-    )
+    tensors = [local_part(t) for t in state_tensors(found.model, entries)]
+    flat = FlatGraph(entries, tensors, inputs, [t for leaf, t in outputs if leaf.differentiated])
     for run, suffix in zip(found.hollow.runs, found.suffixes, strict=True):
         flat.add(run.part, run.path, suffix)
     module = flat.finish()

@@ -173,7 +173,7 @@ def test_auto_takes_the_whole_where_it_can() -> None:
     model, x = small_gpt()
     plan = auto_checkpoint(model, x, progress=False, check=False)
     assert plan.runs == ()
-    assert [(row.path, row.eager) for row in plan.regions] == [("", "")]
+    assert plan.regions == ()
 
 
 def test_what_stays_eager_is_told() -> None:
@@ -181,8 +181,8 @@ def test_what_stays_eager_is_told() -> None:
     plan = planned_at(Stack("a list"), torch.randint(0, 50, (2, 16)), 0.3)
     rows = {row.path: row for row in plan.regions}
     assert "tolist" in rows[""].eager
-    assert sum(row.at_peak_bytes for row in plan.regions) + plan.static_bytes == plan.peak_bytes
-    assert sum(row.overhead for row in plan.regions) == pytest.approx(plan.overhead)
+    assert sum(row.memory_share for row in plan.regions) == pytest.approx(1)
+    assert sum(row.recompute for row in plan.regions) == pytest.approx(plan.overhead)
 
 
 def test_accumulated_gradients() -> None:
@@ -207,7 +207,7 @@ def test_a_large_cross_entropy_is_a_region() -> None:
 def test_another_batch_and_eval() -> None:
     model, x = small_gpt()
     plan, plain = planned_at(model, x, 0.5, regions="blocks.*"), copy.deepcopy(model)
-    other = torch.cat([x, x])
+    other = x[:1]
     torch.manual_seed(7)
     with pytest.warns(UserWarning, match="planning anew"):
         loss_inside(other)(plan.module)

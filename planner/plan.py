@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,6 +147,13 @@ class Plan(Decided):
 
         return plot_graph(self, module)
 
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """The regions that the step is planned by, and what stays eager with the reason; empty for a whole step."""
+        from .show.regions import region_rows
+
+        return region_rows(self)
+
     def tables(self) -> dict[str, pd.DataFrame]:
         """DataFrames `modules`, `ops` and `peak`."""
         from .show.tables import tables
@@ -163,13 +171,6 @@ class Plan(Decided):
         from .show.tables import table_by_op
 
         return table_by_op(self)
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        """The parts that were planned: what each saves, recomputes and costs; and what stays eager, and why."""
-        from .show.regions import region_rows
-
-        return region_rows(self)
 
     def explain(self, name: str = "") -> str:
         """Why the tensors of a module (or op) are saved or recomputed, and what binds at the peak."""

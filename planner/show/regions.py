@@ -1,8 +1,7 @@
-"""The regions of a plan as rows: what each saves, recomputes and costs, and what stays eager, and why."""
+"""The regions of a plan: what each saves, recomputes and costs, and what stays eager, why, and what it holds."""
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,91 +9,82 @@ from itertools import groupby
 from typing import Any
 
 from planner.decided import Decided
-from planner.prepared import Regions
-from planner.timeline import with_category
 from planner.units import show_bytes
 from solvers.schedule import computes
-from solvers.simulate import simulate
 
-GLUE = "(between regions)"
+from .tables import OpRow, op_rows
+
+BETWEEN = "(the code between)"
 
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a plan.
+    """A region of a plan, or what stays eager.
 
     Attributes:
-        path: the module's path; "" for the whole model, `GLUE` for the code between regions.
-        runs: how often the sample's step calls it.
-        saved_bytes: what it hands from its forward to its backward.
-        at_peak_bytes: what it holds at the step's peak.
-        recomputed: how many of its ops run again.
-        overhead: what that costs, as a share of the plain step.
-        eager: why it is not planned; "" where it is.
+        path: of the module; `BETWEEN` for all that is not within a region.
+        runs: how often the sample's step calls it; 0 for what stays eager.
+        saved_bytes: what it holds from the forward for the backward.
+        dropped_bytes: what the plain step would hold, and this one computes again.
+        recompute: cost of that, as a share of the plain step's.
+        memory_share: of all that is held from the forward for the backward.
+        eager: why it is not planned; "" for a region.
     """
 
     path: str
     runs: int
-    saved_bytes: int = 0
-    at_peak_bytes: int = 0
-    recomputed: int = 0
-    overhead: float = 0.0
+    saved_bytes: int
+    dropped_bytes: int
+    recompute: float
+    memory_share: float
     eager: str = ""
 
     def __str__(self) -> str:
         if self.eager:
-            return f"{self.path or 'the whole model'} stays eager: {self.eager}"
-        runs = f", {self.runs} runs" if self.runs > 1 else ""
-        text = f"{self.path or 'the whole model'}{runs}: {show_bytes(self.saved_bytes)} saved for the backward, "
-        text += f"{show_bytes(self.at_peak_bytes)} held at the peak"
-        return text if self.path == GLUE else f"{text}, recompute costs {self.overhead:.2%} of the step"
+            return f"{self.path} stays eager: {self.eager}" if self.path else f"not planned as a whole: {self.eager}"
+        runs = "" if self.runs == 1 else f", {self.runs} runs"
+        return (
+            f"{self.path}{runs}: {show_bytes(self.saved_bytes)} saved ({self.memory_share:.1%} of all), "
+            f"{show_bytes(self.dropped_bytes)} recomputed at {self.recompute:.2%} of the step"
+        )
 
 
 def region_rows(plan: Decided) -> tuple[Region, ...]:
-    """A row for each region in the order of its first run, then what is between them, then what stays eager."""
+    """Regions in the order of their first run, the code between them, then what was refused as a region and why.
+
+    Empty for a step that is planned as a whole.
+    """
     regions = plan.prepared.regions
-    owners = [0] * len(plan.problem.ops) if regions is None else _owners(regions)
-    paths = [""] if regions is None else [GLUE, *dict.fromkeys(path for path, _ in regions.paths)]
-    calls = Counter({"": 1} if regions is None else (path for path, _ in regions.paths))
-    found = [_row(plan, path, calls[path], owners, number) for number, path in enumerate(paths)]
-    rest = () if regions is None else (*regions.eager.items(), *((p, NOT_CALLED) for p in regions.spare))
-    return (*found[1:], *found[:1], *(Region(path, 0, eager=why) for path, why in rest))
+    if regions is None:
+        return ()
+    rows = op_rows(plan)
+    groups: dict[str, list[OpRow]] = {path: [] for path, _ in regions.paths}
+    between: list[OpRow] = []
+    for row, place in zip(rows, regions.composed.local, strict=True):
+        (between if place is None else groups[regions.paths[place[0]][0]]).append(row)
+    runs, step = Counter(path for path, _ in regions.paths), plan.problem.step_cost or 1
+    held = sum(row.saved_bytes for row in rows) or 1
+    found = [_row(path, runs[path], own, step, held) for path, own in groups.items()]
+    found.append(_row(BETWEEN, 0, between, step, held))
+    return (*found, *(Region(path, 0, 0, 0, 0.0, 0.0, why) for path, why in regions.eager.items()))
 
 
-NOT_CALLED = "the sample's step does not call it; where another step does, it runs like an equal region"
+def _row(path: str, runs: int, rows: list[OpRow], step: int, held: int) -> Region:
+    saved, dropped = sum(r.saved_bytes for r in rows), sum(r.dropped_bytes for r in rows)
+    return Region(path, runs, saved, dropped, sum(r.again_cost for r in rows) / step, saved / held)
 
 
-def _owners(regions: Regions) -> list[int]:
-    """For each op the number of its region's row; 0 for glue."""
-    paths = list(dict.fromkeys(path for path, _ in regions.paths))
-    return [0 if place is None else 1 + paths.index(regions.paths[place[0]][0]) for place in regions.composed.local]
-
-
-def _row(plan: Decided, path: str, calls: int, owners: list[int], number: int) -> Region:
-    problem, schedule, runs = plan.problem, plan.schedule, Counter(computes(plan.schedule))
-    own = [i for i, owner in enumerate(owners) if owner == number]
-    again = {i: runs[i] - 1 for i in own if runs[i] > 1}
-    peak = simulate(problem, schedule).peak_step
-    held = saved = 0
-    for copy, kind in with_category(problem, schedule):
-        if owners[problem.producer[copy.tensor]] == number:
-            size = problem.tensors[copy.tensor].bytes
-            saved += size if kind == "saved" else 0
-            held += size if copy.made <= peak < copy.until else 0
-    if owners[schedule[peak].index] == number:
-        held += problem.ops[schedule[peak].index].workspace
-    cost = sum(problem.ops[i].cost * times for i, times in again.items())
-    return Region(path, calls, saved, held, len(again), problem.overhead(cost))
-
-
-def lines(plan: Decided, longest: int = 240) -> list[str]:
-    """The rows in sentences, with reasons cut short; none for a step that is planned as a whole."""
-    if plan.prepared.regions is None:
+def lines(plan: Decided, longest: int = 160) -> list[str]:
+    """The same in sentences, of which reasons are cut; empty for a step that is planned as a whole."""
+    rows = region_rows(plan)
+    if not rows:
         return []
-    rows = [row for row in region_rows(plan) if row.path or not row.eager]  # why not as a whole is one of the notes
-    count = sum(row.runs > 0 for row in rows)
-    head = f"Planned by {count} region{'' if count == 1 else 's'} under one budget:"
-    return [head, *(f"- {textwrap.shorten(str(row), longest, placeholder=' ...')}" for row in rows)]
+    planned = [str(r) for r in rows if r.runs]
+    [between] = [r for r in rows if r.path == BETWEEN]
+    head = f"Planned by {len(planned)} region{'' if len(planned) == 1 else 's'} under one budget:"
+    glue = f"the code between them runs in eager and holds {show_bytes(between.saved_bytes)} ({between.memory_share:.1%})"
+    eager = [text if len(text) <= longest else f"{text[: longest - 3]}..." for r in rows if r.eager for text in [str(r)]]
+    return [head, *(f"- {line}" for line in [*planned, glue, *eager])]
 
 
 def bands(plan: Decided, starts: Sequence[float]) -> Iterator[tuple[float, float, str]]:

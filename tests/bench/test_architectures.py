@@ -47,7 +47,7 @@ def test_a_shrunk_configuration_keeps_its_behaviour(kind: str) -> None:
     floats = {k: v for k, v in vars(default).items() if isinstance(v, float)}
     assert floats == {k: getattr(small, k) for k in floats}  # dropout, layer drop, SpecAugment
     for config in (small, getattr(small, "text_config", None)):
-        if getattr(config, "num_attention_heads", None) and getattr(config, "hidden_size", None):
+        if isinstance(getattr(config, "num_attention_heads", None), int) and hasattr(config, "hidden_size"):
             assert config.hidden_size % config.num_attention_heads == 0
         assert (getattr(config, "vocab_size", None) or 0) <= VOCABULARY
 

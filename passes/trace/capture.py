@@ -46,6 +46,7 @@ from .arguments import (
     state_entries,
     state_tensors,
 )
+from .contexts import private_contexts
 from .failure import capture_error
 from .hidden import refuse_hidden
 from .isolate import isolated
@@ -65,7 +66,7 @@ from .reads import Reads
 from .recorder import Recorder
 from .refuse import storage_kind
 from .state import Snapshot
-from .structure import Template, Tree, argument_path, constants, flatten, slots, unflatten
+from .structure import Template, Tree, argument_path, flatten, shared, slots, unflatten
 from .value_guards import Guard, KnownValues
 from .watch import Watch
 
@@ -181,7 +182,8 @@ def capture(
     given = [*state_tensors(model, entries), *input_tensors]
     tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, given, layouts or {})
     tensors = [local_part(t) for t in given]
-    with exclusive(), isolated(model, loss_fn, constants(input_template)) as tracer.before, without_sources():
+    alone = isolated(model, loss_fn, shared(input_template))
+    with exclusive(), alone as tracer.before, private_contexts(), without_sources():
         fake = _fake_inputs(tensors, layouts)
         try:
             joint = _export(tracer, fake)
@@ -312,7 +314,7 @@ class _StepTracer:
         refuse_hidden(flatten(value)[1], "the output")
         steady = frozenset(name for name, count in changes().items() if count == counts[name])
         names = [*(e.name for e in self.entries), *(f"input {i}" for i in range(len(flat) - len(self.entries)))]
-        arguments = constants(self.input_template)
+        arguments = shared(self.input_template)
         rerun = Rerun(
             self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn, arguments)
         )

@@ -160,6 +160,16 @@ def constants(template: Template) -> list[Any]:
             return [value for _, child in attributes for value in constants(child)]
 
 
+def shared(template: Template) -> list[Any]:
+    """What all that is rebuilt has in common: constants, and what objects with tensors hold besides them."""
+    match template:
+        case Tree(_, children):
+            return [value for child in children for value in shared(child)]
+        case Opaque(prototype, attributes):
+            return [prototype, *(value for _, child in attributes for value in shared(child))]
+    return constants(template)
+
+
 def child_names(tree: Tree) -> dict[int, str]:
     """The path of each child of a container, by the child's number; empty if its type names none."""
     # tree_unflatten hands the numbers back under their keys, whatever the container is.

@@ -76,7 +76,7 @@ def glue_ops(hollow: Hollow, granule: int) -> tuple[list[list[GlueOp]], set[Edge
     found: list[list[GlueOp]] = []
     late: Stretch = []
     for i, stretch in enumerate(stretches):
-        if i and hollow.marks[i - 1].kind.endswith(" in"):
+        if _is_inside(hollow.marks, i):
             late = _left_over(stretch, granule, hollow.runs[hollow.marks[i - 1].run].gradients)
             found.append([])
         else:
@@ -91,9 +91,15 @@ def _attributed(hollow: Hollow) -> list[Stretch]:
     for stretch in stretches:
         for event in stretch:
             event.edge = hollow.edges.get(abs(event.size))
+    outside = [[] if _is_inside(hollow.marks, i) else stretch for i, stretch in enumerate(stretches)]
     for edge in hollow.found.values():
-        _attribute(edge, stretches)
+        _attribute(edge, stretches, outside)
     return stretches
+
+
+def _is_inside(marks: Sequence[Mark], i: int) -> bool:
+    """Whether stretch `i` lies within a region."""
+    return i > 0 and marks[i - 1].kind.endswith(" in")
 
 
 def _between(events: Sequence[int], marks: Sequence[Mark]) -> list[Stretch]:
@@ -112,9 +118,9 @@ def _between(events: Sequence[int], marks: Sequence[Mark]) -> list[Stretch]:
     return stretches
 
 
-def _attribute(edge: Edge, stretches: Sequence[Stretch]) -> None:
+def _attribute(edge: Edge, stretches: Sequence[Stretch], outside: Sequence[Stretch]) -> None:
     """Find where a storage that glue makes was allocated, and where freed, by its size."""
-    birth = _birth(edge, stretches)
+    birth = _birth(edge, outside)
     if birth is None:
         edge.run = STATIC  # from before the step
         return
@@ -125,16 +131,13 @@ def _attribute(edge: Edge, stretches: Sequence[Stretch]) -> None:
             death.edge = edge
 
 
-def _birth(edge: Edge, stretches: Sequence[Stretch]) -> _Event | None:
-    """The latest allocation of that size which nothing freed before the edge was seen."""
-    freed = 0
-    for event in (e for stretch in reversed(stretches[: edge.born + 1]) for e in reversed(stretch)):
-        if event.edge is not None or abs(event.size) != edge.size:
-            continue
-        if event.size > 0 and not freed:
-            return event
-        freed += 1 if event.size < 0 else -1
-    return None
+def _birth(edge: Edge, outside: Sequence[Stretch]) -> _Event | None:
+    """The latest allocation of that size before the edge was seen, outside of regions: what is made in one dies there.
+
+    Of several, any will do: every event counts once, so that who made what changes no total.
+    """
+    before = (e for stretch in reversed(outside[: edge.born + 1]) for e in reversed(stretch))
+    return next((e for e in before if e.size == edge.size and e.edge is None), None)
 
 
 STATIC = -1

@@ -66,8 +66,8 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
     """
     if plan.runs:
         raise PlannerError(
-            f"a plan by regions ({len({run.path for run in plan.runs})} here) cannot be exported: between them runs the "
-            "model's own code, which a folder without the model's library does not have. Export a plan made with "
+            "a plan by regions cannot be exported: between its regions the model's own code runs, which a folder "
+            "without the model's library does not have. Export a plan made with "
             'regions="whole", or share the plan itself: plan.save(...), and Plan.load beside the model.'
         )
     spec, tensors, constants = _spec(plan, module)

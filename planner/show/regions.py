@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def _row(path: str, runs: int, rows: list[OpRow], step: int, held: int) -> Regio
     return Region(path, runs, saved, dropped, sum(r.again_cost for r in rows) / step, saved / held)
 
 
-def lines(plan: Decided, longest: int = 160) -> list[str]:
+def lines(plan: Decided, longest: int = 240) -> list[str]:
     """The same in sentences, of which reasons are cut; empty for a step that is planned as a whole."""
     rows = region_rows(plan)
     if not rows:
@@ -82,8 +83,9 @@ def lines(plan: Decided, longest: int = 160) -> list[str]:
     planned = [str(r) for r in rows if r.runs]
     [between] = [r for r in rows if r.path == BETWEEN]
     head = f"Planned by {len(planned)} region{'' if len(planned) == 1 else 's'} under one budget:"
-    glue = f"the code between them runs in eager and holds {show_bytes(between.saved_bytes)} ({between.memory_share:.1%})"
-    eager = [text if len(text) <= longest else f"{text[: longest - 3]}..." for r in rows if r.eager for text in [str(r)]]
+    held = f"{show_bytes(between.saved_bytes)} ({between.memory_share:.1%})"
+    glue = f"the code between them runs in eager and holds {held}"
+    eager = [textwrap.shorten(str(r), longest, placeholder=" ...") for r in rows if r.eager]
     return [head, *(f"- {line}" for line in [*planned, glue, *eager])]
 
 

@@ -1,10 +1,12 @@
 """`python -m tests.bench.architectures [--only NAME ...] [--regions auto]`: other people's architectures, planned.
 
 Small random configurations of transformers' auto classes, of diffusers and of MONAI, with their default behaviours
-(layer drop, SpecAugment, dropout, one plain step before planning). Each that trains plainly is planned at a share of its
-plain step, or at the minimum that the refusal states, and compared with plain eager bit for bit in three steps: loss,
-gradients, buffers, generators; the peak is measured, too. Each runs in a process of its own under limits of time and
-memory. With `--results FILE` what is in the file is not run again. Exits with 1 under `--goal`.
+(layer drop, SpecAugment, dropout, one plain step before planning). Each that trains plainly is planned at a share of
+its plain step, or at the minimum that the refusal states, and compared with plain eager bit for bit in three steps:
+loss, gradients, buffers, generators; the peak is measured, too. Each runs in a process of its own under limits of time
+and memory. With `--results FILE` what is in the file is not run again. Exits with 1 under `--goal`.
+
+transformers asks for scipy to match detections, and MONAI's newer nets for einops; both are optional here.
 """
 
 from __future__ import annotations

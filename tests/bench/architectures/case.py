@@ -7,7 +7,6 @@ import os
 import random
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -107,8 +106,9 @@ def plan_at(model: nn.Module, sample: Any, share: int, options: dict[str, Any]) 
     try:
         return session.plan(static + (session.plain_peak_bytes - static) * share // 100), False
     except BudgetError as error:
-        assert error.minimum_bytes is not None
-        return session.plan(error.minimum_bytes), True
+        minimum = error.minimum_bytes
+    assert minimum is not None
+    return session.plan(minimum), True
 
 
 def measured(plan: Plan, model: nn.Module, sample: Any) -> int:
@@ -126,7 +126,7 @@ def measured(plan: Plan, model: nn.Module, sample: Any) -> int:
     return plan.static_bytes + measure_peak(lambda: kept.append(forward_backward(plan.module, sample)))
 
 
-def compare(plan: Plan, plain: nn.Module, model: nn.Module, sample: Any, found: Record) -> str:
+def compare(plan: Plan, plain: nn.Module, model: nn.Module, sample: Any) -> str:
     """The first step in which the planned model is not the plain one, and in what; "" where all are equal."""
     for i in range(STEPS):
         expected = step(plain, plain, sample, PLANNING_SEED + i)
@@ -165,7 +165,7 @@ def _planned(found: Record, model: nn.Module, sample: Any, share: int, options: 
         )  # fmt: skip
         found.verdict = "minimum" if minimum else "equal"
         before = copy.deepcopy(model.state_dict())
-        if differ := compare(plan, plain, model, sample, found):
+        if differ := compare(plan, plain, model, sample):
             found.verdict, found.detail = "wrong", differ
             return
         model.load_state_dict(before)
@@ -195,5 +195,3 @@ def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     return " < ".join(f"{os.path.basename(f.filename)}:{f.lineno}" for f in reversed(frames[-3:]))
 
-
-Examine = Callable[[Entry], Record]

@@ -35,7 +35,9 @@ TASKS: tuple[tuple[str, str, int], ...] = (
     ("MASKED_LM", "masked", 14),
     ("CAUSAL_LM", "causal", 26),
 )
-SIZES = (Size(), Size(layers=4), Size(image=128), Size(lists=False), Size(width=512), Size(width=128, layers=4, image=224))
+SIZES = (
+    Size(), Size(layers=4), Size(image=128), Size(lists=False), Size(width=512), Size(width=128, layers=4, image=224),
+)  # fmt: skip
 
 # builds candidates: model and sample
 Builds = Callable[[], Iterator[tuple[nn.Module, Any]]]

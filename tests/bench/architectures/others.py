@@ -15,7 +15,9 @@ from .catalogue import Builds, Entry, spread
 from .shrink import Shrinker, Size
 
 TEXT = 8
-CONDITION = r"^(joint_attention|cross_attention|text(_embed)?|caption|context|cond(ition)?|encoder_hid|image)_(dim|size|chan)"
+CONDITION = (
+    r"^(joint_attention|cross_attention|text(_embed)?|caption|context|cond(ition)?|encoder_hid|image)_(dim|size|chan)"
+)
 
 
 def of_diffusers(everything: bool) -> Iterator[Entry]:
@@ -72,7 +74,8 @@ def _with_inputs(model: nn.Module, options: dict[str, Any], kind: Any) -> Iterat
     main = next((n for n in ("hidden_states", "sample", "x", "inputs_embeds") if n in names), None)
     if main is None:
         return
-    channels = next((options[n] for n in ("in_channels", "num_channels", "in_dim") if isinstance(options.get(n), int)), 4)
+    named = (options.get(n) for n in ("in_channels", "num_channels", "in_dim"))
+    channels = next((found for found in named if isinstance(found, int)), 4)
     side = 16
     shapes = ((2, channels, side, side), (2, channels, 5, side, side), (2, 64, channels), (2, channels, 64),
               (2, 5, channels, side, side), (2, 64, options.get("hidden_size", 64)))  # fmt: skip
@@ -123,6 +126,9 @@ def of_monai(everything: bool) -> Iterator[Entry]:
 PARTS_OF_OTHERS = (
     r"^Bert|^SE(Net|Res)|DenseNet(1|2)|Block|Pooler|Bottleneck|Merging|FullyConnected|Topology|Adapter|Features|Encoder$"
 )
+ALWAYS = (
+    "feature_size", "init_filters", "spatial_dims", "pretrained", "dropout_prob", "in_channels", "out_channels",
+)  # fmt: skip
 GIVEN: dict[str, Any] = {
     "in_channels": 1, "out_channels": 2, "num_classes": 3, "classes": 3, "label_nc": 2, "kernel_size": (3, 3, 3),
     "upsample_kernel_size": (2, 2), "patch_size": 8, "model_name": "efficientnet-b0", "backbone": "resnet18",
@@ -161,10 +167,10 @@ def _monai(name: str) -> Builds:
 def _monai_options(kind: Any, dims: int, side: int, more: int) -> dict[str, Any]:
     """`more` tries the other number of strides."""
     shape = (1, *(side,) * dims)
-    given = {**GIVEN, "spatial_dims": dims, "channels": (8, 16, 32), "strides": (2, 2, 1)[: 2 + more], "img_size": side,
-             "image_size": (side,) * dims, "in_shape": shape, "input_image_size": (side,) * dims, "input_shape": shape[1:],
-             "latent_shape": (8,), "start_shape": (8, *(side // 4,) * dims), "out_shape": (2,),
-             "strides_": None}  # fmt: skip
+    given = {**GIVEN, "spatial_dims": dims, "channels": (8, 16, 32), "strides": (2, 2, 1)[: 2 + more],
+             "img_size": side, "image_size": (side,) * dims, "in_shape": shape, "input_image_size": (side,) * dims,
+             "input_shape": shape[1:], "latent_shape": (8,), "start_shape": (8, *(side // 4,) * dims),
+             "out_shape": (2,)}  # fmt: skip
     names = inspect.signature(kind.__init__).parameters
     chosen = {n: given[n] for n, p in names.items() if n in given and _is_asked(n, p)}
     if "upsample_kernel_size" in chosen:
@@ -175,8 +181,7 @@ def _monai_options(kind: Any, dims: int, side: int, more: int) -> dict[str, Any]
 
 
 def _is_asked(name: str, parameter: inspect.Parameter) -> bool:
-    small = ("feature_size", "init_filters", "spatial_dims", "pretrained", "dropout_prob", "in_channels", "out_channels")
-    return parameter.default is inspect.Parameter.empty or name in small
+    return parameter.default is inspect.Parameter.empty or name in ALWAYS
 
 
 def _monai_inputs(model: nn.Module, kind: Any, dims: int, side: int) -> Iterator[tuple[nn.Module, Any]]:

@@ -17,7 +17,10 @@ HEADS, VOCABULARY, EXPERTS = 4, 256, 4
 
 @dataclass(frozen=True)
 class Size:
-    """How small: width of the hidden states, layers where the default has more, the side of an image, lists of widths."""
+    """How small: width of the hidden states, layers where the default has more, the side of an image.
+
+    `lists` is whether lists of different widths are made small, too.
+    """
 
     width: int = 64
     layers: int = 2
@@ -41,7 +44,8 @@ RULES: tuple[Rule, ...] = (
     (r"num_frames|num_mel_bins|num_channels|^in_channels$|in_chans|out_chans", lambda v, s: min(v, 16)),
     (r"per_tok|top_?k$|num_hash", lambda v, s: min(v, 2)),
     (r"(key_?value|kv)_(heads|groups)|n_kv_heads|linear_num_key_heads", lambda v, s: min(v, HEADS // 2)),
-    (r"head_dim|d_kv$|head_size|d_head|dim_head|kv_channels|attention_channels|rotary_dim", lambda v, s: min(v, s.head)),
+    (r"head_dim|d_kv$|head_size|d_head|dim_head|kv_channels|attention_channels|rotary_dim",
+     lambda v, s: min(v, s.head)),
     (r"mamba.*heads$", lambda v, s: min(v, 2 * HEADS)),
     (r"heads?(_per_stage)?$", lambda v, s: min(v, HEADS)),
     (r"experts?$|expert_num|num_experts", lambda v, s: min(v, EXPERTS)),

@@ -1,0 +1,211 @@
+"""What code between regions does with the tensors that cross their edges: the plain step's bits, whatever it is."""
+
+from __future__ import annotations
+
+import copy
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from passes.errors import Unsupported
+from passes.memory import measure_peak
+from planner import auto_checkpoint
+from tests.zoo.compare import differences, forward_backward, run_step
+
+
+class Part(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.gelu(self.first(x)))
+
+
+class Attending(nn.Module):
+    """Reads its second argument twice."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return x + F.scaled_dot_product_attention(self.query(x), self.key(memory), self.value(memory))
+
+
+class ChangesInPlace(nn.Module):
+    """Masks a region's result in place, as SpecAugment does, and a slice of another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.back = Part(), Part()
+        self.mask = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.front(x)
+        hidden[hidden.detach().sum(-1) > 0] = self.mask
+        boxes = self.back(hidden)
+        boxes[..., :2] += x[..., :2]
+        return boxes.sigmoid().pow(2).sum()
+
+
+class ManyReaders(nn.Module):
+    """Each layer reads the memory twice, so that its gradient is a sum of many terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.layers = Part(), nn.ModuleList(Attending() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory, y = self.encoder(x), x
+        for layer in self.layers:
+            y = layer(y, memory)
+            if not torch.isfinite(y).all():
+                y = y.clamp(-1, 1)
+        return y.sin().sum()
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.keys: torch.Tensor | None = None
+        self.notes: list[torch.Tensor] = []
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.part = nn.Linear(16, 16), Part()
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        keys = self.inner(x)
+        cache.keys = keys if cache.keys is None else torch.cat([cache.keys, keys])
+        cache.notes.append(keys)
+        return self.part(cache.keys)
+
+
+class UsesCache(nn.Module):
+    """Hands a cache from layer to layer, and lets a value decide between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Remembering() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache = Cache()
+        for layer in self.layers:
+            x = layer(x, cache)
+            if bool(x.sum() > 1e9):
+                x = x / 2
+        assert cache.keys is not None
+        return x.sum() + cache.keys.sin().sum() + cache.notes[-1].sum()
+
+
+COLLECTED: ContextVar[dict[str, list[torch.Tensor]] | None] = ContextVar("collected", default=None)
+
+
+class Routed(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.first(x)
+        if (collected := COLLECTED.get()) is not None:
+            collected["inner"].append(inner)
+        return self.second(F.gelu(inner))
+
+
+class Collects(nn.Module):
+    """Takes what its layers leave in a context variable, as transformers takes router logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.ModuleList(Routed() for _ in range(2)), Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        collected: dict[str, list[torch.Tensor]] = {"inner": []}
+        token = COLLECTED.set(collected)
+        for layer in self.layers:
+            x = layer(x)
+            assert bool(x.isfinite().all())
+        COLLECTED.reset(token)
+        return self.last(x).sum() + sum(inner.sin().sum() for inner in collected["inner"])
+
+
+@pytest.mark.parametrize("kind", [ChangesInPlace, ManyReaders, UsesCache, Collects])
+def test_bits_and_bytes_are_those_of_the_plain_step(kind: Any) -> None:
+    torch.manual_seed(0)
+    model, sample = kind(), torch.randn(4, 32, 16)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, sample, progress=False, time_limit=1, check=False)
+    assert plan.runs
+    for seed in (1, 2):
+        expected = run_step(plain, plain, sample, seed)
+        assert differences(expected, run_step(plan.module, model, sample, seed)) == []
+    model.zero_grad()
+    kept: list[Any] = []
+    peak = measure_peak(lambda: kept.append(forward_backward(plan.module, sample)))
+    assert plan.static_bytes + peak <= plan.peak_bytes
+
+
+def test_what_sums_in_another_order_stays_eager_and_says_so() -> None:
+    torch.manual_seed(0)
+    plan = auto_checkpoint(ManyReaders(), torch.randn(4, 32, 16), progress=False, time_limit=1, check=False)
+    eager = {r.path: r.eager for r in plan.regions if r.eager}
+    assert "another order" in eager["layers.0"]
+    assert "layers.2" not in eager  # its terms come first in the backward, as in the plain step
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_an_argument_that_forward_changes_is_refused_and_put_back(filled: bool) -> None:
+    cache = Cache()
+    cache.keys = torch.zeros(4, 16) if filled else None
+    held = cache.keys
+    with pytest.raises(Unsupported, match="argument changed in forward"):
+        auto_checkpoint(Remembering(), (torch.randn(4, 16), cache), progress=False, regions="whole")
+    assert cache.keys is held
+    assert cache.notes == []
+
+
+def test_a_returned_view_may_be_changed_in_place() -> None:
+    model, sample = Part(), torch.randn(4, 8, 16)  # the second linear layer's result is a view
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, sample, progress=False, time_limit=1, check=False)
+    results = []
+    for run, module in ((plain, plain), (plan.module, model)):
+        output = run(sample)
+        output[..., :2].mul_(3)
+        output.sum().backward()
+        results.append([output.detach(), *(p.grad for p in module.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+def test_what_a_region_makes_and_frees_is_not_taken_for_what_crosses_its_edge() -> None:
+    """Of the same size as the memory that was made before, and reaches the next region."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x.sin().cos()).mean(-1)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = Wide(), Wide()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = x * 2
+            first = self.one(x)
+            assert bool(first.isfinite().all())
+            return (first + self.two(hidden)).sum()
+
+    model, sample = Net(), torch.randn(64, 16, requires_grad=True)
+    plan = auto_checkpoint(model, sample, progress=False, time_limit=1, check=False)
+    model.zero_grad()
+    kept: list[Any] = []
+    peak = measure_peak(lambda: kept.append(forward_backward(plan.module, sample)))
+    assert plan.runs
+    assert peak == plan.peak_bytes - plan.static_bytes

@@ -4,7 +4,8 @@ An option is a set of recomputes within a run. It costs something, it frees byte
 and in the backward), and it changes what is live while the run itself runs. Options are found by descents and local
 search on the run's own small problem (`solvers.part`), as rungs of a ladder from nothing freed to all there is; a
 small program (`solvers.choice`) takes one for each run. Rungs are added on both sides of those that its relaxation
-takes, and with a lower peak of their own where the budget binds while a run itself runs.
+takes, and with lower peaks of their own where the budget binds while a run itself runs. The middle of the step, often
+the loss, is a part of its own: nothing runs between its halves, and its peak is all that counts.
 
 The plan is composed of the options and judged by `simulate` like any other. Nothing here proves anything; the bound
 is that of the staged program (`solvers.ilp`).

@@ -28,6 +28,7 @@ from .descent import Taste, cheapest_descent, descend, drop_unneeded
 from .engine import Answer, relax_staged, solve_staged
 from .errors import BudgetError
 from .exact import exact_schedule
+from .known import recalled
 from .live import LARGE, Live, recomputes_of
 from .local import improve, squeeze
 from .minimum import EXACT_SHARE, MINIMUM_SHARE, budget_error, smallest_peak
@@ -294,7 +295,8 @@ def search_with_proof(problem: Problem, budget_bytes: int, name: str, effort: Ef
         raise budget_error(budget_bytes, lowest.live.peak_bytes, floor)
     state = hunt(problem, budget_bytes, effort)
     # A state holds the recomputes of a slot in one order only, so a warm start may fit where its state does not.
-    schedules = effort.warm_starts if state.live is None else (state.live.schedule(), *effort.warm_starts)
+    found = recalled(problem, budget_bytes) if state.live is None else (state.live.schedule(),)
+    schedules = (*found, *effort.warm_starts)
     best = cheapest_fit(problem, budget_bytes, name, schedules)
     if best is None:
         floor = max(floor, budget_bytes + 1 if state.impossible else 0)

@@ -21,7 +21,7 @@ import numpy as np
 
 from .live import Live, Recompute
 from .problem import Op, Problem, Tensor
-from .repeats import Run
+from .repeats import MIDDLE, Run
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,11 @@ class Part:
     def key(self) -> object:
         """Equal for runs whose small problems are equal."""
         return self.problem.ops, self.problem.tensors, self.problem.outputs
+
+    @property
+    def has_between(self) -> bool:
+        """Whether anything runs between its two halves."""
+        return self.run.forward.stop < self.run.backward.start
 
     @cached_property
     def own(self) -> np.ndarray:
@@ -86,10 +91,11 @@ class Part:
 
 
 def parts_of(problem: Problem, runs: Sequence[Run]) -> list[Part]:
-    """The small problem of each run."""
+    """The small problem of each run. For the run of kind `MIDDLE` the others hold nothing beyond its forward."""
     owner = np.full(len(problem.ops), -1)
     for number, run in enumerate(runs):
-        owner[run.forward.start : run.forward.stop] = number
+        if run.kind != MIDDLE:
+            owner[run.forward.start : run.forward.stop] = number
     return [_Cut(problem, run, owner.tolist()).part() for run in runs]
 
 

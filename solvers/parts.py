@@ -4,7 +4,8 @@ An option is a set of recomputes within a run. It costs something, it frees byte
 and in the backward), and it changes what is live while the run itself runs. Options are found by descents and local
 search on the run's own small problem (`solvers.part`), as rungs of a ladder from nothing freed to all there is; a
 small program (`solvers.choice`) takes one for each run. Rungs are added on both sides of those that its relaxation
-takes, and with a lower peak of their own where the budget binds while a run itself runs.
+takes, and with lower peaks of their own where the budget binds while a run itself runs. The middle of the step, often
+the loss, is a part of its own: nothing runs between its halves, and its peak is all that counts.
 
 The plan is composed of the options and judged by `simulate` like any other. Nothing here proves anything; the bound
 is that of the staged program (`solvers.ilp`).
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .base import CLOCK, Effort
+from .bounds import floor_bytes
 from .choice import Choice, Figures, Relaxed
 from .descent import Taste, cheapest_descent, descend, drop_unneeded
 from .ilp import ALL_SCHEDULES, Hunt, bound_by_relaxation
@@ -28,7 +30,7 @@ from .local import improve
 from .mip import Worker
 from .part import Part, parts_of
 from .problem import Problem
-from .repeats import Run
+from .repeats import MIDDLE, Run
 from .solution import Solution, cheapest_fit, solution
 from .staged import first_ends
 
@@ -87,12 +89,24 @@ class Kind:
         lowest = Live(self.model.holding((self.highest, self.highest), self.highest))
         descend(lowest, 0, Taste(0.0), deadline=deadline)
         change = Live(self.model.problem, lowest.recomputes()).total - self.model.plain
-        self.most_bytes = -int(change[self.model.away + 1])
+        self.most_bytes = max(0, -int(change[self.model.away + 1]))
+        self.lowest_bytes = floor_bytes(self.model.problem)
 
     def ladder(self, most_bytes: int) -> list[Rung]:
         """Rungs to begin with under a peak of the part's own."""
+        if not self.model.has_between:
+            return []
         lags = dict.fromkeys((0, min(self.model.lag_bytes, self.most_bytes)))
         return [Rung(self.most_bytes * j // RUNGS, lag, most_bytes) for lag in lags for j in range(1, RUNGS + 1)]
+
+    def lower(self, room_bytes: int) -> Iterator[Rung]:
+        """Rungs of peaks of the part's own from about `room_bytes` down to the lowest."""
+        for j in range(LOWER + 1):
+            most_bytes = room_bytes - (room_bytes - self.lowest_bytes) * j // (LOWER + 1)
+            known = any(most_bytes * ABOUT < rung.most_bytes <= most_bytes for rung in self.options)
+            if most_bytes >= self.lowest_bytes and not known:
+                yield Rung(0, 0, most_bytes)
+                yield from self.ladder(most_bytes)[LOWER - 1 :: LOWER]
 
     def between(self, rung: Rung) -> list[Rung]:
         """Rungs halfway to those next to this one."""
@@ -128,7 +142,7 @@ class Parts:
 
     def __init__(self, problem: Problem, runs: Sequence[Run], budget_bytes: int, deadline: float) -> None:
         self.problem, self.budget_bytes, self.deadline = problem, budget_bytes, deadline
-        self.parts = sorted(parts_of(problem, runs), key=lambda part: part.run.forward.start)
+        self.parts = sorted(parts_of(problem, _with_middle(problem, runs)), key=lambda part: part.run.forward.start)
         self.runs = [part.run for part in self.parts]
         numbers = dict.fromkeys(run.kind for run in self.runs)
         self.kinds = {n: Kind([part for part in self.parts if part.run.kind == n], deadline) for n in numbers}
@@ -187,8 +201,7 @@ class Parts:
                 tight[run.kind] = price, r
         for number, (_, r) in tight.items():
             kind, room = self.kinds[number], self._own_room(r, relaxed.room_bytes[r])
-            if not any(room * ABOUT < rung.most_bytes <= room for rung in kind.options) and room > 0:
-                yield from ((number, rung) for rung in kind.ladder(room)[LOWER - 1 :: LOWER])
+            yield from ((number, rung) for rung in kind.lower(room))
 
     def _own_room(self, r: int, room_bytes: np.ndarray) -> int:
         """What the small problem of a run may peak at."""
@@ -231,6 +244,14 @@ class Parts:
             return None
         drop_unneeded(live, self.budget_bytes, deadline)
         return live
+
+
+def _with_middle(problem: Problem, runs: Sequence[Run]) -> list[Run]:
+    """The runs, and what lies between the last of their forwards and the first of their backwards: often the loss."""
+    first = max(run.forward.stop for run in runs)
+    stop = min(run.backward.start for run in runs)
+    middle = Run(range(first, problem.num_forward), range(problem.num_forward, stop), MIDDLE)
+    return [*runs, middle] if middle.forward and middle.backward else list(runs)
 
 
 def _rounded(menu: Menu, shares: np.ndarray) -> int:

@@ -19,6 +19,7 @@ FEWEST_PERIODS = 4
 SHORTEST_STRETCH = 32
 ABOUT = 0.9
 RUN_OPS = 60
+MIDDLE = -1
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Run:
     """One run of a repeated part: its ops in the forward, and those of its backward.
 
     Attributes:
-        kind: runs of one kind have equal forward ops up to a shift of op and tensor numbers.
+        kind: runs of one kind have equal forward ops up to a shift of op and tensor numbers. `MIDDLE` is what lies
+            between the forward and the backward of all runs.
     """
 
     forward: range

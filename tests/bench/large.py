@@ -80,7 +80,7 @@ LIMITS = {
     "synthetic": Limits(60.0, gap_of_bound=0.01),
     "llama7b": Limits(120.0, gap_points=((50, 0.02),), resident_gib=6.0),
     "llama7b-lora": Limits(120.0, gap_points=((50, 0.02),), resident_gib=6.0),
-    "llama70b": Limits(300.0),
+    "llama70b": Limits(300.0, gap_points=((50, 0.01), (25, 0.01))),
 }
 DEFAULT = tuple(LIMITS)
 

@@ -77,7 +77,7 @@ def test_figures_of_options_are_those_of_a_naive_replay(name: str) -> None:
     problem, rng = small(name), random.Random(0)
     parts = Parts(problem, repeats(problem), plain_peak_bytes(problem), time.monotonic() + 100)
     for kind in parts.kinds.values():
-        for rung in kind.ladder(kind.highest)[::3]:
+        for rung in (*kind.ladder(kind.highest)[::3], *kind.lower(int(kind.model.plain.max()) * 7 // 8)):
             kind.ask(rung, 10, time.monotonic() + 100)
     menus = [list(parts._menu(part, key)) for part, key in zip(parts.parts, parts.keys, strict=True)]
     for _ in range(6):

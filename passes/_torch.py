@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import logging
+import operator
 import os
 import struct
 import sys
@@ -33,9 +34,20 @@ try:
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
     from torch.utils.flop_counter import flop_registry
     from torch.utils.weak import WeakIdKeyDictionary
-except ImportError as error:  # pragma: no cover - depends on the installed torch
+
+    for _name in (  # what is reached further down, here and in `passes.run._torch`, by its name
+        "_C.DisableTorchFunction", "_C._AutoDispatchBelowAutograd", "_C._ForceDispatchKeyGuard",
+        "_C._dispatch_tls_local_exclude_set", "_C._dispatch_tls_local_include_set", "_C.DispatchKey.AutogradCUDA",
+        "_is_functional_tensor", "_library.simple_registry.singleton.find", "compiler._is_compiling_flag",
+        "compiler._is_exporting_flag", "random.default_generator", "fx.node._side_effectful_functions",
+        "ops.aten.mm.default.py_kernels", "ops.aten.mm.default._dispatch_cache", "cuda.memory._record_memory_history",
+        "cuda.memory._snapshot", "autograd.Function.apply",
+    ):  # fmt: skip
+        operator.attrgetter(_name)(torch)
+except (ImportError, AttributeError) as error:
     raise ImportError(
-        f"checkpoint-planner needs torch >= 2.11; torch {torch.__version__} lacks {error.name}: {error}"
+        f"checkpoint-planner needs torch >= 2.11, and was tested up to 2.15; torch {torch.__version__} lacks what it "
+        f"needs: {error}"
     ) from error
 
 from .run._torch import Autocast

@@ -57,6 +57,7 @@ class Decided:
         seconds: how long each stage took.
         checked: what was compared with the plain model by running both, over how many steps, or why nothing was.
         runs: the runs of regions, each decided and proved; none where the step is planned as a whole.
+        compiled: whether Inductor made what runs the halves (`Plan.compile`).
     """
 
     prepared: Prepared
@@ -66,6 +67,7 @@ class Decided:
     seconds: dict[str, float]
     checked: Checked = NOT_RUN
     runs: tuple[PlannedRun, ...] = ()
+    compiled: bool = False
 
     @property
     def cost_name(self) -> str:
@@ -159,8 +161,8 @@ class Decided:
     def notes(self) -> tuple[str, ...]:
         """Hints in force, fallbacks taken and limits hit."""
         prepared = self.prepared
-        told = (*prepared.options.notes, *prepared.traced.notes)
-        return (*hint_notes(prepared.hinted), *told, *self.solution.notes, *self._loop_notes)
+        told = (*prepared.options.assumptions(prepared.device), *prepared.options.notes, *prepared.traced.notes)
+        return (*told, *hint_notes(prepared.hinted), *self.solution.notes, *self._loop_notes)
 
     @property
     def _loop_notes(self) -> tuple[str, ...]:

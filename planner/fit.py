@@ -14,11 +14,13 @@ from solvers import Report
 from solvers.errors import MIB, BudgetError
 from solvers.minimum import Minimum, minimum_budget
 from solvers.schedule import Schedule
+from solvers.simulate import simulate
 from solvers.solution import Solution, solution
 
 from .footprint import Footprint, unknown_settings
 from .preference import solve_step
 from .prepared import Prepared
+from .regions.emit import settled
 
 TRIES = 8
 WELL_USED = 0.97
@@ -66,7 +68,7 @@ def solve_to_fit(prepared: Prepared, budget_bytes: int | None, *, report: Report
 
 def _without_allocator(prepared: Prepared, budget_bytes: int | None, report: Report | None) -> Solution:
     """Where the allocator cannot be simulated, tensors and workspaces are all that is counted."""
-    if not kind_of(prepared.device).caches:
+    if not kind_of(prepared.device).caches or not unknown_settings():
         return solve_step(prepared, budget_bytes, report=report)
     found = solve_step(prepared, room_bytes(prepared.device) if budget_bytes is None else budget_bytes, report=report)
     note = f"reserved memory is not predicted under {', '.join(unknown_settings())}"
@@ -100,7 +102,11 @@ def _in_flight(prepared: Prepared, budget_bytes: int, report: Report | None) -> 
 
 def minimum_schedule(prepared: Prepared) -> Minimum:
     """The schedule of the smallest peak known."""
-    return minimum_budget(prepared.problem, time_limit=prepared.options.time_limit)
+    found = minimum_budget(prepared.problem, time_limit=prepared.options.time_limit)
+    if prepared.regions is None:
+        return found
+    schedule = settled(prepared.regions.composed, found.schedule)
+    return replace(found, schedule=schedule, minimum_bytes=simulate(prepared.problem, schedule).peak_bytes)
 
 
 class _Search:

@@ -25,6 +25,7 @@ from solvers.problem import Problem
 from solvers.schedule import Schedule, plain_order, with_frees
 from solvers.simulate import simulate
 
+from .elsewhere import held_bytes, seen_there
 from .footprint import Footprint, Start, footprint, start_of
 from .hints import Hinted, resolve
 from .options import Options
@@ -43,6 +44,7 @@ class Regions:
             and `states` the parameters and buffers that it finds.
         prepared: for each run its own step.
         eager: why a submodule is left to eager, by its path.
+        spare: modules that the sample's step does not call, and that run like an equal one where another step does.
     """
 
     composed: Composed
@@ -51,6 +53,7 @@ class Regions:
     states: tuple[tuple[Any, ...], ...]
     prepared: tuple[Prepared, ...]
     eager: Mapping[str, str]
+    spare: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,8 @@ def prepare(
     """
     refuse_sharded(model)
     device = model_device(model)
+    options = options.priced_on(device)
+    target = options.target(device)
     real = not any(p.device.type == "meta" for p in model.parameters())
     layouts = {} if layouts is None else layouts
     measured: dict[Any, Measured] = {}
@@ -150,7 +155,7 @@ def prepare(
                 layouts=layouts,
             )  # fmt: skip
             aliases = alias(traced.graph_module.graph)
-            hinted = resolve(options.hints, traced, aliases, device, required=required_hints)
+            hinted = resolve(options.hints, traced, aliases, target, required=required_hints)
         once = [n for n, hint in hinted.items() if hint.once]
         with progress.stage("profile"):
             if ceiling_bytes is not None:
@@ -167,7 +172,8 @@ def prepare(
     schedule = with_frees(lowered.problem, plain_order(lowered.problem))
     plain = simulate(lowered.problem, schedule).peak_bytes
     resident = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(dict(arguments))]
-    start = start_of([t for t in resident if isinstance(t, torch.Tensor)], device) if real else None
+    here = real and device.type == target.type
+    start = start_of([t for t in resident if isinstance(t, torch.Tensor)], device) if here else None
     name = printable(type(model).__name__)
     prepared = Prepared(traced, aliases, profiles, lowered, device, plain, options, hinted, name, layouts, start)
     found = prepared.footprint(schedule)
@@ -203,11 +209,13 @@ def lower_step(
     once: Collection[fx.Node] = (), region: bool = False,
 ) -> Lowered:  # fmt: skip
     """The Problem of a profiled step; `once` are the kernels that hints keep from running again."""
+    target = options.target(device)
+    held = held_bytes(profiles, device, target)
     return lower(
-        traced, aliases, profiles, options.cost_function, device=device, reserve_bytes=options.set_aside_bytes,
+        traced, aliases, seen_there(profiles, traced.graph_module.graph, device, target), options.cost_function(device),
+        device=target, reserve_bytes=options.set_aside_bytes + held,
         keep_outputs=options.keep_outputs, once=once, gradients=options.gradients,
-        step_bytes=options.update.step_bytes, hook_bytes=options.update.hook_bytes,
-        region=region,
+        step_bytes=options.update.step_bytes, hook_bytes=options.update.hook_bytes, region=region,
     )  # fmt: skip
 
 

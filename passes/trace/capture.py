@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ from .reads import Reads
 from .recorder import Recorder
 from .refuse import storage_kind
 from .state import Snapshot
-from .structure import Template, Tree, flatten, slots, unflatten
+from .structure import Template, Tree, argument_path, constants, flatten, slots, unflatten
 from .value_guards import Guard, KnownValues
 from .watch import Watch
 
@@ -180,7 +181,7 @@ def capture(
     given = [*state_tensors(model, entries), *input_tensors]
     tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, given, layouts or {})
     tensors = [local_part(t) for t in given]
-    with exclusive(), isolated(model, loss_fn) as tracer.before, without_sources():
+    with exclusive(), isolated(model, loss_fn, constants(input_template)) as tracer.before, without_sources():
         fake = _fake_inputs(tensors, layouts)
         try:
             joint = _export(tracer, fake)
@@ -294,6 +295,7 @@ class _StepTracer:
             for mode in (casts, swapped_state(self.model, state), known, EagerLayouts(self.remembered), *modes):
                 stack.enter_context(mode)
             value = run_model(self.model, self.loss_fn, self.signature, bound)
+            _check_arguments(bound, flat[len(self.entries) :], self.input_template)
             _write_back_reassigned(self.model, self.entries, state)
         self.guard = known.guard
         return value
@@ -310,7 +312,10 @@ class _StepTracer:
         refuse_hidden(flatten(value)[1], "the output")
         steady = frozenset(name for name, count in changes().items() if count == counts[name])
         names = [*(e.name for e in self.entries), *(f"input {i}" for i in range(len(flat) - len(self.entries)))]
-        rerun = Rerun(self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn))
+        arguments = constants(self.input_template)
+        rerun = Rerun(
+            self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn, arguments)
+        )
         self.judged = judged(self.before)
         notes = notice(self.before, watch, rerun)
         self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes, *notes)))
@@ -368,6 +373,20 @@ def choose_differentiated(
     if isinstance(template, Tree) and hasattr(template.spec.type, "to_tuple"):  # HF ModelOutput without a loss
         return set(candidates[:1])
     return set(candidates)
+
+
+def _check_arguments(bound: Any, given: Sequence[torch.Tensor], template: Template) -> None:
+    """An argument that holds tensors (a cache of keys and values) must hold the same ones after the forward."""
+    held, now = flatten(bound)
+    if len(held) == len(given) and all(map(is_, held, given)):
+        return
+    before = {argument_path(path) for path, _ in slots(template)}
+    names = [name for path, _ in slots(now) if (name := argument_path(path)) not in before]
+    raise Unsupported(
+        "argument changed in forward", names[0] if names else "an object among the arguments",
+        "the planned step would leave it as it was", "Return the new tensors from forward, or pass use_cache=False "
+        "where it is a cache of keys and values.",
+    )  # fmt: skip
 
 
 def _write_back_reassigned(model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor]) -> None:

@@ -59,8 +59,10 @@ def apply(planned: PlannedModule, model: nn.Module | None = None, sample: Any = 
 def _wraps(current: Any, state: PlanState) -> bool:
     """Whether a trainer has put something (autocast) around the forward that was planned."""
     inner = inspect.unwrap(current) if current is not None else None
-    known = (state.traced_forward, type(state.model).forward)
-    return inner is not None and any(inner in (f, getattr(f, "__func__", None)) for f in known)
+    return inner is not None and any(
+        getattr(inner, "__func__", inner) is getattr(known, "__func__", known)
+        for known in (state.traced_forward, type(state.model).forward)
+    )
 
 
 def remove(planned: PlannedModule, model: nn.Module | None = None) -> nn.Module:
@@ -106,7 +108,7 @@ def _check_same_step(state: PlanState, model: nn.Module, sample: Any) -> None:
             "the planned model's Python asks about its inputs' values, so whether the plan fits another instance can "
             "only be told with inputs: call plan.apply(model, sample)."
         )
-    bound = _zeros(state) if sample is None else bind_sample(model, sample, state.loss_fn)
+    bound = blank_sample(state) if sample is None else bind_sample(model, sample, state.loss_fn)
     expected = tuple(leaf.path for leaf in own.outputs if leaf.differentiated)
     with under_autocast(state.first.key.autocast):
         other = capture(
@@ -145,7 +147,7 @@ def _entry(pair: tuple[StateEntry, str] | None) -> str:
     return f"{kind} {entry.name}{tied}: {value}{' grad' if entry.requires_grad else ''}"
 
 
-def _zeros(state: PlanState) -> dict[str, Any]:
+def blank_sample(state: PlanState) -> dict[str, Any]:
     """Inputs as the plan's sample had them, but for their values."""
     tensors = []
     for shape, dtype, device, requires_grad, stride in state.first.key.inputs[1:]:

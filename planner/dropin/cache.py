@@ -28,7 +28,7 @@ from planner.decided import Decided
 from planner.pipeline import Replan
 from solvers.errors import MIB, PlannerError
 
-from .entry import Entry, Fallback, Losses, starts_of
+from .entry import Entry, Fallback, Losses, Plain, starts_of
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
 from .regions import regions_of, running_regions
 
@@ -97,7 +97,7 @@ class PlanState:
                 return plain(bound)
         if entry.planned.runs:
             self._notice_gradients(entry.planned, list(self.model.parameters()))
-            entry.regions = entry.regions or regions_of(self.model, entry.planned.runs)
+            entry.regions = entry.regions or regions_of(self.model, entry.planned)
             with running_regions(entry.regions):
                 return plain(bound)
         return self._execute(entry, [*state, *tensors])
@@ -147,7 +147,7 @@ class PlanState:
         _check_materialized(planned.prepared.traced, primals)
         self._notice_hooks()
         self._notice_gradients(planned, primals)
-        return planned.run(primals, Fallback(self, entry))
+        return planned.run(primals, Fallback(self, entry, self._plain_as_called()))
 
     def _notice_replans(self, seconds: float) -> None:
         """Say after several replans, and rarely after that, what is slowing training."""
@@ -240,16 +240,6 @@ class PlanState:
         with self.set_aside():
             return run_model(self.model, self.loss_fn, self.signature, bound)
 
-    def replayer(self) -> Callable[[Mapping[str, Any]], Any]:
-        """`plain`, as it is to run later for the call of now."""
-        applied = self.applied
-
-        def replay(bound: Mapping[str, Any]) -> Any:
-            with self.through(applied):
-                return self.plain(bound)
-
-        return replay
-
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Let `model(...)` be the model's own forward in the block, where the plan was applied to it."""
@@ -259,6 +249,16 @@ class PlanState:
                 yield
         finally:
             self.unplanned = before
+
+    def _plain_as_called(self) -> Plain:
+        """`plain` for the backward, when the call is over."""
+        applied = self.applied
+
+        def plain(bound: Mapping[str, Any]) -> Any:
+            with self.through(applied):
+                return self.plain(bound)
+
+        return plain
 
     @contextmanager
     def through(self, applied: Any) -> Iterator[None]:

@@ -25,6 +25,9 @@ from planner.decided import Decided
 
 from .plan_key import Key, describe_autocast, state_key
 
+Plain = Callable[[Mapping[str, Any]], Any]
+_OTHER_STRIDES = " with a gradient in other strides"
+
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter})
 _DECIDES = attrgetter("shape", "dtype", "device", "requires_grad")
 
@@ -124,20 +127,20 @@ class Plans(Protocol):
     cache: list[Entry]
     losses: Losses
 
-    def replayer(self) -> Callable[[Mapping[str, Any]], Any]:
-        """The plain step's forward, as it is to run later for the call of now."""
+    def plain(self, bound: Mapping[str, Any]) -> Any:
+        """The plain step's forward."""
 
 
 class Fallback:
-    """Backward from other outputs than planned for, or with gradients laid out in another way.
+    """Backward from other outputs than planned for, under another autocast, or with gradients in other layouts.
 
     The plain model replays the forward; later calls are replanned.
     """
 
-    def __init__(self, state: Plans, entry: Entry) -> None:
+    def __init__(self, state: Plans, entry: Entry, plain: Plain | None = None) -> None:
         prepared = entry.planned.prepared
         self.state, self.traced, self.layouts = state, prepared.traced, prepared.layouts
-        self.autocast, self.replay = entry.key.autocast, state.replayer()
+        self.plain, self.autocast = plain or state.plain, entry.key.autocast
         self.started = state.losses.called(entry.starts)
 
     def __call__(
@@ -197,12 +200,9 @@ class Fallback:
             for device, generator in generators.items():
                 set_rng_state(generator.get_state(), device)
             with under_autocast(self.autocast):
-                outputs, _ = flatten(self.replay(unflatten(traced.input_template, leaves[count:])))
+                outputs, _ = flatten(self.plain(unflatten(traced.input_template, leaves[count:])))
         indices = [leaf.index for leaf in traced.outputs]
         started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]
         inputs = [t for t in leaves if t.requires_grad]
         found = iter(torch.autograd.grad([o for o, _ in started], inputs, [g for _, g in started], allow_unused=True))
         return [next(found) if t.requires_grad else None for t in leaves]
-
-
-_OTHER_STRIDES = " with a gradient in other strides"

@@ -85,7 +85,7 @@ class PlannedModule(fx.GraphModule):
     # What belongs to the model ----------------------------------------------------------------------------------
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # type: ignore[override]
+    def __class__(self) -> type:
         """The model's, for those who ask `isinstance`: trainers choose by it how to save a model, and its loss."""
         model = self.__dict__.get("_plan_model")
         return type(self) if model is None else model.__class__

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes._torch import pytree
 from passes.trace.arguments import Sample, bind_call, call_signature
 from planner.api import auto_checkpoint
 from planner.budget import Budget
 from planner.plan import Plan
-from solvers.errors import PlannerError
+from solvers.errors import MIB, PlannerError
 
 log = logging.getLogger("planner")
 
@@ -40,6 +41,7 @@ class FirstBatch:
 
     Args:
         called: told of that call before anything is planned.
+        batches: how many further ones the trainer holds while it trains on one; there is room left for them.
 
     Attributes:
         plan: the plan; None until that call.
@@ -47,12 +49,12 @@ class FirstBatch:
 
     def __init__(
         self, model: nn.Module, budget_mb: float | str | None = None, *, called: Callable[[], Any] | None = None,
-        **options: Any,
+        batches: int = 0, **options: Any,
     ) -> None:  # fmt: skip
         Budget(budget_mb)
         self.model, self.budget_mb, self.called, self.options = model, budget_mb, called, options
+        self.batches = batches
         self.plan: Plan | None = None
-        self.waiting: _Waiting | None = None
 
     def start(self) -> FirstBatch:
         """Plan at the next training call; run the plan where there is one already."""
@@ -60,25 +62,25 @@ class FirstBatch:
         if self.plan is not None:
             self.plan.apply(self.model)
         else:
-            self.waiting = _Waiting(self.model, self._planned)
-            self.model.forward = self.waiting
+            self.model.forward = _Waiting(self.model, self._planned)
         return self
 
     def stop(self) -> None:
         """Let the model run its own forward again."""
-        own = self.model.__dict__
-        if self.waiting is not None and own.get("forward") is self.waiting:
-            self.waiting.put_back()
-        elif self.plan is not None and getattr(own.get("forward"), "module", None) is self.plan.module:
+        current: Any = self.model.__dict__.get("forward")
+        if isinstance(current, _Waiting) and current.planned == self._planned:
+            current.put_back()
+        elif self.plan is not None and getattr(current, "module", None) is self.plan.module:
             self.plan.remove(self.model)
-        self.waiting = None
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.stop()
         if self.called is not None:
             self.called()
         sample = _as_sample(self.model, args, kwargs)
-        self.plan = auto_checkpoint(self.model, sample, self.budget_mb, **self.options)
+        held = sum(t.nbytes for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        reserve_mb = self.options.get("reserve_mb", 0) + self.batches * held / MIB
+        self.plan = auto_checkpoint(self.model, sample, self.budget_mb, **{**self.options, "reserve_mb": reserve_mb})
         self.plan.apply(self.model)
         log.info("planned on the first batch: %r", self.plan)
         return self.model.forward(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,9 +15,9 @@ from solvers.errors import PlannerError
 from .first_batch import FirstBatch
 
 try:
-    from lightning.pytorch import Callback, LightningModule
+    from lightning.pytorch import Callback
 except ImportError:
-    from pytorch_lightning import Callback, LightningModule
+    from pytorch_lightning import Callback
 
 
 class PlanCallback(Callback):
@@ -55,7 +56,7 @@ class PlanCallback(Callback):
             options = {"optimizer": _optimizer(trainer), "gradients": "accumulated", **self.options}
             self.chosen = None
             self.networks = {
-                name: FirstBatch(network, self.budget_mb, called=lambda name=name: self._choose(name), **options)
+                name: FirstBatch(network, self.budget_mb, called=partial(self._choose, name), batches=1, **options)
                 for name, network in found.items()
             }
         for name in self.networks if self.chosen is None else [self.chosen]:
@@ -104,7 +105,8 @@ def _networks(pl_module: nn.Module, name: str | None) -> dict[str, nn.Module]:
     """What may be planned, by its path: whichever `training_step` calls first."""
     if name is not None:
         return {name: pl_module.get_submodule(name)}
-    own = {"": pl_module} if type(pl_module).forward is not LightningModule.forward else {}
+    lightning: Any = next(kind for kind in type(pl_module).__mro__ if kind.__name__ == "LightningModule")
+    own = {"": pl_module} if type(pl_module).forward is not lightning.forward else {}
     children = {n: m for n, m in pl_module.named_children() if any(p.requires_grad for p in m.parameters())}
     if not own and not children:
         raise PlannerError(

@@ -49,7 +49,8 @@ class PlanCallback(TrainerCallback):
             self.close()
             gradients = "accumulated" if args.gradient_accumulation_steps > 1 else "fresh"
             options = {"optimizer": optimizer, "gradients": gradients, **self.options}
-            self.first = FirstBatch(model, self.budget_mb, **options)
+            fetched = args.gradient_accumulation_steps  # at once, and one batch is trained on
+            self.first = FirstBatch(model, self.budget_mb, batches=fetched, **options)
         self.first.start()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -25,6 +25,7 @@ from passes.trace.structure import flatten, slots, unflatten
 from planner.check.restore import Generators, Snapshot, put_back
 from planner.ranks.sharded import gathered_gradient_bytes, without_reducing, without_talking
 
+from .losses import LOSS, looking_at_losses, losses_set_aside
 from .parts import Part, Parts
 
 PAD = 7  # no ordinary tensor has such a size in bytes
@@ -187,9 +188,9 @@ class HollowForward:
         if not self.module.training:
             why = "it is in eval mode"
         if why:
-            hollow.again = hollow.parts.refuse(self.path, self.module, why) or hollow.again
+            hollow.again = hollow.parts.refuse(self.path, why) or hollow.again
             return None
-        with self.set_aside():
+        with self.set_aside(), hollow.within(), losses_set_aside():
             part, new = hollow.parts.find(self.path, number, self.module, bound, tensors, template)
         hollow.again = hollow.again or new
         return part
@@ -383,11 +384,46 @@ class Sample:
             leaves = [t for i, t in enumerate(leaves) if i in wanted]
             wanted = set(range(len(leaves)))
         chosen = [leaves[i] for i in sorted(wanted)]
+        hollow.again = _refuse_other_sums(hollow, chosen) or hollow.again
         hollow.mark("backward")
         starts = [None if t.dim() == 0 else torch.ones_like(t) for t in chosen]
         torch.autograd.backward(chosen, starts)
         hollow.mark("end")
         hollow.late = True
+
+
+OTHER_SUM = (
+    "its input {name!r} is read more than once in it, and by code that comes after it: the gradient would be summed in "
+    "another order than the plain step's"
+)
+
+
+def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor]) -> bool:
+    """Leave to eager regions that sum a part of a gradient which the plain step adds, term by term, to others.
+
+    Autograd runs what was recorded last first, so that terms from a later reader come before the region's own.
+    """
+    latest: dict[tuple[Any, int], int] = {}
+    regions: list[Any] = []
+    waiting, seen = [t.grad_fn for t in outputs if t.grad_fn is not None], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        regions += [node] if isinstance(getattr(node, "run", None), Run) else []
+        for edge in node.next_functions:
+            latest[edge] = max(latest.get(edge, 0), node._sequence_nr())
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    new = False
+    for node in regions:
+        part, edges = node.run.part, node.next_functions
+        for i in sorted(part.summed):
+            if edges[i][0] is not None and latest[edges[i]] > node._sequence_nr():
+                names = [*(e.name for e in part.traced.state), *part.traced.input_names]
+                why = OTHER_SUM.format(name=names[i])
+                new = hollow.parts.refuse(node.run.path, why) or new
+    return new
 
 
 def _consume(parameter: torch.Tensor) -> None:
@@ -408,6 +444,7 @@ def _hollowed(hollow: Hollow, candidates: Mapping[str, nn.Module]) -> Iterator[N
             forward = HollowForward(hollow, path, module)
             module.__dict__["forward"] = forward
             stack.callback(_put_back, module, forward.previous)
+        stack.enter_context(looking_at_losses(candidates.get(LOSS)))
         yield
 
 

@@ -255,7 +255,7 @@ def network(width: int = 32) -> nn.Sequential:
 
 
 def lit(kind: str) -> Any:
-    lightning = pytest.importorskip("lightning.pytorch")
+    lightning = pytest.importorskip("pytorch_lightning")
 
     class Lit(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -285,7 +285,7 @@ def lit(kind: str) -> Any:
 
 
 def fit(model: Any, folder: Path, *callbacks: Any, steps: int = 10, resume: str | None = None) -> str:
-    lightning = pytest.importorskip("lightning.pytorch")
+    lightning = pytest.importorskip("pytorch_lightning")
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(640, 32, generator=generator), torch.randint(0, 4, (640,), generator=generator))
@@ -304,7 +304,7 @@ def fit(model: Any, folder: Path, *callbacks: Any, steps: int = 10, resume: str 
 @pytest.mark.filterwarnings("error:planning anew")
 @pytest.mark.parametrize("kind", ["forward", "submodule"])
 def test_lightning_with_the_callback(tmp_path: Path, kind: str) -> None:
-    pytest.importorskip("lightning.pytorch")
+    pytest.importorskip("pytorch_lightning")
     from planner.integrations.lightning import PlanCallback
 
     plain, planned = lit(kind), lit(kind)
@@ -322,7 +322,7 @@ def test_lightning_with_the_callback(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*(num_workers|weights_only|GPU|TPU|checkpoint directory).*")
 def test_lightning_says_what_it_does_not_plan(tmp_path: Path) -> None:
-    pytest.importorskip("lightning.pytorch")
+    pytest.importorskip("pytorch_lightning")
     from planner.integrations.lightning import PlanCallback
 
     plain, planned = lit("two networks"), lit("two networks")

@@ -8,6 +8,7 @@ import logging
 import operator
 import os
 import struct
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,12 +20,14 @@ import torch._meta_registrations
 from torch import fx, nn
 
 try:
+    from torch._functorch import config as functorch_config
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._ops import HigherOrderOperator, OpOverload
     from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
     from torch._prims_common import suggest_memory_format
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.utils.stateless import _reparametrize_module
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,6 +50,8 @@ except (ImportError, AttributeError) as error:
         f"needs: {error}"
     ) from error
 
+from .run._torch import Autocast
+
 __all__ = [
     "AUTOGRAD_KEYS",
     "TORCH_FOLDER",
@@ -58,10 +63,12 @@ __all__ = [
     "HigherOrderOperator",
     "JointGraph",
     "OpOverload",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "WeakIdKeyDictionary",
     "active_saving_hooks",
     "allocator_events",
+    "as_distributed",
     "compiling_flags",
     "cuda_allocations",
     "disable_current_modes",
@@ -71,9 +78,12 @@ __all__ = [
     "forget_cublas_workspaces",
     "forget_source",
     "is_dense",
+    "is_distributed",
+    "local_part",
     "mutation_count",
     "native_kernels",
     "outside_tracing",
+    "plain_class",
     "private_generator",
     "pytree",
     "quiet_fake_errors",
@@ -127,9 +137,16 @@ class _FlatFunction(nn.Module):
         return tuple(self.function(*args))
 
 
-def export_joint(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> JointGraph:
-    """Trace `function(*inputs)` and its backward into one ATen graph (`aot_export_joint_with_descriptors`)."""
-    with contextlib.ExitStack() as stack:
+def export_joint(
+    function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], autocast: Autocast = ()
+) -> JointGraph:
+    """Trace `function(*inputs)` and its backward into one ATen graph (`aot_export_joint_with_descriptors`).
+
+    Args:
+        autocast: what the backward runs under; the forward runs under whatever is active.
+    """
+    backward: Any = [{"device_type": kind, "dtype": dtype} for kind, dtype in autocast] or "off"
+    with contextlib.ExitStack() as stack, functorch_config.patch(backward_pass_autocast=backward):
         joint = aot_export_joint_with_descriptors(
             stack, _FlatFunction(function), tuple(inputs), {},
             decompositions={torch.ops.aten.native_dropout_backward.default: _dropout_backward},
@@ -227,6 +244,34 @@ def quiet_fake_errors() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def plain_class(kind: type) -> type:
+    """The class that `fully_shard` derived this one from when it sharded a module; else the class itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    derived = fsdp is not None and fsdp.FSDPModule in kind.__bases__
+    return kind.__bases__[1] if derived else kind
+
+
+def is_distributed(t: Any) -> bool:
+    """Whether a tensor is a `DTensor`, of which each rank has a part."""
+    distributed: Any = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(t, distributed.DTensor)
+
+
+def local_part(t: Any) -> Any:
+    """This rank's part of a `DTensor`, whose gradient is one; any other value as it is."""
+    return t.to_local() if is_distributed(t) else t
+
+
+def as_distributed(part: torch.Tensor, like: Any) -> torch.Tensor:
+    """The `DTensor` of which `part` is this rank's part, spread as `like` is; `part` itself where that is not one."""
+    if not is_distributed(like):
+        return part
+    made: torch.Tensor = type(like).from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return made
 
 
 def mutation_count(tensor: torch.Tensor) -> int:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from ._torch import forget_source, refer_weakly
+
+
+class Handover(NamedTuple):
+    """Outputs of a graph that leave it before its end, right after a node has run; no later node reads them.
+
+    Attributes:
+        after: the node's name.
+        outputs: their places among the graph's outputs.
+    """
+
+    after: str
+    outputs: tuple[int, ...]
 
 
 class BoxedCodeGen(fx.graph.CodeGen):
@@ -28,9 +41,56 @@ class BoxedCodeGen(fx.graph.CodeGen):
         return inputs[0] if len(inputs) == 1 and isinstance(inputs[0], list) else inputs
 
 
+class ResumedCodeGen(BoxedCodeGen):
+    """`forward(self, values)` as a generator: it yields the graph's outputs in lists, which its caller empties.
+
+    The outputs of each handover come in a list, those that are in none in a last one; no list holds a None.
+    """
+
+    def __init__(self, handovers: Sequence[Handover]) -> None:
+        super().__init__()
+        self.handovers = tuple(handovers)
+        self.outputs: Sequence[Any] = ()
+
+    def generate_output(self, output_args: Any, *args: Any, **kwargs: Any) -> str:
+        self.outputs = output_args  # as they are now: a graph may be changed and compiled again
+        early = {i for handover in self.handovers for i in handover.outputs}
+        return self._hand_over([i for i, v in enumerate(output_args) if v is not None and i not in early])
+
+    def insert(self, body: list[str]) -> list[str]:
+        """The lines of the code, with those that hand over between them."""
+        at = {handover.after: handover.outputs for handover in self.handovers}
+        lines = []
+        for line in "".join(body).splitlines(keepends=True):
+            outputs = at.get(line.split(" ", 1)[0].rstrip(":"))
+            lines += [line] if outputs is None else [line, f"{self._hand_over(outputs)}\n"]
+        return lines
+
+    def _hand_over(self, places: Sequence[int]) -> str:
+        return hand_over([str(self.outputs[i]) for i in places])
+
+
+def hand_over(names: Sequence[str]) -> str:
+    """A statement that yields the values in a list and drops its own hold of them."""
+    dropped = "".join(f"{name} = " for name in dict.fromkeys(names) if name != "None")
+    return f"handed_over = [{', '.join(names)}]; {dropped and dropped + 'None; '}yield handed_over"
+
+
 def boxed(graph: fx.Graph, root: Any, name: str) -> fx.GraphModule:
     """A GraphModule of `graph` whose `forward` takes one list."""
     graph.set_codegen(BoxedCodeGen())
+    return _module(graph, root, name)
+
+
+def resumed(graph: fx.Graph, root: Any, name: str, handovers: Sequence[Handover]) -> fx.GraphModule:
+    """A GraphModule of `graph` whose `forward` takes one list and yields lists (see `ResumedCodeGen`)."""
+    codegen = ResumedCodeGen(handovers)
+    graph.set_codegen(codegen)
+    graph.on_generate_code(lambda _: codegen.insert)
+    return _module(graph, root, name)
+
+
+def _module(graph: fx.Graph, root: Any, name: str) -> fx.GraphModule:
     module = fx.GraphModule(root, graph, name)
     forget_source(module)
     refer_weakly(module)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._torch import allocator_events, forget_cublas_workspaces
+from ._torch import allocator_events, cuda_allocations, forget_cublas_workspaces
 
 aten = torch.ops.aten
 
@@ -35,6 +35,7 @@ class DeviceKind:
         order_dependent: ops whose sums are added in an order that is not fixed, so that they run once.
         synchronize: wait until all kernels are done.
         peak_bytes: the highest point of memory above its level at the start, while something runs.
+        allocations: signed sizes of the allocator's events, as they were asked for, while something runs.
     """
 
     granule: int
@@ -45,6 +46,7 @@ class DeviceKind:
     order_dependent: frozenset[Any]
     synchronize: Callable[[torch.device], None]
     peak_bytes: Callable[[Callable[[], Any], torch.device], int]
+    allocations: Callable[[Callable[[], Any], torch.device], list[int]]
 
 
 def kind_of(device: torch.device) -> DeviceKind:
@@ -90,13 +92,20 @@ def _peak_on_cuda(run: Callable[[], Any], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
+def _allocations_on_cuda(run: Callable[[], Any], device: torch.device) -> list[int]:
+    with torch.cuda.device(device):
+        return [size for _, size in cuda_allocations(run)[0]]
+
+
 KINDS = {
     "cpu": DeviceKind(
         granule=64, rng_state_bytes=5056, caches=False, rowwise_in_place=True, product_bytes=0,
         order_dependent=frozenset(), synchronize=lambda device: None, peak_bytes=_peak_on_cpu,
+        allocations=lambda run, _: allocator_events(run),
     ),
     "cuda": DeviceKind(  # a generator's state of 16 bytes is kept on the host
         granule=512, rng_state_bytes=0, caches=True, rowwise_in_place=False, product_bytes=2 * 33 << 20,
         order_dependent=ATOMIC_ON_CUDA, synchronize=torch.cuda.synchronize, peak_bytes=_peak_on_cuda,
+        allocations=_allocations_on_cuda,
     ),
 }  # fmt: skip

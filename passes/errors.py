@@ -19,6 +19,10 @@ class CaptureError(PlannerError):
         self.construct = construct
 
 
+class NoBackward(CaptureError):
+    """No output of the step depends on anything that requires a gradient."""
+
+
 class Unsupported(PlannerError):
     """A construct that the rewrite would not keep faithful; refused before any work.
 

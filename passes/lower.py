@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from solvers.problem import Op, Problem, Tensor
 from .alias import Aliases, Storage, is_compute
 from .device import kind_of
 from .errors import Unsupported
+from .leaves import Leave, leaves
 from .memory import granule, round_up, span
 from .ops import (
     CHECKS_OWNER,
@@ -31,7 +33,9 @@ from .run.replay import is_counter
 from .tape import NO_TAPE
 from .trace.capture import Traced
 
+RETURN_GRADIENTS = "return_gradients"
 UPDATE = "optimizer_step"  # the op that stands for the update of the parameters
+NO_HOOKS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Lowered:
         tangents: the tensors that the backward starts from, in order.
         tangent_op: index of the op that stands for the backward's start.
         accumulated_bytes: gradients from before the step, part of the Problem's static bytes.
+        leaves: which gradients leave before the backward's end, after which op.
     """
 
     problem: Problem
@@ -56,6 +61,7 @@ class Lowered:
     node_op: dict[fx.Node, int]
     storage_tensor: dict[Storage, int]
     accumulated_bytes: int = 0
+    leaves: tuple[Leave, ...] = ()
 
 
 def split_nodes(traced: Traced) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -98,19 +104,25 @@ def lower(
     reserve_bytes: int = 0,
     keep_outputs: bool = True,
     once: Collection[fx.Node] = (),
-    accumulate: bool = False,
+    gradients: str = "fresh",
     step_bytes: int = 0,
+    hook_bytes: Mapping[str, int] = NO_HOOKS,
+    region: bool = False,
 ) -> Lowered:
     """Make the Problem of a traced step.
 
     Args:
         keep_outputs: whether what the model returns stays alive through the backward, besides what it starts from.
         once: kernels that the user does not want to run again.
-        accumulate: whether parameters have a gradient already, to which this step's is added.
+        gradients: what becomes of a parameter's gradient as it leaves the backward: it stays ("fresh"), is added to
+            the one that the parameter has already ("accumulated"), or a hook frees it ("consumed").
         step_bytes: what the update of the parameters, an op of its own at the end, holds for a moment.
+        hook_bytes: what a hook that consumes the gradient holds for a moment, by the parameter's name.
+        region: the step is a part of a larger one: its inputs are tensors that it holds until it has read them, what
+            it returns is computed once, and what becomes of that and of its gradients is not its affair.
     """
-    lowering = _Lowering(traced, aliases, profiles, cost, device, frozenset(once), accumulate)
-    return lowering.build(reserve_bytes, keep_outputs, step_bytes)
+    lowering = _Lowering(traced, aliases, profiles, cost, device, frozenset(once), gradients, region)
+    return lowering.build(reserve_bytes, keep_outputs, step_bytes, hook_bytes)
 
 
 class _Lowering:
@@ -122,10 +134,11 @@ class _Lowering:
         cost: Callable[[OpProfile], float],
         device: torch.device,
         once: frozenset[fx.Node],
-        accumulate: bool,
+        gradients: str,
+        region: bool,
     ) -> None:
         self.traced, self.aliases, self.profiles, self.cost, self.device = traced, aliases, profiles, cost, device
-        self.once, self.accumulate = once, accumulate
+        self.once, self.gradients, self.region = once, gradients, region
         self.granule = granule(device)
         self.ops: list[Op] = []
         self.tensors: list[Tensor] = []
@@ -134,41 +147,49 @@ class _Lowering:
         self.storage_tensor: dict[Storage, int] = {}
         self.rng_state: dict[int, int] = {}
         self.returned: dict[Storage, None] = {}
-        self.accumulated: list[torch.Tensor] = []  # parameters that have a gradient from before
+        self.fates: dict[int, _Fate] = {}
 
-    def build(self, reserve_bytes: int, keep_outputs: bool, step_bytes: int) -> Lowered:
+    def build(
+        self, reserve_bytes: int, keep_outputs: bool, step_bytes: int, hook_bytes: Mapping[str, int]
+    ) -> Lowered:
         forward, backward = split_nodes(self.traced)
         self.returned = self._returned()
         placeholders = self.traced.placeholders
         primals, tangents = placeholders[: self.traced.num_primals], placeholders[self.traced.num_primals :]
         mutated = {self.aliases.of[primals[i]] for i in self.traced.mutated}
+        inputs = self._add_inputs(primals[len(self.traced.state) :]) if self.region else []
         kept = self._add_kept()
         for node in forward:
             self._add_node(node, True, mutated)
         self._add_handover()
         num_forward = len(self.ops)
-        tangent_tensors = self._add_tangents(tangents)
+        tangent_tensors = self._add_tangents(tangents, inputs)
         for node in backward:
             self._add_node(node, False, mutated)
-        outputs = self._outputs(keep_outputs)
-        copies, let_go = self._add_gradient_copies(primals)
-        pinned = dict.fromkeys([*kept, *(t for t in outputs if t not in let_go), *tangent_tensors, *copies])
-        pinned = self._add_end(pinned, let_go, tangent_tensors, step_bytes)
-        static = sum(self._bytes(self.aliases.of[p]) for p in self._distinct(primals))
-        accumulated = sum(round_up(value.numel() * value.element_size(), self.granule) for value in self.accumulated)
+        outputs = self._outputs(keep_outputs and not self.region)
+        self.fates = {} if self.region else self._fates(primals, hook_bytes)
+        pinned = dict.fromkeys([*kept, *(t for t in outputs if t not in self._let_go()), *tangent_tensors])
+        accumulated = sum(fate.bytes for fate in self.fates.values() if fate.kind == "accumulated")
+        resident = primals[: len(self.traced.state)] if self.region else primals
+        static = sum(self._bytes(self.aliases.of[p]) for p in self._distinct(resident)) + accumulated + reserve_bytes
         static += kept_bytes(forward, self.profiles) + kept_bytes(backward, self.profiles)
-        problem = Problem(
-            ops=tuple(self.ops),
-            tensors=tuple(self.tensors),
-            num_forward=num_forward,
-            outputs=tuple(pinned),
-            static_bytes=static + accumulated + reserve_bytes,
-        )
+        problem = Problem(tuple(self.ops), tuple(self.tensors), num_forward, tuple(pinned), static)
         order = backward_order(problem, self._movable(num_forward))
-        nodes = tuple(self.nodes[i] for i in order)
+        problem, self.nodes = in_order(problem, order), [self.nodes[i] for i in order]
+        tensors = self.storage_tensor
+        groups = () if self.region else leaves(self.traced, self.aliases, problem, tuple(self.nodes), tensors)
+        left = self._add_leaves(problem, groups)
+        if self.region:
+            self._add_op(Op(RETURN_GRADIENTS, (*kept, *outputs, *tangent_tensors), (), 0, 0, False), None)
+            pinned = {}
+        else:
+            pinned.update(dict.fromkeys(t for fate in self.fates.values() for t in fate.copy))
+            pinned = self._add_end(pinned, tangent_tensors, step_bytes)
+        problem = replace(problem, ops=tuple(self.ops), tensors=tuple(self.tensors), outputs=tuple(pinned))
+        nodes = tuple(self.nodes)
         return Lowered(
-            in_order(problem, order), nodes, tuple(self.storages), self.rng_state, tangent_tensors, num_forward,
-            {n: i for i, n in enumerate(nodes) if n is not None}, self.storage_tensor, accumulated,
+            problem, nodes, tuple(self.storages), self.rng_state, tangent_tensors, num_forward,
+            {n: i for i, n in enumerate(nodes) if n is not None}, self.storage_tensor, accumulated, left,
         )  # fmt: skip
 
     def _movable(self, num_forward: int) -> list[int]:
@@ -183,6 +204,8 @@ class _Lowering:
         inputs = tuple(dict.fromkeys(self.storage_tensor[s] for s in read if s in self.storage_tensor))
         replay: tuple[int, ...] = ()
         recomputable = forward and node not in self.once and must_run_once(node, self.device) is None
+        if self.region and not self.returned.keys().isdisjoint(self.aliases.storages(node)):
+            recomputable = False
         if _reads_overwritten(node, mutated, self.aliases):
             recomputable = False
             if not forward:
@@ -218,7 +241,9 @@ class _Lowering:
         if not isinstance(source, fx.Node):
             return None
         storage = self.aliases.of[source]
-        taken = self.storage_tensor.get(storage) if isinstance(storage, Storage) else None
+        if not isinstance(storage, Storage) or storage.static:
+            return None
+        taken = self.storage_tensor.get(storage)
         others = [a for a in node.all_input_nodes if a is not source]
         if taken is None or any(storage in self.aliases.storages(a) for a in others):
             return None
@@ -253,8 +278,23 @@ class _Lowering:
         if read:
             self._add_op(Op("return_outputs", read, (), 0, 0, False), None)
 
-    def _add_tangents(self, tangents: list[fx.Node]) -> tuple[int, ...]:
-        """What autograd hands over is dense and lives on; where the trace wants gaps (a view's), a copy is made."""
+    def _add_inputs(self, inputs: list[fx.Node]) -> list[int]:
+        """The inputs of a region, which whoever made them may drop before the region has read them."""
+        found = []
+        for node in inputs:
+            storage = self.aliases.of[node]
+            assert isinstance(storage, Storage)
+            found.append(self._new_tensor(Tensor(node.name, self._bytes(storage)), storage))
+            self.storage_tensor[storage] = found[-1]
+        self._add_op(Op("inputs", (), tuple(found), 0, 0, False), None)
+        return found
+
+    def _add_tangents(self, tangents: list[fx.Node], held: list[int]) -> tuple[int, ...]:
+        """What autograd hands over is dense and lives on; where the trace wants gaps (a view's), a copy is made.
+
+        Args:
+            held: what the runtime holds until the backward begins, should it have to start elsewhere than planned.
+        """
         given, written = [], []
         for node in tangents:
             storage, value = self.aliases.of[node], node.meta["val"]
@@ -267,62 +307,71 @@ class _Lowering:
                 index = self._new_tensor(Tensor(f"{node.name}_laid_out", size, "temporary"), storage)
                 written.append(index)
             self.storage_tensor[storage] = index
-        self._add_op(Op("tangents", (), (*given, *written), 0, 0, False), None)
+        self._add_op(Op("tangents", tuple(held), (*given, *written), 0, 0, False), None)
         return tuple(given)
 
-    def _add_gradient_copies(self, primals: list[fx.Node]) -> tuple[list[int], frozenset[int]]:
-        """`AccumulateGrad` copies a gradient that is no dense tensor of its own (shared, expanded, other strides).
+    def _fates(self, primals: list[fx.Node], hook_bytes: Mapping[str, int]) -> dict[int, _Fate]:
+        """What becomes of each primal's gradient.
 
-        Returns:
-            The copies, and the tensors of which nothing but copies stays, or nothing at all where the gradient is added
-            to one from before: each is let go when its last copy is made.
+        `AccumulateGrad` copies one that is no dense tensor of its own (shared, expanded, other strides).
         """
-        outputs: Any = self.traced.graph_module.graph.output_node().args[0]
-        gradients = outputs[self.traced.num_forward_outputs :]
-        seen: set[Storage] = set()
-        copies = []
-        copied: set[int] = set()
-        kept = {self.storage_tensor[s] for s in self.returned if s in self.storage_tensor}
-        parameters = {i for i, entry in enumerate(self.traced.state) if entry.is_parameter}
-        for position, (primal, gradient) in enumerate(zip(primals, gradients, strict=False)):
+        fates, seen = {}, set[Storage]()
+        names = {i: entry.name for i, entry in enumerate(self.traced.state) if entry.is_parameter}
+        for i, (primal, gradient) in enumerate(zip(primals, self.traced.gradients, strict=False)):
             if not isinstance(gradient, fx.Node):
                 continue
-            storage = self.aliases.of[gradient]
+            storage, value = self.aliases.of[gradient], gradient.meta["val"]
             assert isinstance(storage, Storage)
-            index = self.storage_tensor.get(storage)
-            read = () if index is None else (index,)
-            if self.accumulate and position in parameters:
-                self.accumulated.append(primal.meta["val"])
-                copied.update(read)
-                continue
-            shared = storage in seen or storage.static
-            seen.add(storage)
-            if shared or not _stolen(gradient.meta["val"], primal.meta["val"]):
-                value = gradient.meta["val"]
-                size = round_up(value.numel() * value.element_size(), self.granule)
-                tensor = self._new_tensor(Tensor(f"{primal.name}_grad", size, "gradient"), None)
-                copied.update(read)
-                self._add_op(Op(f"{primal.name}_grad", read, (tensor,), 0, 0, False), None)
-                copies.append(tensor)
-            else:
-                kept.update(read)
-        return copies, frozenset(copied - kept)
+            copied = storage in seen or storage.static or not _stolen(value, primal.meta["val"])
+            size = round_up(value.numel() * value.element_size(), self.granule)
+            kind = self.gradients if i in names and self.gradients != "fresh" else "copied" if copied else "kept"
+            if kind != "accumulated":
+                seen.add(storage)
+            moment = hook_bytes.get(names.get(i, ""), 0) + copied * size if kind == "consumed" else 0
+            fates[i] = _Fate(kind, primal.name, self.storage_tensor.get(storage), size, moment)
+        return fates
 
-    def _add_end(
-        self, pinned: dict[int, None], let_go: frozenset[int], tangents: tuple[int, ...], step_bytes: int
-    ) -> dict[int, None]:
-        """What follows the backward; returns what is still there then, of `pinned`.
+    def _let_go(self) -> frozenset[int]:
+        """Tensors of gradients of which nothing but copies stays, or nothing at all."""
+        kept = {self.storage_tensor[s] for s in self.returned if s in self.storage_tensor}
+        kept |= {fate.tensor for fate in self.fates.values() if fate.kind == "kept" and fate.tensor is not None}
+        return frozenset(f.tensor for f in self.fates.values() if f.tensor is not None) - kept
 
-        The backward hands out all gradients at its end, so those that are added to others live until then.
-        """
-        if self.accumulate:
-            self._add_op(Op("accumulate_gradients", tuple(sorted({*let_go, *tangents})), (), 0, 0, False), None)
-        elif step_bytes:
-            self._add_op(Op("return_gradients", tangents, (), 0, 0, False), None)
-        else:
+    def _add_leaves(self, problem: Problem, groups: tuple[Leave, ...]) -> tuple[Leave, ...]:
+        """Put ops where gradients leave into the ordered backward; the groups, by the place of their last op."""
+        nodes, self.ops, self.nodes = self.nodes, [], []
+        at: dict[int, list[Leave]] = {}
+        for group in groups:
+            at.setdefault(group.after, []).append(group)
+        left = []
+        for i, op in enumerate(problem.ops):
+            self._add_op(op, nodes[i])
+            for group in at.get(i, ()):
+                # Hooks run one by one: that of the first while all gradients of the group are there.
+                primals = tuple(sorted(group.primals, key=lambda i: -self.fates[i].moment))
+                self._add_leave(primals)
+                left.append(Leave(len(self.ops) - 1, primals))
+        early = {i for group in groups for i in group.primals}
+        self._add_leave(tuple(i for i in self.fates if i not in early))
+        return tuple(left)
+
+    def _add_leave(self, group: tuple[int, ...]) -> None:
+        """What happens as these primals' gradients leave together: copies, additions, hooks."""
+        fates = [self.fates[i] for i in group]
+        for fate in (f for f in fates if f.kind == "copied"):
+            fate.copy.append(self._new_tensor(Tensor(f"{fate.name}_grad", fate.bytes, "gradient"), None))
+            self._add_op(Op(f"{fate.name}_grad", fate.read, tuple(fate.copy), 0, 0, False), None)
+        gone = [f for f in fates if f.kind in ("accumulated", "consumed")]
+        if gone:
+            read = tuple(dict.fromkeys(t for f in gone for t in f.read))
+            self._add_op(Op(f"{gone[0].name}_{gone[0].kind}", read, (), 0, max(f.moment for f in gone), False), None)
+
+    def _add_end(self, pinned: dict[int, None], tangents: tuple[int, ...], step_bytes: int) -> dict[int, None]:
+        """What follows the backward; returns what is still there then, of `pinned`."""
+        if not step_bytes:
             return pinned
-        if step_bytes:
-            self._add_op(Op(UPDATE, (), (), 0, step_bytes, False), None)
+        self._add_op(Op(RETURN_GRADIENTS, tangents, (), 0, 0, False), None)
+        self._add_op(Op(UPDATE, (), (), 0, step_bytes, False), None)
         return {t: None for t in pinned if t not in tangents}
 
     def _add_tensor(self, name: str, storage: Storage, forward: bool) -> int:
@@ -343,9 +392,12 @@ class _Lowering:
         self.nodes.append(node)
 
     def _outputs(self, keep_outputs: bool) -> list[int]:
-        """Gradients, and what the forward returned; only what the backward starts from unless outputs are kept."""
+        """Gradients, and what the forward returned; only what the backward starts from unless outputs are kept.
+
+        A region holds nothing of what it returned: glue does, as long as it needs it.
+        """
         outputs: Any = self.traced.graph_module.graph.output_node().args[0]
-        started = {leaf.index for leaf in self.traced.outputs if leaf.differentiated}
+        started = {leaf.index for leaf in self.traced.outputs if leaf.differentiated and not self.region}
         result = []
         for position, node in enumerate(outputs):
             if not isinstance(node, fx.Node) or position < len(self.traced.mutated):
@@ -372,6 +424,31 @@ class _Lowering:
     @staticmethod
     def _distinct(primals: list[fx.Node]) -> list[fx.Node]:
         return list(dict.fromkeys(primals))
+
+
+@dataclass
+class _Fate:
+    """What becomes of a gradient as it leaves.
+
+    Attributes:
+        kind: it is "kept", "copied", "accumulated" or "consumed".
+        name: its primal's name in the graph.
+        tensor: what holds it; None where that is resident throughout.
+        bytes: its size as a tensor of its own.
+        moment: what is held for a moment as it leaves.
+        copy: the tensor that it is copied to.
+    """
+
+    kind: str
+    name: str
+    tensor: int | None
+    bytes: int
+    moment: int = 0
+    copy: list[int] = field(default_factory=list)
+
+    @property
+    def read(self) -> tuple[int, ...]:
+        return () if self.tensor is None else (self.tensor,)
 
 
 def _same_layout(source: torch.Tensor, result: torch.Tensor) -> bool:

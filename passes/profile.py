@@ -19,7 +19,7 @@ from torch import fx
 
 from solvers.errors import BudgetError
 
-from ._torch import FakeTensor, pytree
+from ._torch import FakeTensor, TorchDispatchMode, pytree
 from .alias import device_of, is_compute
 from .device import kind_of
 from .draws import drawing_privately
@@ -29,7 +29,7 @@ from .flops import listed_flops, unlisted_flops
 from .fuse.records import BY_OP, workspace_bytes
 from .memory import high_water, span
 from .op_class import op_class
-from .ops import OPAQUE_RESULTS, is_random, looks_at_values
+from .ops import OPAQUE_RESULTS, is_collective, is_random, looks_at_values
 from .run._torch import below_autograd
 from .tape import Tape, record
 
@@ -199,12 +199,50 @@ def _count(node: fx.Node) -> OpProfile:
     )
 
 
+class Counting(TorchDispatchMode):
+    """Adds up what ops cost as they run, views left out; its switch is `on`."""
+
+    def __init__(self, cost: Callable[[OpProfile], float]) -> None:
+        super().__init__()
+        self.cost, self.total, self.on = cost, 0.0, True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        begin = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        if self.on:
+            op = _as_node(func, args, kwargs or {}, result)
+            if func._schema.is_mutable or is_compute(op):
+                self.total += self.cost(replace(_count(op), seconds=time.perf_counter() - begin))
+        return result
+
+
+def _as_node(func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
+    """A call that was made, as the graph of it would have it."""
+    graph = fx.Graph()
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        node = graph.placeholder("read")
+        node.meta["val"] = value
+        return node
+
+    node = graph.create_node("call_function", func, *pytree.tree_map(read, (tuple(args), dict(kwargs))))
+    node.meta["val"] = result
+    return node
+
+
 def _dtype(tensors: Sequence[torch.Tensor]) -> str:
     return next((str(t.dtype).removeprefix("torch.") for t in tensors if t.is_floating_point()), "")
 
 
 def _measure(node: fx.Node, timed: bool) -> Measured:
-    """Run the op on made-up data; one that cannot run on any of it is taken to copy all that it reads and writes."""
+    """Run the op on made-up data; one that cannot run on any of it is taken to copy all that it reads and writes.
+
+    One that talks to other ranks is not run, as they would have to join in; its workspace is known by a rule.
+    """
+    if is_collective(node):
+        return Measured(_copied_bytes(node), seconds=0.0 if timed else None)
     value = node.meta.get("val")
     expected = value if isinstance(value, (tuple, list)) else None
     device = device_of(node)
@@ -231,6 +269,13 @@ def _measure(node: fx.Node, timed: bool) -> Measured:
         counted = _count(node)
         return Measured(2 * (counted.bytes_read + counted.bytes_written), seconds=0.0 if timed else None)
     return max(seen, key=lambda found: found.workspace_bytes)
+
+
+def _copied_bytes(node: fx.Node) -> int:
+    """What gloo, which serves the CPU, copies before it sends: the arguments of all ops but those that sum in place."""
+    name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
+    copies = name.startswith(("all_gather", "reduce_scatter")) and device_of(node).type == "cpu"
+    return _count(node).bytes_read if copies else 0
 
 
 def _strides(told: Any, made: Any) -> tuple[int, ...] | None:

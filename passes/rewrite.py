@@ -18,14 +18,18 @@ from solvers.replay import Moment, copies, replay
 from solvers.schedule import Schedule, Step, freed_after
 
 from .alias import Aliases, Storage, device_of, is_view
-from .codegen import boxed
+from .codegen import Handover, boxed, resumed
 from .errors import VerificationError
+from .exclusive import interrupt_point
 from .fuse.match import item
 from .fuse.rules import join_batch_norms
 from .lower import Lowered
 from .ops import donations, is_random
 from .run.random import get_rng_state, run_with_rng_state
 from .trace.capture import Traced
+
+Leaving = dict[int, tuple[tuple[int, fx.Node], ...]]  # after a step of the schedule: gradients, by primal
+NOTHING: Leaving = {}
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,12 @@ class Rewritten:
 
     Attributes:
         forward: takes the primals; returns new values of mutated primals, the outputs, then the saved tensors.
-        backward: takes `[saved tensors, saved primals, tangents]`; returns one gradient or None per primal.
+        backward: takes `[saved tensors, saved primals, tangents]`; its graph returns one gradient or None per primal,
+            and its code yields them in groups (`passes.codegen.ResumedCodeGen`).
         num_forward_outputs: how many values of `forward` come before the saved tensors.
         saved_names: what is saved, by the graph's names.
         saved_primals: which primals the backward reads.
+        handovers: which gradients leave before the backward's end, and where.
     """
 
     forward: fx.GraphModule
@@ -45,6 +51,15 @@ class Rewritten:
     num_forward_outputs: int
     saved_names: tuple[str, ...]
     saved_primals: tuple[int, ...]
+    handovers: tuple[Handover, ...] = ()
+
+    @property
+    def leaves(self) -> tuple[tuple[int, ...], ...]:
+        """The primals whose gradients leave together, group by group, the last at the backward's end."""
+        gradients: Any = self.backward.graph.output_node().args[0]
+        groups = tuple(handover.outputs for handover in self.handovers)
+        early = {i for group in groups for i in group}
+        return (*groups, tuple(i for i, g in enumerate(gradients) if g is not None and i not in early))
 
 
 def rewrite(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedule) -> Rewritten:
@@ -69,17 +84,36 @@ def rewrite(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedu
         backward.placeholder(traced.placeholders[i])
     for node in traced.placeholders[traced.num_primals :]:
         backward.tangent(node)
-    backward.emit(schedule, moments, range(boundary + 1, len(schedule)))
-    backward.output([backward.resolve(n) for n in outputs[traced.num_forward_outputs :]])
+    leaving = _leaving(traced, aliases, lowered, schedule, boundary)
+    backward.emit(schedule, moments, range(boundary + 1, len(schedule)), leaving)
+    backward.output([backward.resolve(n) for n in traced.gradients])
     join_batch_norms(backward.graph)
+    handovers = backward.handovers()
     root = traced.graph_module
     return Rewritten(
         forward=boxed(forward.graph, root, "Forward"),
-        backward=boxed(backward.graph, root, "Backward"),
+        backward=resumed(backward.graph, root, "Backward", handovers),
         num_forward_outputs=traced.num_forward_outputs,
         saved_names=tuple(lowered.problem.tensors[t].name for t in saved),
         saved_primals=tuple(read_primals),
+        handovers=handovers,
     )
+
+
+def reads(traced: Traced, rewritten: Rewritten) -> tuple[tuple[int, ...], ...]:
+    """Which parameters the backward reads before each handover, and after the last."""
+    graph, parameters = rewritten.backward.graph, {i for i, e in enumerate(traced.state) if e.is_parameter}
+    inputs = [n for n in graph.nodes if n.op == "placeholder"][len(rewritten.saved_names) :]
+    roots = {n: {i} & parameters for n, i in zip(inputs, rewritten.saved_primals, strict=False)}
+    after, found = {handover.after for handover in rewritten.handovers}, [set[int]()]
+    for node in (n for n in graph.nodes if n.op == "call_function"):
+        read = set().union(*(roots.get(a, ()) for a in node.all_input_nodes))
+        if is_view(node):
+            roots[node] = read
+        found[-1] |= read
+        if node.name in after:
+            found.append(set())
+    return tuple(tuple(sorted(each)) for each in found)
 
 
 def _crossing(lowered: Lowered, schedule: Schedule, moments: list[Moment], boundary: int) -> list[int]:
@@ -101,21 +135,57 @@ def _returned_by_backward(lowered: Lowered) -> frozenset[int]:
 
 
 def _read_primals(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedule) -> list[int]:
-    position = {aliases.of[p]: i for i, p in enumerate(traced.placeholders[: traced.num_primals])}
-    read: set[int] = set()
-    for kind, i in schedule:
-        node = lowered.nodes[i] if kind == "compute" else None
-        if node is not None:
-            read.update(_primals_of(node, aliases, position))
-    outputs: Any = traced.graph_module.graph.output_node().args[0]
-    for gradient in outputs[traced.num_forward_outputs :]:
+    position = _positions(traced, aliases, lowered)
+    read = set(_last_reads(traced, aliases, lowered, schedule))
+    for gradient in traced.gradients:
         if isinstance(gradient, fx.Node):
             read.update(position[s] for s in aliases.storages(gradient) if s in position)
     return sorted(read)
 
 
+def _last_reads(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedule) -> dict[int, int]:
+    """The primals that ops of the schedule read, each with the last step that does."""
+    position = _positions(traced, aliases, lowered)
+    last: dict[int, int] = {}
+    for place, (kind, i) in enumerate(schedule):
+        node = lowered.nodes[i] if kind == "compute" else None
+        if node is not None:
+            last.update(dict.fromkeys(_primals_of(node, aliases, position), place))
+    return last
+
+
+def _positions(traced: Traced, aliases: Aliases, lowered: Lowered) -> dict[Any, int]:
+    """Which primal each storage is, but for inputs of a region, which are held like tensors of its own."""
+    primals = enumerate(traced.placeholders[: traced.num_primals])
+    return {aliases.of[p]: i for i, p in primals if aliases.of[p] not in lowered.storage_tensor}
+
+
 def _primals_of(node: fx.Node, aliases: Aliases, position: dict[Any, int]) -> list[int]:
     return [position[s] for a in node.all_input_nodes for s in aliases.storages(a) if s in position]
+
+
+def _leaving(
+    traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedule, boundary: int
+) -> Leaving:
+    """The gradients, by primal, that leave after each step of the schedule.
+
+    Raises:
+        VerificationError: a parameter is read once its gradient has left, in a schedule that counts on that.
+    """
+    place = {step.index: p for p, step in enumerate(schedule[boundary:], boundary) if step.kind == "compute"}
+    last = _last_reads(traced, aliases, lowered, schedule)
+    found: Leaving = {}
+    for leave in lowered.leaves:
+        after = max(place[leave.after], *(last.get(i, -1) for i in leave.primals))
+        if after > place[leave.after] and lowered.nodes[leave.after] is None:
+            name = traced.placeholders[leave.primals[0]].name
+            raise VerificationError(f"the schedule reads {name!r} once its gradient has left", node=name)
+        found[after] = (*found.get(after, ()), *((i, traced.gradients[i]) for i in leave.primals))
+    return found
+
+
+def _mark() -> None:
+    """Where gradients leave, in a graph that is being built."""
 
 
 class _Emitter:
@@ -127,9 +197,15 @@ class _Emitter:
         self.current: dict[int, fx.Node] = {}
         self.static: dict[fx.Node, fx.Node] = {}
         self.views: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
+        self.marks: list[tuple[fx.Node, tuple[int, ...]]] = []
 
     def placeholder(self, node: fx.Node) -> None:
-        self.static[node] = self._copy_meta(self.graph.placeholder(node.name), node)
+        new = self._copy_meta(self.graph.placeholder(node.name), node)
+        tensor = self.lowered.storage_tensor.get(self.aliases.of[node])  # type: ignore[arg-type]
+        if tensor is None:
+            self.static[node] = new
+        else:  # an input of a region, held like a tensor of its own
+            self.current[tensor] = new
 
     def tangent(self, node: fx.Node) -> None:
         new = self._copy_meta(self.graph.placeholder(node.name), node)
@@ -142,20 +218,40 @@ class _Emitter:
     def output(self, values: list[Any]) -> None:
         self.graph.output(tuple(values))
 
-    def emit(self, schedule: Schedule, moments: list[Moment], positions: range) -> None:
+    def emit(self, schedule: Schedule, moments: list[Moment], positions: range, leaving: Leaving = NOTHING) -> None:
         for position in positions:
+            interrupt_point()
             if schedule[position].kind == "compute":
                 self._compute(moments[position], freed_after(schedule, position))
+            if position in leaving:
+                for _, gradient in leaving[position]:
+                    self.resolve(gradient)
+                self.marks.append((self.graph.call_function(_mark), tuple(i for i, _ in leaving[position])))
+
+    def handovers(self) -> tuple[Handover, ...]:
+        """Which outputs leave before the end, after which node, in place of the marks."""
+        found: dict[fx.Node, tuple[int, ...]] = {}
+        waiting: tuple[int, ...] = ()
+        for mark, outputs in self.marks:
+            waiting, before = waiting + outputs, mark.prev
+            self.graph.erase_node(mark)
+            if before.op not in ("placeholder", "root"):
+                found[before] = (*found.get(before, ()), *waiting)
+                waiting = ()
+        results: Any = self.graph.output_node().args[0]
+        early = {i for outputs in found.values() for i in outputs}
+        if found and all(r is None or i in early for i, r in enumerate(results)):
+            found.popitem()  # the last to leave do so at the end
+        return tuple(Handover(node.name, outputs) for node, outputs in found.items())
 
     def resolve(self, node: Any) -> Any:
         """The new graph's value for a node of the joint graph, taking views of its base where needed."""
         if not isinstance(node, fx.Node):
             return node
-        if node.op == "placeholder" and node in self.static:
+        if node in self.static:
             return self.static[node]
         if node.op == "get_attr":
-            if node not in self.static:
-                self.static[node] = self._copy_meta(self.graph.get_attr(str(node.target)), node)
+            self.static[node] = self._copy_meta(self.graph.get_attr(str(node.target)), node)
             return self.static[node]
         if is_view(node):
             return self._view(node)

@@ -26,6 +26,7 @@ from torch import fx
 
 from .alias import aliased_argument, device_of, is_view
 from .errors import VerificationError
+from .exclusive import interrupt_point
 from .fuse.meaning import Call, Item, Like, Of
 from .fuse.normal_form import SAME, counted_from_front, may_swap
 from .fuse.records import BY_OP, SPLIT_BY_OP
@@ -118,8 +119,31 @@ def verify(traced: Traced, rewritten: Rewritten) -> None:
         step.root_of[node] = step.root_of.get(source, node)
     gradients = step.run(rewritten.backward.graph, dict(zip(backward_inputs, handed, strict=True)))
     _compare(expected[count:], gradients, "gradient", rewritten.backward)
+    _check_handovers(rewritten, step.root_of)
     if step.draws != joint.draws:
         raise VerificationError("the rewritten step leaves a random number generator in another state")
+
+
+def _check_handovers(rewritten: Rewritten, root_of: dict[Any, Any]) -> None:
+    """A gradient leaves once it is there, and what a hook may then change is not read again: it and its parameter."""
+    primals = _placeholders(rewritten.backward)[len(rewritten.saved_names) :]
+    parameter = dict(zip(rewritten.saved_primals, primals, strict=False))
+    results, at = _returned(rewritten.backward), {h.after: h.outputs for h in rewritten.handovers}
+    early = {i for outputs in at.values() for i in outputs}
+    computed, left = set[fx.Node](), set[Any]()
+    for node in rewritten.backward.graph.nodes:
+        at_end = node.op == "output"
+        outputs = [i for i in range(len(results)) if i not in early] if at_end else at.pop(node.name, ())
+        leaving = [results[i] for i in outputs if isinstance(results[i], fx.Node)]
+        for read in leaving if at_end else (*node.all_input_nodes, *leaving):
+            if root_of[read] in left:
+                raise VerificationError(f"{read.name!r} is read again after it has left", node=node.name)
+        computed.add(node)
+        if not computed.issuperset(leaving):
+            raise VerificationError(f"a gradient leaves after {node.name!r}, before it is computed", node=node.name)
+        left.update(root_of[n] for n in (*leaving, *(parameter[i] for i in outputs if i in parameter)))
+    if at:
+        raise VerificationError(f"a gradient leaves after {next(iter(at))!r}, which there is not")
 
 
 def _returned(module: fx.GraphModule) -> list[Any]:
@@ -157,6 +181,7 @@ class _Walk:
     def run(self, graph: fx.Graph, inputs: dict[fx.Node, Number]) -> list[Any]:
         numbers: Numbers = dict(inputs)
         for node in graph.nodes:
+            interrupt_point()
             if node.op == "get_attr":
                 numbers[node] = self.numbering.number(("constant", id(attrgetter(str(node.target))(self.root))))
                 self.numbering.know(numbers[node], node.meta.get("val")) if self.trusted else None

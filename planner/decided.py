@@ -14,11 +14,13 @@ from typing import Any
 import networkx as nx
 import torch
 
+from passes._torch import local_part
 from passes.alias import is_compute
 from passes.rewrite import Rewritten
 from passes.run.step import Fallback, Step
 from passes.trace.modules import module_path
 from passes.trace.structure import unflatten
+from solvers.errors import PlannerError
 from solvers.problem import Problem
 from solvers.schedule import Schedule, computes, plain_order, with_frees
 from solvers.solution import Solution
@@ -28,8 +30,19 @@ from .footprint import Footprint
 from .hints import hint_notes
 from .optimizer import NO_UPDATE
 from .prepared import Prepared
-from .timeline import Timeline, timeline
+from .timeline import Timeline, timeline, with_category
 from .units import show_bytes
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a region: the module's path, which call of it this is, how it and its state look, what was decided."""
+
+    path: str
+    number: int
+    key: Any
+    state: tuple[Any, ...]
+    planned: Decided
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,24 +52,45 @@ class Decided:
     Attributes:
         prepared: the step before the decision.
         solution: what the solver answered.
-        rewritten, step: the proved halves, and what runs them.
+        halves: the proved halves, and what runs them; None for a step by regions, which has `runs`.
         budget_bytes: the peak asked for (None: no limit).
         seconds: how long each stage took.
         checked: what was compared with the plain model by running both, over how many steps, or why nothing was.
+        runs: the runs of regions, each decided and proved; none where the step is planned as a whole.
+        compiled: whether Inductor made what runs the halves (`Plan.compile`).
     """
 
     prepared: Prepared
     solution: Solution
-    rewritten: Rewritten
-    step: Step
+    halves: tuple[Rewritten, Step] | None
     budget_bytes: int | None
     seconds: dict[str, float]
     checked: Checked = NOT_RUN
+    runs: tuple[PlannedRun, ...] = ()
+    compiled: bool = False
 
     @property
     def cost_name(self) -> str:
         """What recompute is measured in."""
         return self.prepared.options.cost_name
+
+    @property
+    def rewritten(self) -> Rewritten:
+        """The proved halves of a step planned as a whole."""
+        return self._halves()[0]
+
+    @property
+    def step(self) -> Step:
+        """What runs them."""
+        return self._halves()[1]
+
+    def _halves(self) -> tuple[Rewritten, Step]:
+        if self.halves is None:
+            raise PlannerError(
+                "this step is planned by regions, so it has no two halves: each of its `runs` has, and the code "
+                "between them is the model's own."
+            )
+        return self.halves
 
     @property
     def problem(self) -> Problem:
@@ -70,8 +104,12 @@ class Decided:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak of the planned step, everything in `budget_bytes`' meaning included."""
-        return self.solution.peak_bytes if self.footprint is None else self.footprint.allocated_bytes
+        """Predicted peak of the planned step, everything in `budget_bytes`' meaning included.
+
+        In a pipeline with all micro-batches in flight; `schedule`, `timeline` and the views show one of them.
+        """
+        own = self.solution.peak_bytes if self.footprint is None else self.footprint.allocated_bytes
+        return own + self.prepared.others_bytes(self.schedule)
 
     @property
     def reserved_bytes(self) -> int | None:
@@ -123,29 +161,34 @@ class Decided:
     def notes(self) -> tuple[str, ...]:
         """Hints in force, fallbacks taken and limits hit."""
         prepared = self.prepared
-        assumed = prepared.options.assumptions(prepared.device)
-        return (*assumed, *hint_notes(prepared.hinted), *prepared.traced.notes, *self.solution.notes, *self._loop_notes)
+        told = (*prepared.options.assumptions(prepared.device), *prepared.options.notes, *prepared.traced.notes)
+        return (*told, *hint_notes(prepared.hinted), *self.solution.notes, *self._loop_notes)
 
     @property
     def _loop_notes(self) -> tuple[str, ...]:
         """The whole loop where an optimizer is counted: forward, backward, step."""
-        options, prepared = self.prepared.options, self.prepared
-        if options.update == NO_UPDATE:
+        update, prepared = self.prepared.options.update, self.prepared
+        if update == NO_UPDATE:
             return ()
         line, count = self.timeline, len(self.timeline.labels) - bool(prepared.update_peak_bytes)
         halves = line.total[: line.backward_from], line.total[line.backward_from : count]
-        forward, backward = (max(half, default=0) for half in halves)
-        update = prepared.update_peak_bytes or line.total[-1]
+        forward, backward = (show_bytes(max(half, default=0)) for half in halves)
+        if prepared.options.gradients == "consumed":
+            held = show_bytes(max(update.hook_bytes.values(), default=0))
+            return (
+                f"the whole loop: forward {forward}, backward with an optimizer in its hooks {backward} (state "
+                f"{show_bytes(update.state_bytes)}, temporaries up to {held})",
+            )
         return (
-            f"the whole loop: forward {show_bytes(forward)}, backward {show_bytes(backward)}, optimizer.step() "
-            f"{show_bytes(update)} (state {show_bytes(options.update.state_bytes)}, temporaries "
-            f"{show_bytes(options.update.step_bytes)})",
+            f"the whole loop: forward {forward}, backward {backward}, optimizer.step() "
+            f"{show_bytes(prepared.update_peak_bytes or line.total[-1])} (state {show_bytes(update.state_bytes)}, "
+            f"temporaries {show_bytes(update.step_bytes)})",
         )
 
     def run(self, primals: Sequence[torch.Tensor], fallback: Fallback) -> Any:
         """Run the planned step on parameters, buffers and inputs; its output, built like the model's."""
         traced = self.prepared.traced
-        results = self.step(primals, fallback)
+        results = self.step([local_part(p) for p in primals], fallback)
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in traced.outputs]
         return unflatten(traced.output_template, leaves)
 
@@ -163,7 +206,10 @@ class Decided:
     @cached_property
     def saved(self) -> tuple[str, ...]:
         """Names of the tensors that the forward hands to the backward."""
-        return self.rewritten.saved_names
+        if self.halves is not None:
+            return self.rewritten.saved_names
+        crossing = (c for c, kind in with_category(self.problem, self.schedule) if kind == "saved")
+        return tuple(dict.fromkeys(self.problem.tensors[c.tensor].name for c in crossing))
 
     @cached_property
     def recomputed(self) -> tuple[str, ...]:

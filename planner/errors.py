@@ -35,6 +35,10 @@ class HintError(PlannerError):
         self.near = near
 
 
+class RegionError(PlannerError):
+    """`regions=` names no submodule, or nothing that could be planned."""
+
+
 class ModelMismatch(PlannerError):
     """A plan is to be applied to a model that it was not made for.
 
@@ -45,6 +49,18 @@ class ModelMismatch(PlannerError):
     def __init__(self, message: str, *, differs: str = "") -> None:
         super().__init__(message)
         self.differs = differs
+
+
+class RankError(PlannerError):
+    """Ranks that plan together cannot: one of them failed, ended, or has another step.
+
+    Attributes:
+        rank: the one at fault, by its number in the process group.
+    """
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class CheckError(PlannerError):

@@ -1,7 +1,8 @@
 """What an optimizer needs of the budget: its state, and what `step()` holds for a moment.
 
-Both are measured by stepping stand-ins of the parameters, on the model's device, so that torch takes the
-implementation (for-loop, foreach, fused) that it takes in training. Stand-ins have the parameters' own shapes where
+`step()` comes once for all parameters after the backward, or for one parameter after another in hooks of the backward
+that consume the gradients. Both are measured by stepping stand-ins of the parameters, on the model's device, so that
+torch takes the implementation (for-loop, foreach, fused) that it takes in training. Stand-ins have the parameters' own shapes where
 these are few elements, and are shrunk by one factor where not: what is measured is then scaled up again.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,22 +35,25 @@ class Update:
     Attributes:
         state_bytes: the optimizer's state, resident throughout.
         step_bytes: the highest point of `step()` above what is resident, while no activation is.
+        hook_bytes: by the parameter's name, the highest point of a `step()` for it alone, in a hook of the backward.
     """
 
     state_bytes: int = 0
     step_bytes: int = 0
+    hook_bytes: dict[str, int] = field(default_factory=dict)
 
 
 NO_UPDATE = Update()
 
 
-def measure_update(optimizer: Any, model: nn.Module, device: torch.device) -> Update:
+def measure_update(optimizer: Any, model: nn.Module, device: torch.device, *, in_hooks: bool = False) -> Update:
     """What `optimizer` needs for the parameters of `model` that require a gradient.
 
     Args:
         optimizer: an instance (its own groups and settings are used), or a class or function that makes one from a
             list of parameters; None needs nothing.
         device: where the model is, or will be.
+        in_hooks: whether each parameter is updated alone, as soon as its gradient is there.
 
     Raises:
         BudgetError: it is not an optimizer, or what it needs cannot be measured; says what to do.
@@ -67,7 +71,8 @@ def measure_update(optimizer: Any, model: nn.Module, device: torch.device) -> Up
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            return _measure(optimizer, groups, device)
+            found = _measure(optimizer, groups, device)
+            return Update(found.state_bytes, 0, _apart(optimizer, groups, model, device)) if in_hooks else found
     except Exception as error:
         raise BudgetError(
             f"what {_name(optimizer)} needs cannot be measured ({brief(error, 300)}): leave optimizer= out, and set "
@@ -100,6 +105,20 @@ def _measure(optimizer: Any, groups: Groups, device: torch.device) -> Update:
     _check_linear(optimizer, groups, device)
     factor = -(-total // MAX_ELEMENTS)
     return _step(optimizer, groups, device, lambda p: _shrunk(tuple(p.shape), factor))
+
+
+def _apart(optimizer: Any, groups: Groups, model: nn.Module, device: torch.device) -> dict[str, int]:
+    """What updating each parameter alone holds for a moment; equal ones are measured once."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    known: dict[Any, int] = {}
+    found = {}
+    for place, (options, own) in enumerate(groups):
+        for p in own:
+            key = place, tuple(p.shape), p.dtype
+            if key not in known:
+                known[key] = _measure(optimizer, [(options, [p])], device).step_bytes
+            found[names[id(p)]] = known[key]
+    return {name: size for name, size in found.items() if size}
 
 
 def _check_linear(optimizer: Any, groups: Groups, device: torch.device) -> None:

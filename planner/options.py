@@ -17,16 +17,23 @@ from .check.record import Check, check_mode
 from .elsewhere import assumptions, check_device, rates_of, target_of
 from .hints import NO_HINTS, Hints
 from .optimizer import NO_UPDATE, Update
+from .ranks.flight import Flight
 
 OnNewShape = Literal["replan", "eager", "error"]
 ON_NEW_SHAPE: tuple[str, ...] = get_args(OnNewShape)
-Gradients = Literal["fresh", "accumulated"]
+Gradients = Literal["fresh", "accumulated", "consumed"]
+AUTO, WHOLE = "auto", "whole"  # `regions=`, besides patterns
 GRADIENTS: tuple[str, ...] = get_args(Gradients)
 
 
 @dataclass(frozen=True)
 class Options:
     """The arguments of `auto_checkpoint` that decide a plan, apart from the model, the sample and the budget.
+
+    Attributes:
+        wrapper_bytes: what the model's wrapper (DistributedDataParallel) holds throughout.
+        notes: what of that is not counted, in words.
+        flight: the pipeline that the step is a stage of.
 
     Raises:
         PlannerError: no plan can be made with a value.
@@ -37,6 +44,7 @@ class Options:
     cost: str | Callable[[OpProfile], float] = "roofline"
     loss_fn: Callable[..., Any] | None = None
     reserve_bytes: int = 0
+    wrapper_bytes: int = 0
     time_limit: float = 30.0
     gap: float = 0.01
     progress: bool | None = None
@@ -46,7 +54,10 @@ class Options:
     check: Check = False
     gradients: Gradients = "fresh"
     update: Update = NO_UPDATE
+    regions: str | tuple[str, ...] = AUTO
     device: str = ""
+    notes: tuple[str, ...] = ()
+    flight: Flight | None = None
 
     def __post_init__(self) -> None:
         get_solver(self.solver)
@@ -55,22 +66,23 @@ class Options:
         object.__setattr__(self, "device", check_device(self.device, self.cost))
         if self.on_new_shape not in ON_NEW_SHAPE:
             raise PlannerError(f"on_new_shape={self.on_new_shape!r} is unknown: it takes 'replan', 'eager' or 'error'.")
-        if self.gradients == "consumed":
-            raise PlannerError(
-                'gradients="consumed" is not available: a planned step hands out all gradients at the end of its '
-                'backward, so freeing each in a hook saves nothing. Plan with "fresh" or "accumulated".'
-            )
         if self.gradients not in GRADIENTS:
-            raise PlannerError(f"gradients={self.gradients!r} is unknown: it takes 'fresh' or 'accumulated'.")
+            raise PlannerError(f"gradients={self.gradients!r} is unknown: it takes 'fresh', 'accumulated', 'consumed'.")
+        object.__setattr__(self, "regions", _regions(self.regions))
         if not _is_number(self.time_limit) or not self.time_limit > 0:
             raise PlannerError(f"time_limit={self.time_limit!r} must be a positive number of seconds.")
         if not _is_number(self.gap) or not self.gap >= 0:
             raise PlannerError(f"gap={self.gap!r} must not be negative: it is a share of the plain step's cost.")
 
     @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns of module paths that `regions` gives."""
+        return () if self.regions in (AUTO, WHOLE) else tuple(self.regions)
+
+    @property
     def set_aside_bytes(self) -> int:
         """Resident throughout, besides what the step itself needs."""
-        return self.reserve_bytes + self.update.state_bytes
+        return self.reserve_bytes + self.wrapper_bytes + self.update.state_bytes
 
     def priced_on(self, device: torch.device) -> Options:
         """The same with the rates of a device in place of `cost="device"`, so that a plan and its file hold them."""
@@ -94,6 +106,17 @@ class Options:
     @property
     def cost_name(self) -> str:
         return getattr(self.cost, "__name__", "callable") if callable(self.cost) else self.cost
+
+
+def _regions(given: Any) -> str | tuple[str, ...]:
+    if given in (AUTO, WHOLE):
+        return str(given)
+    patterns = (given,) if isinstance(given, str) else given
+    if isinstance(patterns, (list, tuple)) and patterns and all(isinstance(p, str) and p for p in patterns):
+        return tuple(patterns)
+    raise PlannerError(
+        f"regions={given!r} is unknown: it takes 'auto', 'whole', or patterns of module paths (\"model.layers.*\")."
+    )
 
 
 def _is_number(value: Any) -> bool:

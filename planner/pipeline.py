@@ -8,9 +8,11 @@ from typing import Any
 from torch import nn
 
 from passes.alias import device_of
+from passes.errors import CaptureError, NoBackward, Unsupported
+from passes.exclusive import exclusive
 from passes.lower import stateful_primals
 from passes.ops import is_random
-from passes.rewrite import Rewritten, rewrite
+from passes.rewrite import Rewritten, reads, rewrite
 from passes.run.step import Step
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
@@ -19,11 +21,13 @@ from solvers.schedule import Schedule
 from solvers.solution import Solution, solution
 
 from .check.run import check_step
-from .decided import Decided
+from .decided import Decided, PlannedRun
 from .fit import solve_to_fit
-from .options import Options
-from .prepared import Prepared, check_model, prepare
+from .options import WHOLE, Options
+from .prepared import Prepared, Regions, check_model, prepare
 from .progress import Progress
+from .regions.emit import cut
+from .regions.prepare import prepare_regions
 
 # (model, arguments, paths of the outputs that backward starts from) -> the step decided for such calls
 Replan = Callable[[nn.Module, Any, "tuple[str, ...] | None"], Decided]
@@ -35,7 +39,7 @@ def replanner(options: Options, budget_bytes: int | None, layouts: Layouts) -> R
     def replan(model: nn.Module, arguments: Mapping[str, Any], differentiated: tuple[str, ...] | None) -> Decided:
         check_model(model)
         progress = Progress(False)
-        prepared = prepare(
+        prepared = prepare_step(
             model, arguments, options, progress, differentiated=differentiated, required_hints=False, layouts=layouts
         )
         decided = decide(prepared, budget_bytes, progress)
@@ -43,6 +47,26 @@ def replanner(options: Options, budget_bytes: int | None, layouts: Layouts) -> R
         return decided
 
     return replan
+
+
+def prepare_step(
+    model: nn.Module, arguments: Mapping[str, Any], options: Options, progress: Progress, *,
+    differentiated: tuple[str, ...] | None = None, required_hints: bool = True, ceiling_bytes: int | None = None,
+    layouts: Layouts | None = None,
+) -> Prepared:  # fmt: skip
+    """The step as a whole, or by regions where that is asked for or a part of it cannot be traced."""
+    by_regions: dict[str, Any] = {"required_hints": required_hints, "layouts": layouts}
+    if options.patterns:
+        return prepare_regions(model, arguments, options, progress, **by_regions)
+    try:
+        return prepare(
+            model, arguments, options, progress, differentiated=differentiated, ceiling_bytes=ceiling_bytes,
+            **by_regions,
+        )  # fmt: skip
+    except (CaptureError, Unsupported) as error:
+        if options.regions == WHOLE or isinstance(error, NoBackward):
+            raise
+        return prepare_regions(model, arguments, options, progress, **by_regions, why=error)
 
 
 def decide(prepared: Prepared, budget_bytes: int | None, progress: Progress) -> Decided:
@@ -56,14 +80,33 @@ def decide(prepared: Prepared, budget_bytes: int | None, progress: Progress) -> 
     return emit(prepared, found, budget_bytes, progress)
 
 
+@exclusive()
 def emit(prepared: Prepared, solution: Solution, budget_bytes: int | None, progress: Progress) -> Decided:
     """Rewrite a solution into code, and prove it."""
+    if prepared.regions is not None:
+        return _emit_regions(prepared, prepared.regions, solution, budget_bytes, progress)
     with progress.stage("rewrite"):
         rewritten = rewrite(prepared.traced, prepared.aliases, prepared.lowered, solution.schedule)
     with progress.stage("verify"):
         verify(prepared.traced, rewritten)
-    step = _bind_step(prepared, rewritten)
-    return Decided(prepared, solution, rewritten, step, budget_bytes, dict(progress.seconds))
+    step = bind_step(prepared, rewritten)
+    return Decided(prepared, solution, (rewritten, step), budget_bytes, dict(progress.seconds))
+
+
+def _emit_regions(
+    prepared: Prepared, regions: Regions, found: Solution, budget_bytes: int | None, progress: Progress
+) -> Decided:
+    """A schedule for each run of a region; equal ones share their code."""
+    known: dict[Any, Decided] = {}
+    runs = []
+    problems = [own.problem for own in regions.prepared]
+    schedules = cut(regions.composed, found.schedule, problems)
+    looks = zip(regions.paths, regions.keys, regions.states, strict=True)
+    for ((path, number), key, state), own, part in zip(looks, schedules, regions.prepared, strict=True):
+        if (id(part), own) not in known:
+            known[id(part), own] = emit(part, solution(part.problem, own, found.solver), None, progress)
+        runs.append(PlannedRun(path, number, key, state, known[id(part), own]))
+    return Decided(prepared, found, None, budget_bytes, dict(progress.seconds), runs=tuple(runs))
 
 
 def emit_schedule(prepared: Prepared, schedule: Schedule, solver: str = "given") -> Decided:
@@ -71,11 +114,13 @@ def emit_schedule(prepared: Prepared, schedule: Schedule, solver: str = "given")
     return emit(prepared, solution(prepared.problem, schedule, solver), None, Progress(False))
 
 
-def _bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
+def bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
     """Bind the halves to what the runtime has to know."""
     traced = prepared.traced
     returned = [leaf for leaf in traced.outputs if leaf.input is None]
     tangents = traced.placeholders[traced.num_primals :]
+    elsewhere = any(leaf.requires_grad and not leaf.differentiated for leaf in returned)
+    without = [i for i, gradient in enumerate(traced.gradients) if gradient is None]
     return Step(
         forward=rewritten.forward,
         backward=rewritten.backward,
@@ -88,6 +133,10 @@ def _bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
         keep_primals=stateful_primals(traced),
         rng_devices=_rng_devices(traced),
         hold_outputs=prepared.options.keep_outputs,
+        leaves=rewritten.leaves,
+        reads=reads(traced, rewritten),
+        autocast=traced.backward_autocast,
+        others=tuple(without) if elsewhere else (),
     )
 
 

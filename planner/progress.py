@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from passes.exclusive import interrupt_point
+
 # Without its widgets tqdm.auto warns in every notebook that imports this, then prints text as well.
 if importlib.util.find_spec("ipywidgets") is None:
     from tqdm import tqdm
@@ -30,7 +32,8 @@ class Progress:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time the block as stage `name`."""
+        """Time the block as stage `name`; Ctrl-C that waits is heard before it."""
+        interrupt_point()
         start = time.perf_counter()
         if self.show:
             self._bar = tqdm(total=1, desc=name, leave=False, bar_format="{desc} [{elapsed}{postfix}]", delay=0.5)

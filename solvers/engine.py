@@ -84,6 +84,11 @@ def solve_staged(
     return _HighsRun(model, time.monotonic() + time_limit).solve(gap_cost, incumbent)
 
 
+def relax_staged(model: StagedModel, time_limit: float) -> Answer:
+    """Bound the program from below by its relaxation alone."""
+    return _HighsRun(model, time.monotonic() + time_limit).relax()
+
+
 class _HighsRun:
     """One program: the relaxation first, with rows added, then the integers."""
 
@@ -100,7 +105,7 @@ class _HighsRun:
         self.first_row = self.highs.getNumRow()
 
     def solve(self, gap_cost: int, incumbent: dict[str, float] | None) -> Answer:
-        relaxed = self._relax()
+        relaxed = self.relax()
         if relaxed.infeasible or relaxed.timed_out:
             return relaxed
         # What the program leaves open is worth less time than what its stages leave out.
@@ -142,7 +147,7 @@ class _HighsRun:
     def _cost(self, values: dict[str, float]) -> float:
         return sum(c * values[v.name] for v, c in self.model.program.objective.items())
 
-    def _relax(self) -> Answer:
+    def relax(self) -> Answer:
         """Solve the linear relaxation until no peak row is violated; then keep the rows that decide it."""
         best = Answer(None, None)
         for _ in range(ROUNDS):

@@ -13,6 +13,7 @@ from typing import ClassVar
 from .base import CLOCK, Effort, Solver
 from .bounds import floor_bytes
 from .descent import KEEP_RATIOS, cheapest_descent, drop_unneeded
+from .known import recalled
 from .minimum import budget_error, smallest_peak
 from .problem import Problem
 from .solution import Solution, cheapest_fit, solution
@@ -37,6 +38,8 @@ class Greedy(Solver):
             return replace(found, notes=notes)
         lowest = smallest_peak(problem, budget_bytes, effort.until())
         if lowest.live.peak_bytes > budget_bytes:
+            for schedule in recalled(problem, budget_bytes):
+                return solution(problem, schedule, self.name, notes=(CLOCK,))
             late = time.monotonic() > effort.until()
             raise budget_error(budget_bytes, lowest.known_bytes, floor_bytes(problem), hurried=late)
         drop_unneeded(lowest.live, budget_bytes, effort.until())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -24,9 +25,10 @@ import numpy as np
 from .base import CLOCK, Effort, Report, Solver
 from .bounds import floor_bytes
 from .descent import Taste, cheapest_descent, descend, drop_unneeded
-from .engine import Answer, solve_staged
+from .engine import Answer, relax_staged, solve_staged
 from .errors import BudgetError
 from .exact import exact_schedule
+from .known import recalled
 from .live import LARGE, Live, recomputes_of
 from .local import improve, squeeze
 from .minimum import EXACT_SHARE, MINIMUM_SHARE, budget_error, smallest_peak
@@ -94,6 +96,11 @@ class Hunt:
         """Take `live` if it fits and is cheaper."""
         if live is not None and live.peak_bytes <= self.budget_bytes and (self.live is None or live.cost < self.cost):
             self.live = live
+
+    def take_bound(self, model: StagedModel, answer: Answer) -> None:
+        """Take what a program proved if it is more."""
+        if answer.bound is not None:
+            self.bound = max(self.bound, math.floor(min(answer.bound * model.cost_unit, model.cost_limit)))
 
     def tell(self, stage: str) -> None:
         if self.report is not None and self.live is not None:
@@ -210,6 +217,14 @@ def polish_on(state: Hunt) -> None:
         fruitless = fruitless + 1 if state.cost == cost else 0
 
 
+def bound_by_relaxation(state: Hunt, ends: tuple[int, ...], share: float) -> None:
+    """The bound of a program's relaxation, in a share of the time left."""
+    until, cost_limit = _after(state, share), math.inf if state.live is None else state.cost
+    with suppress(TimeoutError):
+        model = StagedModel(state.problem, state.budget_bytes, ends, until, cost_limit)
+        state.take_bound(model, relax_staged(model, until - time.monotonic()))
+
+
 def bound_with(state: Hunt, model: StagedModel, number: int) -> Answer:
     """Solve one program, starting from the best plan."""
     incumbent = model.values_of(state.live) if state.live is not None else None
@@ -218,8 +233,7 @@ def bound_with(state: Hunt, model: StagedModel, number: int) -> Answer:
     share = PROGRAM_SHARE if state.live is not None or state.known_bytes >= 0 else PLANLESS_SHARE
     seconds = min(seconds, share * state.seconds_left)
     answer = solve_staged(model, seconds, state.gap_cost // 10, incumbent)
-    if answer.bound is not None:
-        state.bound = max(state.bound, math.floor(min(answer.bound * model.cost_unit, model.cost_limit)))
+    state.take_bound(model, answer)
     state.impossible |= answer.certified and state.live is None
     state.notes.update(dict.fromkeys(answer.notes))
     if answer.timed_out:
@@ -281,7 +295,8 @@ def search_with_proof(problem: Problem, budget_bytes: int, name: str, effort: Ef
         raise budget_error(budget_bytes, lowest.live.peak_bytes, floor)
     state = hunt(problem, budget_bytes, effort)
     # A state holds the recomputes of a slot in one order only, so a warm start may fit where its state does not.
-    schedules = effort.warm_starts if state.live is None else (state.live.schedule(), *effort.warm_starts)
+    found = recalled(problem, budget_bytes) if state.live is None else (state.live.schedule(),)
+    schedules = (*found, *effort.warm_starts)
     best = cheapest_fit(problem, budget_bytes, name, schedules)
     if best is None:
         floor = max(floor, budget_bytes + 1 if state.impossible else 0)

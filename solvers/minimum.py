@@ -3,7 +3,7 @@
 The descents depend on the problem alone, never on the budget asked for, so the smallest peak that a `BudgetError`
 names is reached again when it is asked for. That must hold on a clock too: what `minimum_budget` names was found
 within `MINIMUM_SHARE` of the time limit, what a refusal names within `KNOWN_SHARE` of its search, and a solve that has
-nothing better goes on descending for longer.
+nothing better goes on descending for longer. Within one process the schedule itself is kept (`known`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .bounds import floor_bytes
 from .descent import KEEP_RATIOS, Taste, descend
 from .errors import MIB, BudgetError
 from .exact import exact_schedule
+from .known import remember
 from .live import LARGE, Live
 from .problem import Problem
 from .schedule import Schedule
@@ -84,6 +85,7 @@ def smallest_peak(problem: Problem, enough_bytes: int, deadline: float = math.in
                 descend(live, target, taste, deadline=deadline)
         if live.peak_bytes < best.peak_bytes:
             best = live
+    remember(problem, best.schedule())
     return Lowest(best, known)
 
 

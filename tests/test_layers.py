@@ -153,6 +153,7 @@ def test_one_door_leads_to_private_torch() -> None:
     doors = [
         ROOT / "passes" / "_torch.py", ROOT / "passes" / "run" / "_torch.py",
         ROOT / "planner" / "integrations" / "_torch_compile.py",
+        ROOT / "planner" / "integrations" / "_torch_inductor.py",
     ]  # fmt: skip
     assert all(private_torch(door.read_text(encoding="utf-8")) for door in doors)
     wrong = [

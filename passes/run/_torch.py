@@ -9,9 +9,28 @@ from typing import Any
 import torch
 from torch.utils._pytree import register_pytree_node
 
-__all__ = ["below_autograd", "num_owners", "register_pytree_node", "under_transform", "with_autograd"]
+__all__ = [
+    "Autocast", "active_autocast", "below_autograd", "num_owners", "register_pytree_node", "under_autocast",
+    "under_transform", "with_autograd",
+]  # fmt: skip
 
 _C: Any = torch._C
+Autocast = tuple[tuple[str, torch.dtype], ...]  # kinds of devices, each with what is cast to there
+
+
+def active_autocast() -> Autocast:
+    """The autocast that code runs under now."""
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+
+
+@contextlib.contextmanager
+def under_autocast(wanted: Autocast) -> Iterator[None]:
+    """Run the block under this autocast and no other."""
+    dtypes = dict(wanted)
+    with contextlib.ExitStack() as stack:
+        for kind in dict.fromkeys([*dtypes, *dict(active_autocast())]):
+            stack.enter_context(torch.autocast(kind, dtypes.get(kind), enabled=kind in dtypes))
+        yield
 
 
 @contextlib.contextmanager

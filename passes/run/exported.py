@@ -19,72 +19,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ._torch import below_autograd, register_pytree_node
-from .tensors import alone, distinct, laid_out
+from ._torch import Autocast, active_autocast, register_pytree_node
+from .errors import PlannerError as ExportError
+from .step import Step
 
-Half = Callable[[list[Any], dict[str, torch.Tensor]], tuple[Any, ...]]
+Half = Callable[[list[Any], dict[str, torch.Tensor]], Any]
 Answers = Callable[[list[torch.Tensor]], tuple[bool, ...]]
-
-
-class ExportError(RuntimeError):
-    """The exported step cannot run on what it was given; the message says what was expected."""
-
-
-# The step -------------------------------------------------------------------------------------------------------------
-
-
-class _Step(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, step: _Exported, *primals: torch.Tensor) -> tuple[Any, ...]:
-        spec = step.spec
-        ctx.step, ctx.primals = step, primals
-        with below_autograd():
-            results = step.halves[0]([p.detach() for p in primals], step.constants)
-        mutated, count = spec["mutated"], len(spec["mutated"])
-        with torch.no_grad():
-            for i, value in zip(mutated, results[:count], strict=True):
-                primals[i].copy_(value)
-        outputs = distinct(results[count : count + spec["num_outputs"]])
-        returned = {o.untyped_storage().data_ptr() for o in outputs}
-        saved = results[count + spec["num_outputs"] :]
-        ctx.saved = [alone(s) if s.untyped_storage().data_ptr() in returned else s for s in saved]
-        ctx.held = [o.detach() for o in outputs] if spec["hold_outputs"] else None
-        kept = {s.untyped_storage().data_ptr() for s in ctx.saved}
-        ctx.shared = [(o.detach(), o._version) for o in outputs if o.untyped_storage().data_ptr() in kept]
-        ctx.save_for_backward(*(primals[i] for i in spec["saved_primals"] if i not in mutated))
-        ctx.mark_non_differentiable(*(o for o, d in zip(outputs, spec["differentiable"], strict=True) if not d))
-        ctx.set_materialize_grads(False)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        step = ctx.step
-        spec = step.spec
-        if ctx.saved is None:
-            raise ExportError("backward was called a second time through one forward; call the module again.")
-        if torch.is_grad_enabled():
-            raise ExportError("create_graph=True: an exported step has no gradients of gradients.")
-        if any(output._version != version for output, version in ctx.shared):
-            raise ExportError(
-                "an output of the planned step was changed in place between forward and backward, and the backward "
-                "needs its old value. Change a clone() of it, or use the out-of-place form."
-            )
-        ctx.shared = ()
-        present = [i for i, g in enumerate(gradients) if g is not None]
-        if present != spec["expected"]:
-            expected = ", ".join(leaf["path"] or "the output" for leaf in spec["leaves"] if leaf["differentiated"])
-            raise ExportError(f"backward must start from {expected} (that is what was planned), and from nothing else.")
-        tangents = [laid_out(gradients[i], s) for i, s in zip(present, spec["tangent_strides"], strict=True)]
-        del gradients
-        kept = iter(ctx.saved_tensors)
-        primals = [ctx.primals[i] if i in spec["mutated"] else next(kept) for i in spec["saved_primals"]]
-        values = [*ctx.saved, *(p.detach() for p in primals), *tangents]
-        ctx.saved = ctx.primals = None
-        del kept, primals, tangents
-        with below_autograd():
-            gradients_of_primals = step.halves[1](values, step.constants)
-        ctx.held = None
-        return (None, *gradients_of_primals)
 
 
 # The module -----------------------------------------------------------------------------------------------------------
@@ -92,6 +32,9 @@ class _Step(torch.autograd.Function):
 
 # Where a module keeps what is ours: parameters, buffers and submodules may have any name without a dot.
 STEP = "planned.step"
+# What the spec holds of the `Step`.
+STEP_FIELDS = ("mutated", "num_outputs", "saved_primals", "differentiable", "expected", "tangent_strides",
+               "hold_outputs", "leaves", "reads")
 
 
 @dataclass
@@ -109,6 +52,14 @@ class _Exported:
     places: list[tuple[nn.Module, str]]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def run(self, primals: list[torch.Tensor]) -> tuple[Any, ...]:
+        """The step's outputs."""
+        forward, backward = (_Bound(half, self.constants) for half in self.halves)
+        known: dict[str, Any] = {name: _tuples(self.spec[name]) for name in STEP_FIELDS}
+        starts = tuple(leaf["path"] or "the output" for leaf in self.spec["outputs_at"] if leaf["differentiated"])
+        autocast = _autocast(self.spec["backward_autocast"])
+        return Step(forward, backward, starts=starts, autocast=autocast, **known)(primals, None)
+
     def state(self) -> list[torch.Tensor]:
         return [_held(part, name) for part, name in self.places]
 
@@ -123,9 +74,28 @@ class _Exported:
         if (answers := list(self.answers(inputs))) != self.spec["answers"]:
             expected_answers = self.spec["answers"]
             raise ExportError(f"the inputs' values answer the model's `if`s {answers}, the sample {expected_answers}.")
-        active = [[k, str(torch.get_autocast_dtype(k))] for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
-        if active != self.spec["autocast"]:
-            raise ExportError(f"autocast is {active}, the step was planned under {self.spec['autocast']}.")
+        active, planned = active_autocast(), _autocast(self.spec["autocast"])
+        if active != planned:
+            raise ExportError(f"autocast is {active}, the step was planned under {planned}.")
+
+
+def _autocast(described: list[list[str]]) -> Autocast:
+    return tuple((kind, getattr(torch, name)) for kind, name in described)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A half with the constants that it reads."""
+
+    half: Half
+    constants: dict[str, torch.Tensor]
+
+    def forward(self, values: list[torch.Tensor]) -> Any:
+        return self.half(values, self.constants)
 
 
 class Part(nn.Module):
@@ -174,8 +144,9 @@ class ExportedModule(nn.Module):
         _take(step.spec["inputs"], dict(bound), "", inputs)
         primals = [*step.state(), *(inputs[i] for i in range(len(step.spec["input_tensors"])))]
         step.check(primals)
-        results = _Step.apply(step, *primals)
-        leaves = [primals[o["input"]] if o["input"] is not None else results[o["index"]] for o in step.spec["leaves"]]
+        results = step.run(primals)
+        places = step.spec["outputs_at"]
+        leaves = [primals[o["input"]] if o["input"] is not None else results[o["index"]] for o in places]
         return _build(step.spec["outputs"], leaves)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExportedModule:

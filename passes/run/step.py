@@ -1,21 +1,24 @@
-"""Running a rewritten step: one `autograd.Function` over the forward and backward GraphModules.
+"""Running a planned step: the forward as one node of autograd's graph, the backward as a chain of small ones.
 
-The saved tensors are held in a list that the backward empties into its own inputs, so each dies at its last use.
+The backward is one program (a generator). Each node of the chain owns some parameters: it resumes the program until
+their gradients have been computed, and hands them to autograd, which accumulates them and runs their hooks before it
+goes on to the next node. So gradients leave while the backward proceeds, as in eager.
+
+The saved tensors are held in a list that the backward empties into its own variables, so each dies at its last use.
 Parameters and inputs go through `save_for_backward`, so that a change between forward and backward raises as usual.
+Needs torch alone: exports hold a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import fx
 
-from passes.errors import PlannerError
-
-from ._torch import below_autograd, under_transform
+from ._torch import Autocast, active_autocast, below_autograd, under_transform
+from .errors import PlannerError
 from .replay import as_tensor, copy_generator, old_value
 from .tensors import alone, distinct, is_laid_out, laid_out
 
@@ -26,6 +29,17 @@ class BackwardTwice(PlannerError, RuntimeError):
 
 class DoubleBackward(PlannerError, RuntimeError):
     """`backward(create_graph=True)` through a planned step."""
+
+
+class ChangedInPlace(PlannerError, RuntimeError):
+    """What the backward still reads was changed."""
+
+
+class Half(Protocol):
+    """Half of a step; a `GraphModule`, for one."""
+
+    @property
+    def forward(self) -> Callable[[list[torch.Tensor]], Any]: ...
 
 
 # (primals, generators as before the forward, {output index: its gradient}) -> a gradient or None per primal
@@ -48,10 +62,15 @@ class Step:
         rng_devices: devices whose generators the forward draws from.
         hold_outputs: keep the outputs' memory until the backward is done, as planned for, whether or not the caller
             does.
+        leaves: groups of primals whose gradients the backward hands over together, in this order, the last at its end.
+        reads: which parameters the backward reads on its way to each of the groups.
+        others: primals that get a gradient only where the backward starts from other outputs than planned for.
+        starts: what to call the `expected` outputs.
+        autocast: what the backward was traced under. Under another one the plain backward casts in other places.
     """
 
-    forward: fx.GraphModule
-    backward: fx.GraphModule
+    forward: Half
+    backward: Half
     mutated: tuple[int, ...]
     num_outputs: int
     saved_primals: tuple[int, ...]
@@ -61,9 +80,18 @@ class Step:
     keep_primals: tuple[int, ...] = ()
     rng_devices: tuple[str, ...] = ()
     hold_outputs: bool = True
+    leaves: tuple[tuple[int, ...], ...] = ((),)
+    reads: tuple[tuple[int, ...], ...] = ((),)
+    others: tuple[int, ...] = ()
+    starts: tuple[str, ...] = ()
+    autocast: Autocast = ()
 
-    def __call__(self, primals: Sequence[torch.Tensor], fallback: Fallback) -> tuple[Any, ...]:
+    def __call__(self, primals: Sequence[torch.Tensor], fallback: Fallback | None) -> tuple[Any, ...]:
         """Run the forward; gradients flow when `backward` is called on an output.
+
+        Args:
+            fallback: the backward from other outputs than planned for, or for gradients in another layout; without one
+                the first is refused, and the second are copied into the planned layout.
 
         Raises:
             PlannerError: under a transform of `torch.func`.
@@ -73,41 +101,89 @@ class Step:
                 "a planned step runs under loss.backward() and torch.autograd.grad; torch.func.grad, vmap, jvp and the "
                 "other transforms cannot look into it. Give them the original model."
             )
-        return _PlannedStep.apply(self, fallback, *primals)
+        run = _Run(self, fallback, primals)
+        token = run.token
+        for place in reversed(range(len(run.owned))):
+            token = _Owner.apply(run, place, token, *(primals[i] for i in run.owned[place]))
+        results: tuple[Any, ...] = _Result.apply(run, token)
+        return results
 
 
-class _PlannedStep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, step: Step, fallback: Fallback, *primals: torch.Tensor) -> tuple[Any, ...]:
-        ctx.step, ctx.fallback = step, fallback
-        ctx.generators = {device: copy_generator(device) for device in step.rng_devices}
-        ctx.overwritten = {i: old_value(primals[i]) for i in step.keep_primals}
-        ctx.primals = primals
-        ctx.versions = [p._version for p in primals]
+class _Run:
+    """One execution of a step: what its forward kept, and its backward as far as it got.
+
+    Attributes:
+        owned: the primals of each node of the chain, in the order of the backward.
+        token: what chains the nodes: an empty tensor on the device on which autograd is to run them.
+        program: the backward, which yields the gradients of one node after another.
+        read: the parameters that it reads.
+        replayed: all gradients, where the fallback found them.
+    """
+
+    def __init__(self, step: Step, fallback: Fallback | None, primals: Sequence[torch.Tensor]) -> None:
+        self.step, self.fallback, self.primals = step, fallback, primals
+        self.owned = (*step.leaves[:-1], (*step.leaves[-1], *step.others))
+        self.token = torch.empty(0, device=next((p.device for p in primals if p.requires_grad), None))
+        self.versions = [p._version for p in primals]
+        self.generators = {device: copy_generator(device) for device in step.rng_devices}
+        self.overwritten = {i: old_value(primals[i]) for i in step.keep_primals}
+        self.saved: list[torch.Tensor] | None = None
+        self.held: list[torch.Tensor] | None = None
+        self.shared: list[tuple[torch.Tensor, int]] = []
+        self.program: Iterator[list[Any]] | None = None
+        self.replayed: list[Any] | None = None
+        self.read: dict[int, torch.Tensor] = {}
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        """The outputs."""
+        step, primals = self.step, self.primals
         with below_autograd():
             results = step.forward.forward([p.detach() for p in primals])
         count = len(step.mutated)
         with torch.no_grad():
             for i, value in zip(step.mutated, results[:count], strict=True):
                 primals[i].copy_(value)
-                ctx.versions[i] = primals[i]._version
+                self.versions[i] = primals[i]._version
         outputs = distinct(results[count : count + step.num_outputs])
         returned = {o.untyped_storage().data_ptr() for o in outputs}
         saved = results[count + step.num_outputs :]
-        ctx.saved = [alone(s) if s.untyped_storage().data_ptr() in returned else s for s in saved]
-        ctx.held = [o.detach() for o in outputs] if step.hold_outputs else None
-        kept = {s.untyped_storage().data_ptr() for s in ctx.saved}
-        ctx.shared = [(o.detach(), o._version) for o in outputs if o.untyped_storage().data_ptr() in kept]
-        overwritten = set(step.mutated)
-        ctx.save_for_backward(*(primals[i] for i in step.saved_primals if i not in overwritten))
-        ctx.mark_non_differentiable(*(o for o, d in zip(outputs, step.differentiable, strict=True) if not d))
-        ctx.set_materialize_grads(False)
+        self.saved = [alone(s) if s.untyped_storage().data_ptr() in returned else s for s in saved]
+        self.held = [o.detach() for o in outputs] if step.hold_outputs else None
+        kept = {s.untyped_storage().data_ptr() for s in self.saved}
+        shared = [t for t in (*outputs, *primals) if t.untyped_storage().data_ptr() in kept]
+        self.shared = [(t.detach(), t._version) for t in shared]
         return outputs
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        step: Step = ctx.step
-        if ctx.saved is None:
+    def read_primals(self) -> list[torch.Tensor]:
+        """What must not change between forward and backward."""
+        return [self.primals[i] for i in self.step.saved_primals if i not in self.step.mutated]
+
+    def start(self, ctx: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Begin the backward; it runs when it is resumed.
+
+        Args:
+            ctx: its `saved_tensors` are the `read_primals`.
+            gradients: of the outputs.
+        """
+        step = self.step
+        self._check()
+        present = tuple(i for i, g in enumerate(gradients) if g is not None)
+        given = [g for g in gradients if g is not None]
+        planned = present == step.expected and active_autocast() == step.autocast
+        if planned and self.fallback is not None:
+            planned = all(map(is_laid_out, given, step.tangent_strides))
+        if not planned:
+            self.replayed = self._replay(dict(zip(present, given, strict=True)))
+            return
+        tangents = [laid_out(g, s) for g, s in zip(given, step.tangent_strides, strict=True)]
+        kept = iter(ctx.saved_tensors)
+        values = [self.primals[i] if i in step.mutated else next(kept) for i in step.saved_primals]
+        self.read = {i: self.primals[i] for part in step.reads for i in part}
+        self.program = step.backward.forward([*(self.saved or ()), *(p.detach() for p in values), *tangents])
+        self.saved, self.primals = None, ()
+
+    def _check(self) -> None:
+        if self.saved is None:
             raise BackwardTwice(
                 "backward was called a second time through one forward of a planned module: its saved tensors are "
                 "freed as the first backward reads them, whatever retain_graph says. Call the module again for every "
@@ -118,36 +194,79 @@ class _PlannedStep(torch.autograd.Function):
                 "create_graph=True asks for gradients of gradients, which a planned step does not keep what is needed "
                 "for. Compute this loss with the original model, or leave create_graph out."
             )
-        if any(output._version != version for output, version in ctx.shared):
-            raise RuntimeError(
-                "an output of the planned step was changed in place between forward and backward, and the backward "
-                "needs its old value. Change a clone() of it, or use the out-of-place form."
+        if any(output._version != version for output, version in self.shared):
+            raise ChangedInPlace(
+                "an input or output of the planned step was changed in place between forward and backward, and the "
+                "backward needs its old value. Change a clone() of it, or use the out-of-place form."
             )
-        ctx.shared = ()
-        present = tuple(i for i, g in enumerate(gradients) if g is not None)
-        given = [g for g in gradients if g is not None]
-        if present != step.expected or not all(map(is_laid_out, given, step.tangent_strides)):
-            return (None, None, *_run_fallback(ctx, {i: gradients[i] for i in present}))
-        tangents = [laid_out(g, s) for g, s in zip(given, step.tangent_strides, strict=True)]
-        del gradients, given
-        kept = iter(ctx.saved_tensors)
-        overwritten = set(step.mutated)
-        primals = [ctx.primals[i] if i in overwritten else next(kept) for i in step.saved_primals]
-        values = [*ctx.saved, *(p.detach() for p in primals), *tangents]
-        ctx.saved = ctx.primals = None
-        del kept, primals, tangents
+        self.shared = []
+
+    def _replay(self, gradients: dict[int, torch.Tensor]) -> list[Any]:
+        if self.fallback is None:
+            starts, autocast = ", ".join(self.step.starts), dict(self.step.autocast) or "no autocast"
+            raise PlannerError(
+                f"backward must start from {starts} (that is what was planned), and from nothing else, and under "
+                f"{autocast}."
+            )
+        for i, (primal, version) in enumerate(zip(self.primals, self.versions, strict=True)):
+            if primal._version != version:
+                raise ChangedInPlace(
+                    f"input {i} of the planned step was changed in place between forward and backward"
+                )
+        old = {i: as_tensor(value, self.primals[i]) for i, value in self.overwritten.items()}
+        self.saved = None
+        return self.fallback([old.get(i, p) for i, p in enumerate(self.primals)], self.generators, gradients)
+
+    def resume(self, place: int) -> tuple[Any, ...]:
+        """Run the backward up to the gradients of a node of the chain; nothing else holds them then."""
+        if self.replayed is not None:
+            found = tuple(self.replayed[i] for i in self.owned[place])
+            for i in self.owned[place]:
+                self.replayed[i] = None
+            return found
+        if any(self.read[i]._version != self.versions[i] for i in self.step.reads[place]):
+            raise ChangedInPlace(
+                "a parameter of the planned step was changed in place while its backward ran, which still reads it: a "
+                "hook may change a parameter once that parameter's own gradient is there, but no other one."
+            )
+        assert self.program is not None
         with below_autograd():
-            gradients_of_primals = step.backward.forward(values)
-        ctx.held = None
-        return (None, None, *gradients_of_primals)
+            handed = next(self.program)
+        found = tuple(handed)
+        handed.clear()
+        if place == len(self.owned) - 1:
+            self.program, self.held, self.read = None, None, {}
+            return (*found, *(None for _ in self.step.others))
+        return found
 
 
-def _run_fallback(ctx: Any, gradients: dict[int, Any]) -> list[Any]:
-    for i, (primal, version) in enumerate(zip(ctx.primals, ctx.versions, strict=True)):
-        if primal._version != version:
-            raise RuntimeError(f"input {i} of the planned step was changed in place between forward and backward")
-    old = {i: as_tensor(value, ctx.primals[i]) for i, value in ctx.overwritten.items()}
-    primals = [old.get(i, p) for i, p in enumerate(ctx.primals)]
-    generators, fallback = ctx.generators, ctx.fallback
-    ctx.saved = None
-    return fallback(primals, generators, gradients)
+class _Owner(torch.autograd.Function):
+    """A node of the chain: it hands over the gradients of the primals that it owns."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, place: int, token: torch.Tensor, *primals: torch.Tensor) -> torch.Tensor:
+        ctx.run, ctx.place = run, place
+        return token.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, token: torch.Tensor) -> tuple[Any, ...]:
+        return (None, None, token, *ctx.run.resume(ctx.place))
+
+
+class _Result(torch.autograd.Function):
+    """The node of the outputs, from which the backward starts."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.run = run
+        outputs = run.forward()
+        ctx.save_for_backward(*run.read_primals())
+        differentiable = run.step.differentiable
+        ctx.mark_non_differentiable(*(o for o, d in zip(outputs, differentiable, strict=True) if not d))
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        ctx.run.start(ctx, gradients)
+        return None, ctx.run.token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -10,11 +11,17 @@ from ._torch import num_owners
 
 
 def distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Autograd wants every output to be an object of its own."""
+    """Autograd wants every output to be an object of its own, and lets none that is a view be changed in place.
+
+    A view that has its memory to itself, a linear layer's reshaped result, say, is handed out as no view.
+    """
     seen: set[int] = set()
+    owners = Counter(output.untyped_storage().data_ptr() for output in outputs)
     result = []
     for output in outputs:
-        result.append(output.detach() if id(output) in seen else output)
+        shared = owners[output.untyped_storage().data_ptr()] > 1
+        own = output if shared or not output._is_view() else alone(output)
+        result.append(output.detach() if id(output) in seen else own)
         seen.add(id(output))
     return tuple(result)
 

@@ -8,9 +8,10 @@ regions are in the graph as executed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,18 +19,22 @@ from torch import fx, nn
 
 from passes._torch import (
     JointGraph,
+    as_distributed,
     compiling_flags,
     eager_kernels,
     export_joint,
+    is_distributed,
+    local_part,
     mutation_count,
     pytree,
     quiet_fake_errors,
     swapped_state,
     without_sources,
 )
-from passes.errors import CaptureError, Unsupported
+from passes.errors import CaptureError, NoBackward, Unsupported
 from passes.exclusive import exclusive
 from passes.fuse.rules import fuse
+from passes.run._torch import Autocast
 
 from . import routes
 from .arguments import (
@@ -44,7 +49,15 @@ from .arguments import (
 from .failure import capture_error
 from .hidden import refuse_hidden
 from .isolate import isolated
-from .layouts import EagerFakes, EagerLayouts, GivenGradient, Layouts, gradient_key, settle_gradients
+from .layouts import (
+    BACKWARD_AUTOCAST,
+    EagerFakes,
+    EagerLayouts,
+    GivenGradient,
+    Layouts,
+    gradient_key,
+    settle_gradients,
+)
 from .leaks import Remembered
 from .modules import fill_forward_paths, module_path, module_paths
 from .notice import Rerun, check_backward, judged, notice
@@ -52,7 +65,7 @@ from .reads import Reads
 from .recorder import Recorder
 from .refuse import storage_kind
 from .state import Snapshot
-from .structure import Template, Tree, flatten, slots, unflatten
+from .structure import Template, Tree, argument_path, constants, flatten, slots, unflatten
 from .value_guards import Guard, KnownValues
 from .watch import Watch
 
@@ -60,6 +73,7 @@ IN_EVAL = (
     "the model was in eval mode: this plans a training step, which runs once model.train() was called; until then the "
     "model's own forward runs"
 )
+EVERY_OUTPUT = ("*",)  # differentiated: all that require a gradient
 COMPILING = "traced as torch.compiler.is_compiling(), because the ordinary code asks for the values of its inputs"
 
 
@@ -115,12 +129,23 @@ class Traced:
         return len(self.state) + self.num_inputs
 
     @property
+    def backward_autocast(self) -> Autocast:
+        """What the backward was traced under: no autocast, as torch advises, unless it was seen to run under one."""
+        return self.layouts.get(BACKWARD_AUTOCAST, ())
+
+    @property
     def placeholders(self) -> list[fx.Node]:
         return [n for n in self.graph_module.graph.nodes if n.op == "placeholder"]
 
     @property
     def num_forward_outputs(self) -> int:
         return len(self.mutated) + self.num_outputs
+
+    @property
+    def gradients(self) -> list[Any]:
+        """For each primal the node that is its gradient, or None."""
+        results: Any = self.graph_module.graph.output_node().args[0]
+        return list(results[self.num_forward_outputs :])
 
 
 def capture(
@@ -137,10 +162,12 @@ def capture(
     Args:
         bound: the arguments by name (`bind_sample`).
         loss_fn: called with the model's output (and the call's further arguments); the step then returns its value.
-        differentiated: paths of the outputs that `backward` starts from; None chooses (`loss`, else scalars, else all).
+        differentiated: paths of the outputs that `backward` starts from; None chooses (`loss`, else scalars, else
+            all), `EVERY_OUTPUT` takes all that require a gradient.
         keep_outputs: whether the caller holds what the model returns besides its loss through the backward.
         layouts: how kernels lay out what they make, where another trace had it otherwise (`layouts.learned`), and in
-            which strides the gradients of outputs come (`gradient_key`).
+            which strides the gradients of outputs come (`gradient_key`), and under which autocast
+            (`BACKWARD_AUTOCAST`).
 
     Raises:
         CaptureError: the forward cannot be traced; carries the user's file and line.
@@ -151,11 +178,10 @@ def capture(
     names = argument_names(input_template)
     check_inputs(input_tensors, names, input_template)
     entries = state_entries(model)
-    tracer = _StepTracer(
-        model, loss_fn, signature, entries, input_template, differentiated, input_tensors, layouts or {}
-    )
-    tensors = [*state_tensors(model, entries), *input_tensors]
-    with exclusive(), isolated(model, loss_fn) as tracer.before, without_sources():
+    given = [*state_tensors(model, entries), *input_tensors]
+    tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, given, layouts or {})
+    tensors = [local_part(t) for t in given]
+    with exclusive(), isolated(model, loss_fn, constants(input_template)) as tracer.before, without_sources():
         fake = _fake_inputs(tensors, layouts)
         try:
             joint = _export(tracer, fake)
@@ -180,7 +206,7 @@ def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
     tracer.runs = 0
     try:
         with quiet_fake_errors(), eager_kernels(routes.kernels()), module_paths(tracer.model):
-            joint = export_joint(tracer, fake)
+            joint = export_joint(tracer, fake, tracer.layouts.get(BACKWARD_AUTOCAST, ()))
     except (Unsupported, CaptureError):
         raise
     except Exception as error:
@@ -212,10 +238,11 @@ class _StepTracer:
         entries: list[StateEntry],
         input_template: Template,
         differentiated: tuple[str, ...] | None,
-        sample: list[torch.Tensor],
+        given: list[torch.Tensor],
         layouts: Layouts,
     ) -> None:
-        self.model, self.loss_fn, self.signature, self.sample = model, loss_fn, signature, sample
+        self.model, self.loss_fn, self.signature = model, loss_fn, signature
+        self.given, self.sample = given, given[len(entries) :]
         self.entries, self.input_template, self.differentiated = entries, input_template, differentiated
         self.recorder = Recorder(model, loss_fn, entries)
         self.output_template: Template = Tree(None, ())
@@ -228,18 +255,22 @@ class _StepTracer:
         self.judged: frozenset[str] = frozenset()
         self.runs = 0
         self.remembered = Remembered()
+        self.keeps_casts = torch.is_autocast_cache_enabled()
 
-    def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
+    def __call__(self, *parts: torch.Tensor) -> list[torch.Tensor]:
         self.before.restore()  # torch traces several times: each time from what the model held
+        _make_leaves(parts[: len(self.entries)])
+        flat = tuple(map(as_distributed, parts, self.given))
         self.remembered = Remembered()
         self.remembered.add(flat)
         recording = self.recorder.recording(flat[: len(self.entries)])
         value = self._run(flat, recording) if self.runs else self._first_run(flat)
         tensors, self.output_template = flatten(value)
+        _refuse_distributed(tensors, self.output_template)
         paths: dict[int, str] = {}
         for path, i in slots(self.output_template):
             paths.setdefault(i, path)
-        wanted = _choose_differentiated(self.output_template, tensors, paths, self.differentiated)
+        wanted = choose_differentiated(self.output_template, tensors, paths, self.differentiated)
         self.leaves = []
         returned: list[torch.Tensor] = []
         for i, tensor in enumerate(tensors):
@@ -260,9 +291,11 @@ class _StepTracer:
         bound = unflatten(self.input_template, flat[len(self.entries) :])
         known = KnownValues(flat[len(self.entries) :], self.sample)
         with ExitStack() as stack:
-            for mode in (swapped_state(self.model, state), known, EagerLayouts(self.remembered), *modes):
+            casts = _casts_kept(self.keeps_casts)
+            for mode in (casts, swapped_state(self.model, state), known, EagerLayouts(self.remembered), *modes):
                 stack.enter_context(mode)
             value = run_model(self.model, self.loss_fn, self.signature, bound)
+            _check_arguments(bound, flat[len(self.entries) :], self.input_template)
             _write_back_reassigned(self.model, self.entries, state)
         self.guard = known.guard
         return value
@@ -279,7 +312,10 @@ class _StepTracer:
         refuse_hidden(flatten(value)[1], "the output")
         steady = frozenset(name for name, count in changes().items() if count == counts[name])
         names = [*(e.name for e in self.entries), *(f"input {i}" for i in range(len(flat) - len(self.entries)))]
-        rerun = Rerun(self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn))
+        arguments = constants(self.input_template)
+        rerun = Rerun(
+            self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn, arguments)
+        )
         self.judged = judged(self.before)
         notes = notice(self.before, watch, rerun)
         self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes, *notes)))
@@ -291,10 +327,43 @@ class _StepTracer:
         return tensor if strides is None else GivenGradient.apply(tensor, strides)
 
 
-def _choose_differentiated(
+def _refuse_distributed(tensors: list[torch.Tensor], template: Template) -> None:
+    for path, i in slots(template):
+        if is_distributed(tensors[i]):
+            raise Unsupported(
+                "DTensor returned", f"output {path or '(the output)'}", "a planned step returns a rank's own tensors",
+                "Return its to_local(), keep use_local_output=True in the parallel style of the last module, or plan "
+                "the module around this one.",
+            )  # fmt: skip
+
+
+def _make_leaves(parameters: Sequence[torch.Tensor]) -> None:
+    """Torch hands them over as if something had computed them, and autocast keeps its casts of leaves alone."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.detach_().requires_grad_()
+
+
+@contextmanager
+def _casts_kept(enabled: bool) -> Iterator[None]:
+    """Let autocast cast a weight once per forward, as in eager: the gradients of its uses are added up in that type."""
+    before = torch.is_autocast_cache_enabled()  # tracers of torch's own turn it off
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(before)
+
+
+def choose_differentiated(
     template: Template, tensors: list[torch.Tensor], paths: dict[int, str], asked: tuple[str, ...] | None
 ) -> set[int]:
+    """Which of a forward's tensors the backward starts from: those at the paths asked for, else the likely ones."""
     candidates = [i for i, t in enumerate(tensors) if t.requires_grad]
+    if asked is EVERY_OUTPUT:
+        return set(candidates)
     if asked is not None:
         return {i for i in candidates if paths[i] in asked}
     losses = [i for i in candidates if paths[i] in (".loss", "['loss']") and tensors[i].dim() == 0]
@@ -304,6 +373,20 @@ def _choose_differentiated(
     if isinstance(template, Tree) and hasattr(template.spec.type, "to_tuple"):  # HF ModelOutput without a loss
         return set(candidates[:1])
     return set(candidates)
+
+
+def _check_arguments(bound: Any, given: Sequence[torch.Tensor], template: Template) -> None:
+    """An argument that holds tensors (a cache of keys and values) must hold the same ones after the forward."""
+    held, now = flatten(bound)
+    if len(held) == len(given) and all(map(is_, held, given)):
+        return
+    before = {argument_path(path) for path, _ in slots(template)}
+    names = [name for path, _ in slots(now) if (name := argument_path(path)) not in before]
+    raise Unsupported(
+        "argument changed in forward", names[0] if names else "an object among the arguments",
+        "the planned step would leave it as it was", "Return the new tensors from forward, or pass use_cache=False "
+        "where it is a cache of keys and values.",
+    )  # fmt: skip
 
 
 def _write_back_reassigned(model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor]) -> None:
@@ -354,7 +437,7 @@ def _check(joint: JointGraph, names: list[str], num_state: int) -> None:
                     "Use dense tensors in forward, or keep this part out of the planned module.",
                 )  # fmt: skip
     if not any(g is not None for g in gradients):
-        raise CaptureError(
+        raise NoBackward(
             "the step has no backward: no output depends on a parameter that requires a gradient, so there is "
             "nothing to recompute. Check requires_grad of the parameters, and that forward does not run under no_grad."
         )

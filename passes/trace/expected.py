@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -91,7 +91,18 @@ def parts_of(value: Any) -> list[Any] | None:
 
 
 def items_of(value: Any) -> list[Any]:
-    return [*value, *value.values()] if isinstance(value, dict) else list(value)
+    if isinstance(value, dict):
+        held = held_by(value)
+        return [*held, *held.values()]
+    return list(value)
+
+
+def held_by(mapping: dict[Any, Any]) -> dict[Any, Any]:
+    """What a dict holds itself: a class derived from it, as transformers has them, may make what it is asked for."""
+    kind = type(mapping)
+    if kind.__getitem__ is dict.__getitem__ and kind.__iter__ in (dict.__iter__, OrderedDict.__iter__):
+        return mapping
+    return dict(dict.items(mapping))
 
 
 def _in_a_set(value: Any) -> tuple[str, str]:

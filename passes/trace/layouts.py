@@ -91,6 +91,7 @@ def _lost_layout(value: Any) -> bool:
 
 
 Strides = tuple[int, ...]
+BACKWARD_AUTOCAST = ("autocast in the backward",)  # the key of what calls were seen to run backward under
 
 
 def _format(value: torch.Tensor) -> torch.memory_format:
@@ -141,7 +142,7 @@ BATCH_NORMS: dict[Any, Callable[[Sequence[Any]], Strides]] = {
 VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.expand.default})
 
 
-Layouts = dict[Any, tuple[Strides | None, ...]]
+Layouts = dict[Any, tuple[Any, ...]]
 
 
 class EagerFakes(FakeTensorMode):

@@ -10,6 +10,8 @@ import numpy
 import torch
 from torch import nn
 
+from passes._torch import plain_class
+
 from .expected import (
     MISSING,
     Constant,
@@ -175,7 +177,8 @@ class _Matching:
         index = expected.index
         if index in self.objects:
             return value is self.objects[index]
-        if type(value) is not self.reads.objects[index].kind or id(value) in self.numbers:
+        same = plain_class(type(value)) is plain_class(self.reads.objects[index].kind)
+        if not same or id(value) in self.numbers:
             return False
         self._bind(index, value)
         return True

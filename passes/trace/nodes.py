@@ -13,6 +13,8 @@ from torch import nn
 
 from passes._torch import outside_tracing
 
+from .expected import held_by
+
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -75,9 +77,10 @@ def refill(container: Any, content: Any) -> None:
             container.popleft()
         return
     container.update(content)
-    for extra in [k for k in container if k not in content]:
+    held = held_by(container) if isinstance(container, dict) else container
+    for extra in [k for k in held if k not in content]:
         container.remove(extra) if isinstance(container, set) else container.pop(extra)
-    if isinstance(container, dict) and list(container) != list(content):
+    if isinstance(container, dict) and list(held_by(container)) != list(content):
         for key in content:
             container[key] = container.pop(key)
 

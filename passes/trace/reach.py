@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from .expected import held_by
 from .nodes import PLAIN, Node, refill
 from .places import is_users, is_users_module, is_users_own
 
@@ -121,7 +122,7 @@ def _slots(cls: type) -> tuple[str, ...]:
 def _visit_container(walk: Walk, value: Any, path: str, name: str) -> None:
     if not isinstance(value, tuple):
         walk.add(Node(value, path, name, "items", _shallow(value), _refiller(value)))
-    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    pairs = held_by(value).items() if isinstance(value, dict) else enumerate(value)
     inner = itertools.islice(pairs, MAX_ITEMS)
     walk.follow([(v, f"{path}[{k!r}]" if isinstance(k, (int, str)) else path, name) for k, v in inner])
 
@@ -275,7 +276,9 @@ def _is_data(value: Any) -> bool:
 
 def _shallow(value: Any) -> Callable[[], Any]:
     def take() -> Any:
-        return dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
+        if isinstance(value, dict):
+            return dict(held_by(value))
+        return set(value) if isinstance(value, set) else list(value)
 
     return take
 

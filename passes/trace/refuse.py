@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from passes._torch import is_distributed, plain_class
 from passes.errors import Unsupported
 
 
@@ -40,7 +41,7 @@ def _sparse_gradients(model: nn.Module) -> Iterator[str]:
 def _subclasses(model: nn.Module) -> Iterator[str]:
     plain = (torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if type(tensor) not in plain:
+        if type(tensor) not in plain and not is_distributed(tensor):
             yield f"{name} ({type(tensor).__name__})"
 
 
@@ -61,6 +62,25 @@ def _not_dense(model: nn.Module) -> Iterator[str]:
 
 def _uninitialized(model: nn.Module) -> Iterator[str]:
     return (n for n, p in model.named_parameters() if torch.nn.parameter.is_lazy(p))
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on this very module."""
+    return plain_class(type(module)) is not type(module)
+
+
+def sharded_inside(model: nn.Module) -> Iterator[str]:
+    """Paths of the submodules on which it was called."""
+    return (n for n, m in model.named_modules() if m is not model and is_sharded(m))
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise Unsupported for a module that is to be one step and whose submodules gather parameters as they run."""
+    for place in sharded_inside(model):
+        raise Unsupported(
+            "fully_shard inside a step", place, "its parameters are gathered and scattered by hooks as the step runs",
+            'Plan by regions, with regions="auto" or patterns of the sharded modules.',
+        )  # fmt: skip
 
 
 def _mixed_devices(model: nn.Module) -> Iterator[str]:

@@ -47,6 +47,9 @@ def explain(case: Case, planned: Decided, plain: list[Observed], found: list[Dif
             "forward reads a clock or state outside the model, or changes state that could not be put back"
         )
         raise _error(case, found, None, cause)
+    if planned.runs:
+        raise _error(case, found, None, "one of its regions does not compute what its module does; planning them "
+                     "one at a time (regions=) shows which")  # fmt: skip
     try:
         node, cause = _cause(_Values(case, planned, first.step - 1), plain, found, changed)
     except Exception as error:  # noqa: BLE001 - the difference must be told, whatever looking for its cause meets

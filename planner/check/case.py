@@ -11,10 +11,12 @@ from torch import nn
 
 from passes._torch import swapped_state
 from passes.memory import span
+from passes.run._torch import under_autocast
 from passes.trace.arguments import argument_names, call_signature, run_model, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.structure import constants, flatten, slots, unflatten
 from planner.decided import Decided
+from planner.dropin.regions import regions_of, running_regions
 
 from .compare import Observed, unequal
 from .restore import Generators, Snapshot, put_back
@@ -70,16 +72,24 @@ class Case:
 
     def plain(self, tensors: Tensors, step: int, backward: Callable[[Any], Any]) -> Any:
         """The model's own forward, with its hooks on parameters out of reach."""
-        named = {e.name: t for e, t in zip(self.traced.state, tensors, strict=False)}
         saving = torch.autograd.graph.save_on_cpu() if self.offload else contextlib.nullcontext()
-        with swapped_state(self.model, named), saving:
+        return self._own_forward(tensors, backward, saving)
+
+    def _own_forward(
+        self, tensors: Tensors, backward: Callable[[Any], Any], around: contextlib.AbstractContextManager[Any]
+    ) -> Any:
+        named = {e.name: t for e, t in zip(self.traced.state, tensors, strict=False)}
+        with swapped_state(self.model, named), around:
             bound = unflatten(self.template, tensors[self.count :])
             result = backward(run_model(self.model, self.loss_fn, self.signature, bound))
         tensors[: self.count] = [named[e.name] for e in self.traced.state]
         return result
 
     def planned(self, planned: Decided) -> Run:
-        """The rewritten step."""
+        """The rewritten step; one by regions is the model's own forward, around the rewritten regions."""
+        if planned.runs:
+            regions = regions_of(self.model, planned)
+            return lambda tensors, step, backward: self._own_forward(tensors, backward, running_regions(regions))
         return lambda tensors, step, backward: backward(planned.run(tensors, _no_other_backward))
 
     # A run of some steps ------------------------------------------------------------------------------------------
@@ -165,9 +175,11 @@ class Case:
         chosen = [t for t, leaf in zip(leaves, self.traced.outputs, strict=False)
                   if leaf.differentiated and t.requires_grad]  # fmt: skip
         if chosen:
-            planned = self.traced.placeholders[self.traced.num_primals :]
+            planned = self.traced.placeholders[self.traced.num_primals :][: len(chosen)]
             strides = [p.meta["val"].stride() for p in planned]
-            torch.autograd.backward(chosen, [tangent(t, s, step) for t, s in zip(chosen, strides, strict=True)])
+            tangents = [tangent(t, s, step) for t, s in zip(chosen, strides, strict=True)]
+            with under_autocast(self.traced.backward_autocast):
+                torch.autograd.backward(chosen, tangents)
         return leaves, template
 
 

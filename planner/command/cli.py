@@ -39,6 +39,8 @@ Optimizer = Annotated[str, typer.Option(
     metavar="NAME", help="Leave room for the state and the step of this optimizer of torch.optim: AdamW.")]
 Gradients = Annotated[str, typer.Option(
     metavar="MODE", help="fresh, or accumulated where .grad is there before the step and added to.")]
+Regions = Annotated[list[str], typer.Option(
+    metavar="PATTERN", help="auto, whole, or a pattern of module paths (model.layers.*); repeatable.")]
 DropOutputs = Annotated[bool, typer.Option(
     "--drop-outputs", help="Nobody holds what the model returns besides its loss (logits, ...).")]
 
@@ -80,6 +82,7 @@ def plan(
     reserve: Reserve = "",
     optimizer: Optimizer = "",
     gradients: Gradients = "fresh",
+    regions: Regions = ["auto"],  # noqa: B006
     drop_outputs: DropOutputs = False,
     save: Save = [],  # noqa: B006
     never_recompute: Once = [],  # noqa: B006
@@ -97,9 +100,8 @@ def plan(
     """
     session = make_session(
         factory, solver=solver, cost=cost, device=device, time_limit=time_limit, gap=gap, reserve=reserve,
-        optimizer=optimizer, gradients=gradients,
-        drop_outputs=drop_outputs, save=save, never_recompute=never_recompute, recompute=recompute,
-        check="auto" if check is None else check,
+        optimizer=optimizer, gradients=gradients, regions=regions, drop_outputs=drop_outputs, save=save,
+        never_recompute=never_recompute, recompute=recompute, check="auto" if check is None else check,
     )  # fmt: skip
     made = session.plan(parse_budget(budget, session))
     written = [("plan", out and made.save(out)), ("report", report and made.report(report)),
@@ -173,6 +175,7 @@ def frontier(
     reserve: Reserve = "",
     optimizer: Optimizer = "",
     gradients: Gradients = "fresh",
+    regions: Regions = ["auto"],  # noqa: B006
     drop_outputs: DropOutputs = False,
     save: Save = [],  # noqa: B006
     never_recompute: Once = [],  # noqa: B006
@@ -190,8 +193,7 @@ def frontier(
 
     session = make_session(
         factory, solver=solver, cost=cost, device=device, time_limit=time_limit, reserve=reserve, optimizer=optimizer,
-        gradients=gradients,
-        drop_outputs=drop_outputs, save=save, never_recompute=never_recompute,
+        gradients=gradients, regions=regions, drop_outputs=drop_outputs, save=save, never_recompute=never_recompute,
     )  # fmt: skip
     found = frontier_of(session, points)
     if plot is not None:
@@ -211,6 +213,7 @@ def min_budget(
     reserve: Reserve = "",
     optimizer: Optimizer = "",
     gradients: Gradients = "fresh",
+    regions: Regions = ["auto"],  # noqa: B006
     drop_outputs: DropOutputs = False,
     save: Save = [],  # noqa: B006
     never_recompute: Once = [],  # noqa: B006
@@ -226,8 +229,7 @@ def min_budget(
     """
     session = make_session(
         factory, time_limit=time_limit, reserve=reserve, optimizer=optimizer, drop_outputs=drop_outputs, save=save,
-        gradients=gradients,
-        never_recompute=never_recompute,
+        gradients=gradients, regions=regions, never_recompute=never_recompute,
     )  # fmt: skip
     found = session.minimum()
     sizes = {"minimum_bytes": found.minimum_bytes, "floor_bytes": found.floor_bytes,

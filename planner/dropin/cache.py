@@ -8,77 +8,37 @@ import os
 import sys
 import time
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from operator import attrgetter
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from passes._torch import TORCH_FOLDER, active_saving_hooks, swapped_state
-from passes.errors import InputMismatch
-from passes.run.random import set_rng_state
+from passes._torch import TORCH_FOLDER, active_saving_hooks, local_part
+from passes.errors import InputMismatch, NoBackward
 from passes.trace.arguments import argument_names, run_model, state_tensors
 from passes.trace.capture import Traced
-from passes.trace.layouts import gradient_key
 from passes.trace.matching import Differs, match
-from passes.trace.reads import Matched, Reads
-from passes.trace.structure import flatten, unflatten
+from passes.trace.refuse import sharded_inside
+from passes.trace.structure import flatten
 from planner.decided import Decided
 from planner.pipeline import Replan
 from solvers.errors import MIB, PlannerError
 
+from .entry import Entry, Fallback, Losses, Plain, starts_of
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
+from .regions import regions_of, running_regions
 
 CACHE_SIZE = 32
 SLOW_REPLANS = 5  # after so many, and each time they have doubled, it is said what they cost
 OPAQUE = 'a planned step runs as it is; torch.compile(model, backend="checkpoint_planner") compiles under a budget'
-_PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter})
-_DECIDES = attrgetter("shape", "dtype", "device", "requires_grad")
-
-
-@dataclass(eq=False)
-class Entry:
-    """A plan and what it holds for; `matched` are its reads as found on the model of the `PlanState` that has it.
-
-    `starts` are the outputs that its backward was to start from when it was planned.
-    """
-
-    key: Key
-    state: list[Any]
-    planned: Decided
-    starts: tuple[str, ...]
-    outdated: bool = False
-    matched: Matched | None = None
-
-    @property
-    def reads(self) -> Reads:
-        return self.planned.prepared.traced.reads
-
-    def holds(self, model: nn.Module, loss_fn: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The model's parameters and buffers where the plan holds for a call now; its key is compared before."""
-        tensors = self._state(model, loss_fn)
-        if tensors is None or not _PLAIN.issuperset(map(type, tensors)):
-            return None
-        if list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state:
-            return None
-        guard = self.planned.prepared.traced.guard
-        return tensors if guard is None or guard.holds(inputs) else None
-
-    def _state(self, model: nn.Module, loss_fn: Any) -> list[torch.Tensor] | None:
-        """What was read is as it was: the same objects (the usual case, checked quickly), or equal ones."""
-        tensors = self.matched.state() if self.matched else None
-        if tensors is None:
-            try:
-                self.matched = match(self.reads, model, loss_fn)
-            except Differs:
-                self.matched = None
-            else:
-                tensors = self.matched.tensors()
-        return tensors
+REMEDIES = {
+    "fresh": 'plan with gradients="accumulated"', "accumulated": "raise reserve_mb",
+    "consumed": 'free each in a hook (register_post_accumulate_grad_hook), plan with gradients="accumulated"',
+}  # fmt: skip
 
 
 class PlanState:
@@ -93,6 +53,7 @@ class PlanState:
         self.cache: list[Entry] = []
         self.losses = Losses()
         self.unplanned = False
+        self.applied: Any = None  # the `PlannedForward` that is being called
         self.noticed_hooks = self.noticed_gradients = self.still_eval = False
         self.replans, self.replan_seconds, self.next_slow = Counter[str](), 0.0, SLOW_REPLANS
 
@@ -105,7 +66,7 @@ class PlanState:
     def around(self, model: nn.Module) -> PlanState:
         """The same plans for another instance of the model; whether they hold for it is seen when it is called."""
         new = PlanState(model, self.loss_fn, self.replan, self.on_new_shape, self.signature)
-        new.cache = [replace(entry, matched=None) for entry in self.cache]
+        new.cache = [replace(entry, matched=None, regions=None) for entry in self.cache]
         new.first, new.latest, new.traced_forward = self.first, self.latest, None
         new.losses.expected = self.losses.expected
         return new
@@ -113,7 +74,7 @@ class PlanState:
     def _add(self, key: Key, planned: Decided, starts: tuple[str, ...] | None = None) -> Entry:
         """Remember a plan; the one used longest ago is dropped when there are too many."""
         state = state_tensors(self.model, planned.prepared.traced.state)
-        starts = _starts(planned.prepared.traced) if starts is None else starts
+        starts = starts_of(planned.prepared.traced) if starts is None else starts
         entry = Entry(key, list(map(state_key, state)), planned, starts)
         self.latest = planned
         self.cache = [entry, *self.cache][:CACHE_SIZE]
@@ -130,7 +91,15 @@ class PlanState:
             trained = any(t.requires_grad for t in (*self.model.parameters(), *tensors))
             if not trained or (entry is None and not self._may_plan(key, tensors)):
                 return plain(bound)
-            entry, state = self._plan(key, bound, entry, starts)
+            try:
+                entry, state = self._plan(key, bound, entry, starts)
+            except NoBackward:  # merged adapters: as in eager, it is `backward` that would fail
+                return plain(bound)
+        if entry.planned.runs:
+            self._notice_gradients(entry.planned, list(self.model.parameters()))
+            entry.regions = entry.regions or regions_of(self.model, entry.planned)
+            with running_regions(entry.regions):
+                return plain(bound)
         return self._execute(entry, [*state, *tensors])
 
     def find(
@@ -140,13 +109,14 @@ class PlanState:
 
         One for a backward from `starts` where there is one; else one for another backward, if any holds.
         """
-        for entry in sorted(self.cache, key=lambda e: e.outdated or e.starts != (starts or e.starts)):
-            if entry.key == key:
-                state = entry.holds(self.model, self.loss_fn, inputs)
-                if state is not None:
-                    self.cache.remove(entry)
-                    self.cache.insert(0, entry)
-                    return entry, state
+        with self._own_forward():
+            for entry in sorted(self.cache, key=lambda e: e.outdated or e.starts != (starts or e.starts)):
+                if entry.key == key:
+                    state = entry.holds(self.model, self.loss_fn, inputs)
+                    if state is not None:
+                        self.cache.remove(entry)
+                        self.cache.insert(0, entry)
+                        return entry, state
         return None, []
 
     def _may_plan(self, key: Key, inputs: Sequence[torch.Tensor]) -> bool:
@@ -154,7 +124,8 @@ class PlanState:
         if self.on_new_shape == "error":
             raise mismatch
         self.replans[mismatch.argument] += 1
-        planned = self.on_new_shape == "replan"
+        inside = next(sharded_inside(self.model), None)  # what hooks gather cannot be measured while they run
+        planned = self.on_new_shape == "replan" and inside is None
         said = "planning anew" if planned else "planned step not used"
         warnings.warn(f"{said}: {mismatch}", stacklevel=_user_frame())
         return planned
@@ -176,7 +147,7 @@ class PlanState:
         _check_materialized(planned.prepared.traced, primals)
         self._notice_hooks()
         self._notice_gradients(planned, primals)
-        return planned.run(primals, _Fallback(self, entry))
+        return planned.run(primals, Fallback(self, entry, self._plain_as_called()))
 
     def _notice_replans(self, seconds: float) -> None:
         """Say after several replans, and rarely after that, what is slowing training."""
@@ -197,7 +168,7 @@ class PlanState:
         """Say once that there are gradients from before the step which its plan does not count."""
         if self.noticed_gradients or planned.budget_bytes is None:
             return
-        held = [p.grad for p in primals if p.is_leaf and p.grad is not None]
+        held = [local_part(p.grad) for p in primals if p.is_leaf and p.grad is not None]
         if not held:
             return
         options = planned.prepared.options
@@ -206,10 +177,10 @@ class PlanState:
         if extra <= 0:
             return
         self.noticed_gradients = True
-        remedy = 'plan with gradients="accumulated"' if options.gradients == "fresh" else "raise reserve_mb"
         warnings.warn(
-            f"this step holds {extra / MIB:.3f} MiB of gradients that the plan did not count: {remedy} or "
-            f"reserve_mb={math.ceil((options.reserve_bytes + extra) / MIB)}, or call zero_grad() before the forward.",
+            f"this step holds {extra / MIB:.3f} MiB of gradients that the plan did not count: "
+            f"{REMEDIES[options.gradients]} or reserve_mb={math.ceil((options.reserve_bytes + extra) / MIB)}, or call "
+            "zero_grad() before the forward.",
             stacklevel=_user_frame(),
         )
 
@@ -247,7 +218,8 @@ class PlanState:
             if got != expected:
                 return InputMismatch(name, describe_tensor(got), describe_tensor(expected), hint)
         try:
-            state = match(self.first.reads, self.model, self.loss_fn).tensors() or []
+            with self._own_forward():
+                state = match(self.first.reads, self.model, self.loss_fn).tensors() or []
         except Differs as differs:
             return InputMismatch(differs.where, differs.now, differs.then, hint)
         entries = self.first.reads.entries
@@ -255,7 +227,7 @@ class PlanState:
             if got != expected:
                 return InputMismatch(entry.name, describe_tensor(got), describe_tensor(expected), hint)
         if key.autocast != known.autocast:
-            return InputMismatch("(autocast)", describe_autocast(key), describe_autocast(known), hint)
+            return InputMismatch("(autocast)", describe_autocast(key.autocast), describe_autocast(known.autocast), hint)
         for (name, now), (_, then) in zip(key.defaults, known.defaults, strict=True):
             if now != then:
                 return InputMismatch(f"(torch's {name})", str(now), str(then), hint)
@@ -271,129 +243,48 @@ class PlanState:
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Let `model(...)` be the model's own forward in the block, where the plan was applied to it."""
-        own, before = self.model.__dict__, self.unplanned
-        applied = own.pop("forward") if getattr(own.get("forward"), "runs_plan", False) else None
-        if applied is not None and applied.previous is not None:
-            own["forward"] = applied.previous
-        self.unplanned = True
+        before, self.unplanned = self.unplanned, True
+        try:
+            with self._own_forward():
+                yield
+        finally:
+            self.unplanned = before
+
+    def _plain_as_called(self) -> Plain:
+        """`plain` for the backward, when the call is over."""
+        applied = self.applied
+
+        def plain(bound: Mapping[str, Any]) -> Any:
+            with self.through(applied):
+                return self.plain(bound)
+
+        return plain
+
+    @contextmanager
+    def through(self, applied: Any) -> Iterator[None]:
+        """Calls in the block come through `applied`: what was put around it since runs anyway and is not planned."""
+        before, self.applied = self.applied, applied
         try:
             yield
         finally:
-            self.unplanned = before
-            if applied is not None:
-                own["forward"] = applied
+            self.applied = before
 
-
-class Losses:
-    """From which outputs the backward of the next call will start, told by the calls before.
-
-    A loss that alternates is followed: what came after the outputs of the last two calls, or of the last one, comes
-    again.
-
-    Attributes:
-        expected: the outputs of the call made last; None until a backward started from others than planned for.
-    """
-
-    def __init__(self) -> None:
-        self.expected: Started | None = None
-        self.recent: deque[Started] = deque(maxlen=3)
-        self.followers: dict[tuple[tuple[str, ...], ...], tuple[str, ...]] = {}
-
-    def predict(self) -> tuple[str, ...] | None:
-        """The outputs that the next call's backward will start from; None where nothing was learned yet."""
-        if self.expected is None:
-            return None
-        *before, last = (started.paths for started in self.recent) if self.recent else (self.expected.paths,)
-        for i in range(len(before)):
-            self.followers[tuple(before[i:])] = last
-        return self.followers.get((*before[-1:], last)) or self.followers.get((last,), last)
-
-    def called(self, paths: tuple[str, ...]) -> Started:
-        """Note a call whose backward is to start from `paths`, until it is seen to start elsewhere."""
-        self.recent.append(Started(paths))
-        return self.recent[-1]
-
-
-@dataclass
-class Started:
-    """The outputs that one call's backward starts from."""
-
-    paths: tuple[str, ...]
-
-
-def _starts(traced: Traced) -> tuple[str, ...]:
-    return tuple(leaf.path for leaf in traced.outputs if leaf.differentiated)
-
-
-class _Fallback:
-    """Backward from other outputs than planned for, or with gradients laid out in another way.
-
-    The plain model replays the forward; later calls are replanned.
-    """
-
-    def __init__(self, state: PlanState, entry: Entry) -> None:
-        prepared = entry.planned.prepared
-        self.state, self.traced, self.layouts = state, prepared.traced, prepared.layouts
-        self.started = state.losses.called(entry.starts)
-
-    def __call__(
-        self,
-        primals: Sequence[torch.Tensor],
-        generators: dict[str, torch.Generator],
-        gradients: dict[int, torch.Tensor],
-    ) -> list[Any]:
-        wanted = {leaf.index: leaf for leaf in self.traced.outputs if leaf.index in gradients}
-        paths = tuple(leaf.path for leaf in wanted.values())
-        if not paths:
-            return [None] * len(primals)
-        expected = paths == _starts(self.traced)
-        learned = self._learn({wanted[i].path: g for i, g in gradients.items()})
-        new = learned or not expected
-        warnings.warn(
-            f"backward started from {', '.join(p or 'the output' for p in paths)}"
-            f"{' with a gradient in other strides' if expected else ''}, which the plan did not expect: this step "
-            "replays the plain forward (correct, but not under the budget); "
-            f"{'later calls are planned for it' if new else 'so will others, as a plan is for one set of strides'}.",
-            stacklevel=2,
-        )
-        result = self._replay(primals, generators, gradients)
-        if learned:
-            for entry in self.state.cache:
-                entry.outdated = entry.outdated or entry.starts == paths
-        self.started.paths = paths
-        self.state.losses.expected = self.started
-        return result
-
-    def _learn(self, gradients: Mapping[str, torch.Tensor]) -> bool:
-        """Plan for gradients in these strides from now on; not where others were learned before."""
-        keys = {gradient_key(path, g): tuple(g.stride()) for path, g in gradients.items()}
-        if any(key in self.layouts for key in keys):
-            return False
-        self.layouts.update(keys)
-        return True
-
-    def _replay(
-        self,
-        primals: Sequence[torch.Tensor],
-        generators: dict[str, torch.Generator],
-        gradients: dict[int, torch.Tensor],
-    ) -> list[Any]:
-        state, traced = self.state, self.traced
-        leaves = [p.detach().requires_grad_(p.requires_grad) for p in primals]
-        count = len(traced.state)
-        for i in traced.mutated:
-            leaves[i] = leaves[i].clone()
-        named = {e.name: t for e, t in zip(traced.state, leaves, strict=False)}
-        devices = [d for d in generators if d != "cpu"]
-        with torch.random.fork_rng(devices=devices), torch.enable_grad(), swapped_state(state.model, named):
-            for device, generator in generators.items():
-                set_rng_state(generator.get_state(), device)
-            outputs, _ = flatten(state.plain(unflatten(traced.input_template, leaves[count:])))
-        indices = [leaf.index for leaf in traced.outputs]
-        started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]
-        inputs = [t for t in leaves if t.requires_grad]
-        found = iter(torch.autograd.grad([o for o, _ in started], inputs, [g for _, g in started], allow_unused=True))
-        return [next(found) if t.requires_grad else None for t in leaves]
+    @contextmanager
+    def _own_forward(self) -> Iterator[None]:
+        """Undo `plan.apply` in the block."""
+        own = self.model.__dict__
+        current = own.get("forward")
+        applied = self.applied or (current if getattr(current, "runs_plan", False) else None)
+        if applied is None:
+            yield
+            return
+        own.pop("forward")
+        if applied.previous is not None:
+            own["forward"] = applied.previous
+        try:
+            yield
+        finally:
+            own["forward"] = current
 
 
 def _check_materialized(traced: Traced, primals: Sequence[torch.Tensor]) -> None:

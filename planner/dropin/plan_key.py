@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from passes._torch import is_distributed, local_part
+from passes.run._torch import Autocast, active_autocast
 from passes.trace.structure import Constant, Template, Tree, outline, slots
 
 
@@ -17,7 +19,7 @@ class Key:
     """What a call looks like: its arguments, and torch's settings that decide what ops it runs."""
 
     inputs: tuple[Any, ...]
-    autocast: tuple[Any, ...]
+    autocast: Autocast
     defaults: tuple[tuple[str, Any], ...]
     template: Template = field(default=Constant(None), compare=False, repr=False)
 
@@ -25,10 +27,14 @@ class Key:
 def call_key(tensors: Sequence[torch.Tensor], template: Template) -> Key:
     """The key of a call with these arguments, made now."""
     inputs = (template_key(template), *((*state_key(t), t.stride()) for t in tensors))
-    return Key(inputs, autocast_key(), torch_defaults(), template)
+    return Key(inputs, active_autocast(), torch_defaults(), template)
 
 
 def state_key(t: torch.Tensor) -> tuple[Any, ...]:
+    """What of a parameter, buffer or input decides; of one spread over ranks its part here, and how it is spread."""
+    if is_distributed(t):
+        spread: Any = t
+        return (*state_key(local_part(t)), tuple(map(str, spread.placements)), tuple(t.shape))
     return t.shape, t.dtype, home(t), t.requires_grad
 
 
@@ -76,8 +82,8 @@ def _what_is_at(path: str, places: dict[str, str]) -> str:
 _SHOWN = 6
 
 
-def describe_autocast(key: Key) -> str:
-    on = [f"autocast to {str(dtype).removeprefix('torch.')} on {kind}" for kind, dtype in key.autocast]
+def describe_autocast(autocast: Autocast) -> str:
+    on = [f"autocast to {str(dtype).removeprefix('torch.')} on {kind}" for kind, dtype in autocast]
     return " and ".join(on) or "no autocast"
 
 
@@ -91,7 +97,3 @@ def torch_defaults() -> tuple[tuple[str, Any], ...]:
         ("memory-efficient attention", attention.mem_efficient_sdp_enabled()),
         ("math attention", attention.math_sdp_enabled()),
     )
-
-
-def autocast_key() -> tuple[Any, ...]:
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))

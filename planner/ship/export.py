@@ -19,8 +19,8 @@ from torch import fx, nn
 
 from passes._torch import TORCH_VERSION, pytree
 from passes.printable import brief
-from passes.run import _torch, gradients, kernels, random, tensors
-from passes.run import exported as export_runtime
+from passes.run import _torch, exported, exported_errors, gradients, kernels, random, replay, step, tensors
+from passes.run._torch import Autocast
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import OutputLeaf, Traced
 from passes.trace.structure import Constant, Opaque, Slot, Template, Tree
@@ -34,8 +34,10 @@ from solvers.errors import MIB, PlannerError
 from .source import Half, docstring, identifier, write_guard, write_half
 
 # Files of a folder that are ours, word for word.
-COPIED = {"runtime.py": export_runtime, "random.py": random, "kernels.py": kernels, "tensors.py": tensors,
-          "gradients.py": gradients, "_torch.py": _torch}
+COPIED = {
+    "runtime.py": exported, "errors.py": exported_errors, "step.py": step, "replay.py": replay, "random.py": random,
+    "kernels.py": kernels, "tensors.py": tensors, "gradients.py": gradients, "_torch.py": _torch,
+}  # fmt: skip
 INIT = '''{doc}
 
 from pathlib import Path
@@ -62,6 +64,12 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
         PlannerError: the folder exists and is not empty, an op is not torch's own, the weights have no data, or an
             input cannot be described without the model's library.
     """
+    if plan.runs:
+        raise PlannerError(
+            f"a plan by regions ({len({run.path for run in plan.runs})} here) cannot be exported: between them runs the "
+            "model's own code, which a folder without the model's library does not have. Export a plan made with "
+            'regions="whole", or share the plan itself: plan.save(...), and Plan.load beside the model.'
+        )
     spec, tensors, constants = _spec(plan, module)
     forward, backward = _halves(plan)
     with new_folder(path) as folder:
@@ -113,16 +121,18 @@ def _halves(plan: Decided) -> tuple[Half, Half]:
         "The forward: new values of changed buffers, the outputs, then what it saves for the backward.\n\n"
         f"Saved: {kept}. {len(again)} ops run again in backward.py, so their results are freed\n"
         "here after their last use.",
-        "The backward: one gradient (or None) per parameter, buffer and input.\n\n"
+        "The backward: it yields the gradients of parameters and inputs in groups, those of `leaves` in spec.json. Each\n"
+        "group leaves as soon as nothing here reads it any more.\n\n"
         f"It runs {len(again)} ops of the forward again, each right before it is needed: keeping their results would\n"
         f"raise the peak over the budget. That costs {plan.overhead:.1%} of the step.",
     )
     halves = []
-    for name, module, doc in zip(("forward", "backward"), (rewritten.forward, rewritten.backward), docs, strict=True):
+    modules, leaving = (rewritten.forward, rewritten.backward), (None, rewritten.handovers)
+    for name, module, doc, handovers in zip(("forward", "backward"), modules, docs, leaving, strict=True):
         inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
         names = {n: labels[n.name][0] for n in inputs if n.name in labels}
         remarks = {n: labels[n.name][1] if n.name in labels else _saved_remark(n) for n in inputs}
-        halves.append(Half(name, module.graph, names, remarks, doc))
+        halves.append(Half(name, module.graph, names, remarks, doc, handovers))
     return halves[0], halves[1]
 
 
@@ -153,10 +163,11 @@ Tensors = dict[str, torch.Tensor]
 
 
 def _spec(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tensors, Tensors]:
-    traced, step, state = plan.prepared.traced, plan.step, module._plan_state
+    traced, state = plan.prepared.traced, module._plan_state
     model = state.model
     tensors = _data(dict(zip((e.name for e in traced.state), state_tensors(model, traced.state), strict=True)))
-    used = [n for half in (step.forward, step.backward) for n in half.graph.nodes if n.op == "get_attr"]
+    halves = plan.rewritten.forward, plan.rewritten.backward
+    used = [n for half in halves for n in half.graph.nodes if n.op == "get_attr"]
     constants = _data({str(n.target): attrgetter(str(n.target))(traced.graph_module) for n in used})
     spec = {
         "class": type(model).__name__,
@@ -166,21 +177,20 @@ def _spec(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tensors
         "inputs": _template(traced.input_template, "the sample"),
         "input_tensors": [_tensor(name, n, "input") for _, name, n in _input_nodes(traced)],
         "outputs": _template(traced.output_template, None),
-        "leaves": [_leaf(leaf) for leaf in traced.outputs],
+        "outputs_at": [_leaf(leaf) for leaf in traced.outputs],
         "state": _state(traced, model),
         "modules": _modules(model, traced),
         "constants": [_described(name, value, "constant") for name, value in constants.items()],
-        "mutated": list(step.mutated),
-        "num_outputs": step.num_outputs,
-        "saved_primals": list(step.saved_primals),
-        "differentiable": list(step.differentiable),
-        "expected": list(step.expected),
-        "hold_outputs": step.hold_outputs,
+        **{name: getattr(plan.step, name) for name in exported.STEP_FIELDS},
         "answers": [] if traced.guard is None else list(traced.guard.answers),
-        "tangent_strides": [list(s) for s in step.tangent_strides],
-        "autocast": [[kind, str(dtype)] for kind, dtype in state.first.key.autocast],
+        "autocast": _autocast(state.first.key.autocast),
+        "backward_autocast": _autocast(plan.step.autocast),
     }
     return spec, {n: t.contiguous() for n, t in tensors.items()}, {n: t.contiguous() for n, t in constants.items()}
+
+
+def _autocast(autocast: Autocast) -> list[list[str]]:
+    return [[kind, str(dtype).removeprefix("torch.")] for kind, dtype in autocast]
 
 
 def _leaf(leaf: OutputLeaf) -> dict[str, Any]:

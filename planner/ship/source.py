@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from passes._torch import OpOverload, pytree
+from passes.codegen import Handover, hand_over
 from passes.fuse.records import FUSED
 from passes.printable import printable
 from passes.run import gradients, random
@@ -47,7 +48,7 @@ HELPERS: dict[Any, Callable[..., Any]] = {
 }
 # Names that the source itself uses.
 RESERVED = frozenset(
-    {"torch", "aten", "values", "constants", "float", "slice", *(f.__name__ for f in HELPERS.values())}
+    {"torch", "aten", "values", "constants", "float", "slice", "handed_over", *(f.__name__ for f in HELPERS.values())}
 )
 
 
@@ -60,6 +61,7 @@ class Half:
         names: names to use for placeholders instead of the graph's.
         remarks: what to say beside a placeholder, by its node.
         doc: docstring of the file.
+        handovers: which results it yields before its end; None where it returns them all.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Half:
     names: Mapping[fx.Node, str]
     remarks: Mapping[fx.Node, str]
     doc: str
+    handovers: tuple[Handover, ...] | None = None
 
 
 def write_half(half: Half) -> str:
@@ -143,7 +146,7 @@ def identifier(text: str, taken: set[str]) -> str:
 def _body(half: Half) -> Iterator[str]:
     placeholders = [n for n in half.graph.nodes if n.op == "placeholder"]
     names = {n: half.names.get(n, _variable(n.name)) for n in half.graph.nodes}
-    dead = _last_uses(half.graph)
+    dead, leaving = _last_uses(half.graph), _leaving(half)
     if placeholders:
         yield "    ("
         for node in placeholders:
@@ -160,8 +163,21 @@ def _body(half: Half) -> Iterator[str]:
                 yield f"\n    # {here[0] or '(top level)'}{', recomputed' if again else ''}"
                 place = here
             yield _statement(node, names, dead.get(node, ()), again)
-        elif node.op == "output":
+        elif node.op == "output" and half.handovers is None:
             yield from _return(node, names)
+        if left := leaving.get(node.name):
+            yield f"    {hand_over([literal(value, names) for value in left])}"
+
+
+def _leaving(half: Half) -> dict[str, list[Any]]:
+    """What the half yields after a node, by the node's name."""
+    if half.handovers is None:
+        return {}
+    output = half.graph.output_node()
+    values: Any = output.args[0]
+    early = {i for handover in half.handovers for i in handover.outputs}
+    found = {handover.after: [values[i] for i in handover.outputs] for handover in half.handovers}
+    return {**found, output.name: [v for i, v in enumerate(values) if v is not None and i not in early]}
 
 
 def _statement(node: fx.Node, names: Mapping[fx.Node, str], dead: tuple[fx.Node, ...], again: bool) -> str:

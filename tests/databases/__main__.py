@@ -58,7 +58,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="names or patterns of ops and modules (all)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
-    parser.add_argument("--forms", type=lambda s: tuple(s.split(",")), default=FORMS, help="inside,outside")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS, help="where the loss is (both)")
     parser.add_argument("--samples", type=int, default=1, help="how many of each op (1); of modules all are taken")
     parser.add_argument("--part", type=_part, default=(0, 1), help="i/n: every n-th sample, the i-th of them first")
     parser.add_argument("--refused", action="store_true", help="show what is refused, too")

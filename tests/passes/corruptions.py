@@ -331,6 +331,15 @@ def draw_case(pick: Pick) -> Case:
     return Case(prepared, schedule, tuple(p.detach() for p in primals), tuple(program.tangents.values()))
 
 
+def gradients_of(r: Rewritten, values: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """All gradients, which the backward yields in groups."""
+    found: dict[int, torch.Tensor | None] = {}
+    for outputs, yielded in zip(r.leaves, r.backward.forward(values), strict=True):
+        found.update(zip(outputs, yielded, strict=True))
+    results: Any = r.backward.graph.output_node().args[0]
+    return [found.get(i) for i in range(len(results))]
+
+
 def run_halves(case: Case, r: Rewritten) -> list[torch.Tensor | None]:
     """Everything a step leaves behind: outputs, gradients, primals, the generator's state."""
     primals, tangents = [p.clone() for p in case.primals], [t.clone() for t in case.tangents]
@@ -340,7 +349,7 @@ def run_halves(case: Case, r: Rewritten) -> list[torch.Tensor | None]:
         outputs, saved = results[: r.num_forward_outputs], results[r.num_forward_outputs :]
         for i, value in zip(case.prepared.traced.mutated, outputs, strict=False):
             primals[i].copy_(value)
-        gradients = r.backward.forward([*saved, *(primals[i].detach() for i in r.saved_primals), *tangents])
+        gradients = gradients_of(r, [*saved, *(primals[i].detach() for i in r.saved_primals), *tangents])
     return [*outputs, *gradients, *primals, torch.get_rng_state()]
 
 

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from passes.device import kind_of
-from passes.errors import Unsupported
+from passes.errors import Unsupported, VerificationError
 from passes.memory import measure_peak
 from passes.run import kernels
 from passes.run.tensors import laid_out
 from passes.trace.arguments import bind_sample
 from passes.trace.structure import flatten
 from planner import BudgetError, auto_checkpoint
-from planner.options import Options
+from planner.options import GRADIENTS, Options
 from planner.pipeline import emit_schedule
 from planner.plan import Plan
 from planner.prepared import Prepared, prepare
@@ -192,13 +194,19 @@ def check(program: Program, schedule_pick: Pick) -> Outcome:
     """
     model = copy.deepcopy(program.model)
     bound = bind_sample(model, program.sample)
-    prepared = prepare(model, bound, OPTIONS, Progress(False))
+    gradients = GRADIENTS[schedule_pick(0, len(GRADIENTS) - 1)]
+    prepared = prepare(model, bound, replace(OPTIONS, gradients=gradients), Progress(False))
     program = as_planned_for(program, prepared)
     schedule = draw_schedule(schedule_pick, prepared.lowered.problem)
-    planned = emit_schedule(prepared, schedule)
+    try:
+        planned = emit_schedule(prepared, schedule)
+    except VerificationError as error:
+        if "once its gradient has left" not in str(error):
+            raise
+        raise Rejected("a recompute that nothing needs comes after its parameter's hook") from error
     module = Plan.of(model, bound, planned).module
     _compare(program, module, model)
-    return _memory(prepared, schedule, _measure(program, module, model))
+    return _memory(prepared, schedule, _measure(program, module, model, gradients))
 
 
 def as_planned_for(program: Program, prepared: Prepared) -> Program:
@@ -274,6 +282,33 @@ def _compare(program: Program, module: nn.Module, model: nn.Module) -> None:
         for (name, a), (_, b) in zip(expected, got, strict=True):
             if not same_bits(a, b):
                 raise WrongPlan(f"{name} differs from the plain model's")
+    _compare_ruined(_observe(program, plain, plain, 3), program, module, model)
+
+
+def _compare_ruined(
+    expected: list[tuple[str, Any]], program: Program, module: nn.Module, model: nn.Module
+) -> None:
+    """The same where each parameter and its gradient are ruined as soon as the gradient is there."""
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    found: dict[str, torch.Tensor] = {}
+
+    def ruin(name: str, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:  # the backward could start from what it depends on, but did not
+            return
+        found[f"gradient of {name}"] = parameter.grad.clone()
+        for tensor in (parameter.detach(), parameter.grad):
+            tensor.fill_(math.nan)
+
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(partial(ruin, n)) for n, p in trained]
+    got = [(name, found.get(name, value)) for name, value in _observe(program, module, model, 3)]
+    for hook in hooks:
+        hook.remove()
+    for name, parameter in model.named_parameters():
+        parameter.detach().copy_(before[name])
+    for (name, a), (_, b) in zip(expected, got, strict=True):
+        if not same_bits(a, b):
+            raise WrongPlan(f"{name} differs where hooks change parameters whose gradients have left")
 
 
 def _observe(program: Program, module: nn.Module, state_of: nn.Module, seed: int) -> list[tuple[str, Any]]:
@@ -298,13 +333,22 @@ def _step(program: Program, module: nn.Module, inputs: tuple[torch.Tensor, ...])
     return tensors
 
 
-def _measure(program: Program, module: nn.Module, state_of: nn.Module) -> int:
-    """Bytes above static at the highest point of a step from cleared gradients, the outputs being held."""
+def _measure(program: Program, module: nn.Module, state_of: nn.Module, gradients: str = "fresh") -> int:
+    """Bytes above static at the highest point of a step, the outputs being held."""
     inputs = _fresh(program.sample)
-    for parameter in state_of.parameters():
-        parameter.grad = None
+    trained = [p for p in state_of.parameters() if p.grad is not None]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter) if gradients == "accumulated" else None
+    hooks = [p.register_post_accumulate_grad_hook(_consume) for p in trained if gradients == "consumed"]
     kept: list[Any] = []
-    return measure_peak(lambda: kept.append(_step(program, module, inputs)))
+    measured = measure_peak(lambda: kept.append(_step(program, module, inputs)))
+    for hook in hooks:
+        hook.remove()
+    return measured
+
+
+def _consume(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 def run_seed(seed: int) -> tuple[str, Outcome | None]:

@@ -63,18 +63,28 @@ def tell(line: str) -> None:
 def send(count: int, seed: int = 0) -> tuple[Counter[str], list[str]]:
     """Interrupt a child `count` times; how many came in which stage, and what went wrong."""
     command = [sys.executable, "-m", "tests.planner.interrupts", "--child"]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with (
         tempfile.TemporaryDirectory() as folder,  # others' temporary files are not what is left behind
-        subprocess.Popen(command, **pipes, text=True, env={**os.environ, "TMPDIR": folder}) as process,
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, "TMPDIR": folder}
+        ) as process,
     ):
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
         try:
-            return _send(process.pid, process.stdout, count, random.Random(seed))
+            stages, wrong = _send(process.pid, process.stdout, count, random.Random(seed))
         except EOFError:
-            return Counter(), [f"the process died: {process.stderr.read()[-2000:]}"]
+            return Counter(), [f"the process died: {_end_of(errors)}"]
         finally:
             process.kill()
+        return stages, [*wrong, _end_of(errors)] if stages["never interrupted"] else wrong
+
+
+def _end_of(errors: IO[str]) -> str:
+    """What the child said last, an exception that Python could only print included."""
+    errors.seek(0)
+    text = errors.read()
+    return text[max(0, text.find("Exception ignored")) :][-4000:]
 
 
 def _send(pid: int, lines: IO[str], count: int, rng: random.Random) -> tuple[Counter[str], list[str]]:

@@ -63,7 +63,7 @@ def edited(planned: Decided, half: str, edit: Callable[[fx.Graph], None]) -> Dec
     edit(module.graph)
     module.recompile()
     rewritten = replace(planned.rewritten, **{half: module})
-    return replace(planned, rewritten=rewritten, step=replace(planned.step, **{half: module}))
+    return replace(planned, halves=(rewritten, replace(planned.step, **{half: module})))
 
 
 def op(graph: fx.Graph, target: str, number: int = 0) -> fx.Node:
@@ -272,7 +272,8 @@ PLANTS["a parameter overwritten in the backward"] = overwritten(BACKWARD, "prima
 @plant("an output that needs no gradient")
 def _(planned: Decided, *_: Any) -> Decided:
     wanted = planned.step.differentiable
-    return replace(planned, step=replace(planned.step, differentiable=(wanted[0], False, *wanted[2:])))
+    step = replace(planned.step, differentiable=(wanted[0], False, *wanted[2:]))
+    return replace(planned, halves=(planned.rewritten, step))
 
 
 @plant("buffers left as they were")

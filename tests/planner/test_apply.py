@@ -304,6 +304,58 @@ def test_a_forward_of_the_instance_is_kept_and_put_back() -> None:
     assert model.forward is doubled
 
 
+def test_what_is_put_around_an_applied_forward_stays_around_it() -> None:
+    """As trainers do for autocast: one plan for the forward inside, whatever is outside."""
+    model, x = mlp(), torch.randn(8, 32)
+    plan, plain = applied(model, x)
+    for each in (model, plain):
+        inner = each.forward
+        each.forward = torch.autocast("cpu", torch.bfloat16)(lambda x, inner=inner: 2 * inner(x).float())
+    with pytest.warns(UserWarning, match="got autocast to bfloat16 on cpu"):
+        assert torch.equal(step(model, x), step(plain, x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(step(model, x, seed=2), step(plain, x, seed=2))
+    assert_same_gradients(model, plain)
+    assert len(plan.module._plan_state.cache) == 2
+
+
+def test_a_plan_is_applied_inside_what_was_put_around_the_forward() -> None:
+    model, x = mlp(), torch.randn(8, 32)
+    plan, plain = tight(model, x), copy.deepcopy(model)
+    for each in (model, plain):
+        each.forward = torch.autocast("cpu", torch.bfloat16)(each.forward)
+    with pytest.warns(UserWarning, match="with forward=.*the plan expects forward=nothing"):
+        assert torch.equal(step(plan.apply(model), x), step(plain, x))
+    assert_same_gradients(model, plain)
+
+
+def test_a_call_without_a_backward_runs_plain() -> None:
+    """As with an adapter that is merged: something requires a gradient, and nothing depends on it."""
+
+    class Switched(nn.Linear):
+        on = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, self.weight if self.on else self.weight.detach(), self.bias if self.on else None)
+
+    model, x = Switched(8, 8), torch.randn(4, 8)
+    _, plain = applied(model, x)
+    step(model, x)
+    model.on = plain.on = False
+    with pytest.warns(UserWarning, match="planning anew"):
+        found = model(x)
+    assert torch.equal(found, plain(x)) and not found.requires_grad
+
+
+def test_the_module_is_one_of_the_models_class() -> None:
+    """Trainers choose by it how to save the model, and which loss is its."""
+    model = conv_net()
+    module = tight(model, torch.randn(4, 3, 8, 8)).module
+    assert isinstance(module, nn.Sequential) and isinstance(module, torch.fx.GraphModule)
+    assert module._get_name() == "Sequential" and type(model).__name__ == "Sequential"
+
+
 def test_a_forward_that_was_replaced_is_noticed() -> None:
     model, x = mlp(), torch.randn(8, 32)
     plan = tight(model, x)

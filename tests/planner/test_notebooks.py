@@ -31,8 +31,8 @@ def read(source: Path) -> Any:
     return nbformat.read(source.with_suffix(".ipynb"), as_version=4)
 
 
-def test_there_are_three() -> None:
-    assert [s.stem for s in SOURCES] == ["01_quick_start", "02_how_it_works", "03_trade_offs"]
+def test_there_are_four() -> None:
+    assert [s.stem for s in SOURCES] == ["01_quick_start", "02_how_it_works", "03_trade_offs", "04_lora_trainer"]
     assert sorted(p.stem for p in FOLDER.glob("*.ipynb")) == [s.stem for s in SOURCES]
 
 

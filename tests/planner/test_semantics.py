@@ -1344,3 +1344,30 @@ def test_a_model_planned_in_eval_mode_trains_as_the_plain_one(door: str) -> None
 def test_there_are_enough_cases_of_each_class() -> None:
     counts = collections.Counter(c.kind for c in CASES.values())
     assert {kind for kind, n in counts.items() if n >= 8} >= {"A.2", "A.3", "A.4", "A.9", "A.10"}
+
+
+class Lazy(collections.OrderedDict[str, Any]):
+    """As transformers has them: asked for an item, it makes one; asked for its keys, it names more than it holds."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise ImportError(f"{key} was looked up")
+
+    def __iter__(self) -> Any:
+        return iter(("something", "else"))
+
+    def keys(self) -> Any:
+        return ["something", "else"]
+
+
+LAZY = Lazy(held=1)
+
+
+def test_a_mapping_that_makes_what_it_is_asked_for_is_not_asked() -> None:
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (2 if isinstance(LAZY, dict) else 3)
+
+    model, x = Model(8, 8), torch.randn(4, 8)
+    model.table = LAZY
+    assert torch.equal(plan(model, x).module(x), model(x))
+    assert dict.__len__(LAZY) == 1

@@ -688,9 +688,9 @@ def test_planning_leaves_no_residue(fails: bool, mode: str) -> None:
     before, rng = snapshot(model), torch.get_rng_state()
     if fails:
         with pytest.raises(CaptureError):
-            plan(model, x)
-    else:
-        tight(model, x)
+            plan(model, x, regions="whole")
+        assert snapshot(model) == before
+    tight(model, x)
     assert snapshot(model) == before
     assert all(torch.equal(values[k], v) for k, v in model.state_dict().items())
     assert torch.equal(rng, torch.get_rng_state())

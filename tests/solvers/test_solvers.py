@@ -12,15 +12,17 @@ from pathlib import Path
 import pytest
 
 import solvers
+from solvers import known
 from solvers.engine import solve_staged
 from solvers.errors import BudgetError, SolverUnavailable
+from solvers.minimum import smallest_peak
 from solvers.problem import Problem
 from solvers.schedule import plain_order, with_frees
 from solvers.simulate import simulate
 from solvers.solution import Solution, Status
 from solvers.staged import StagedModel, first_ends
 from solvers.stages import cost_unit
-from tests.bench.families import FAMILIES
+from tests.bench.families import FAMILIES, transformer
 from tests.solvers.oracles import Frontier, brute_force, replay
 from tests.solvers.problems import SOLVED, Solved
 from tests.solvers.random_problems import wrongs
@@ -294,3 +296,14 @@ def test_the_minimum_is_the_true_one(seed: int) -> None:
     smallest = solvers.minimum_budget(seeded_problem(seed))
     assert smallest.minimum_bytes == smallest.floor_bytes == frontier(seed).minimum_bytes
     assert replay(seeded_problem(seed), smallest.schedule).peak_bytes == smallest.minimum_bytes
+
+
+@pytest.mark.parametrize("name", ["greedy", "ilp", "auto"])
+def test_a_stated_minimum_is_met_again_by_a_search_without_time(name: str) -> None:
+    problem = transformer(6)
+    stated = smallest_peak(problem, 0).known_bytes
+    found = solvers.solve(problem, stated, solver=name, time_limit=0)
+    assert simulate(problem, found.schedule).peak_bytes <= stated
+    known._schedules.clear()
+    with pytest.raises(BudgetError):
+        solvers.solve(problem, stated, solver=name, time_limit=0)

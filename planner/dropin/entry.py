@@ -1,0 +1,208 @@
+"""A plan that is kept, what it holds for, and what its backward does where a loss is another than expected."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from passes._torch import as_distributed, is_distributed, swapped_state
+from passes.run._torch import active_autocast, under_autocast
+from passes.run.random import set_rng_state
+from passes.trace.arguments import state_tensors
+from passes.trace.capture import Traced
+from passes.trace.layouts import BACKWARD_AUTOCAST, gradient_key
+from passes.trace.matching import Differs, match
+from passes.trace.reads import Matched, Reads
+from passes.trace.structure import flatten, unflatten
+from planner.decided import Decided
+
+from .plan_key import Key, describe_autocast, state_key
+
+Plain = Callable[[Mapping[str, Any]], Any]
+_OTHER_STRIDES = " with a gradient in other strides"
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter})
+_DECIDES = attrgetter("shape", "dtype", "device", "requires_grad")
+
+
+@dataclass(eq=False)
+class Entry:
+    """A plan and what it holds for; `matched` are its reads as found on the model of the `PlanState` that has it.
+
+    `starts` are the outputs that its backward was to start from when it was planned; `regions` are those of a plan by
+    regions, as `planner.dropin.regions` runs them.
+    """
+
+    key: Key
+    state: list[Any]
+    planned: Decided
+    starts: tuple[str, ...]
+    outdated: bool = False
+    matched: Matched | None = None
+    regions: Any = None
+
+    @property
+    def reads(self) -> Reads:
+        return self.planned.prepared.traced.reads
+
+    def holds(self, model: nn.Module, loss_fn: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The model's parameters and buffers where the plan holds for a call now; its key is compared before."""
+        if self.planned.runs:
+            return []  # each region looks for itself
+        tensors = self._state(model, loss_fn)
+        if tensors is None or not all(type(t) in _PLAIN or is_distributed(t) for t in tensors):
+            return None
+        if self.planned.runs and any(map(is_distributed, tensors)):
+            return tensors  # each region looks at what is gathered for it
+        if list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state:
+            return None
+        guard = self.planned.prepared.traced.guard
+        return tensors if guard is None or guard.holds(inputs) else None
+
+    def _state(self, model: nn.Module, loss_fn: Any) -> list[torch.Tensor] | None:
+        """What was read is as it was: the same objects (the usual case, checked quickly), or equal ones."""
+        tensors = self.matched.state() if self.matched else None
+        if tensors is None:
+            try:
+                self.matched = match(self.reads, model, loss_fn)
+            except Differs:
+                self.matched = None
+            else:
+                tensors = self.matched.tensors()
+        return tensors
+
+
+class Losses:
+    """From which outputs the backward of the next call will start, told by the calls before.
+
+    A loss that alternates is followed: what came after the outputs of the last two calls, or of the last one, comes
+    again.
+
+    Attributes:
+        expected: the outputs of the call made last; None until a backward started from others than planned for.
+    """
+
+    def __init__(self) -> None:
+        self.expected: Started | None = None
+        self.recent: deque[Started] = deque(maxlen=3)
+        self.followers: dict[tuple[tuple[str, ...], ...], tuple[str, ...]] = {}
+
+    def predict(self) -> tuple[str, ...] | None:
+        """The outputs that the next call's backward will start from; None where nothing was learned yet."""
+        if self.expected is None:
+            return None
+        *before, last = (started.paths for started in self.recent) if self.recent else (self.expected.paths,)
+        for i in range(len(before)):
+            self.followers[tuple(before[i:])] = last
+        return self.followers.get((*before[-1:], last)) or self.followers.get((last,), last)
+
+    def called(self, paths: tuple[str, ...]) -> Started:
+        """Note a call whose backward is to start from `paths`, until it is seen to start elsewhere."""
+        self.recent.append(Started(paths))
+        return self.recent[-1]
+
+
+@dataclass
+class Started:
+    """The outputs that one call's backward starts from."""
+
+    paths: tuple[str, ...]
+
+
+def starts_of(traced: Traced) -> tuple[str, ...]:
+    return tuple(leaf.path for leaf in traced.outputs if leaf.differentiated)
+
+
+class Plans(Protocol):
+    """What a fallback needs of whoever keeps the plans of a model, or of a region of one."""
+
+    model: nn.Module
+    cache: list[Entry]
+    losses: Losses
+
+    def plain(self, bound: Mapping[str, Any]) -> Any:
+        """The plain step's forward."""
+
+
+class Fallback:
+    """Backward from other outputs than planned for, under another autocast, or with gradients in other layouts.
+
+    The plain model replays the forward; later calls are replanned.
+    """
+
+    def __init__(self, state: Plans, entry: Entry, plain: Plain | None = None) -> None:
+        prepared = entry.planned.prepared
+        self.state, self.traced, self.layouts = state, prepared.traced, prepared.layouts
+        self.plain, self.autocast = plain or state.plain, entry.key.autocast
+        self.started = state.losses.called(entry.starts)
+
+    def __call__(
+        self,
+        primals: Sequence[torch.Tensor],
+        generators: dict[str, torch.Generator],
+        gradients: dict[int, torch.Tensor],
+    ) -> list[Any]:
+        wanted = {leaf.index: leaf for leaf in self.traced.outputs if leaf.index in gradients}
+        paths = tuple(leaf.path for leaf in wanted.values())
+        if not paths:
+            return [None] * len(primals)
+        expected = paths == starts_of(self.traced)
+        autocast = active_autocast() != self.traced.backward_autocast
+        learned = self._learn({wanted[i].path: g for i, g in gradients.items()}, autocast)
+        new = learned or not expected
+        how = f" under {describe_autocast(active_autocast())}" if autocast else _OTHER_STRIDES if expected else ""
+        warnings.warn(
+            f"backward started from {', '.join(p or 'the output' for p in paths)}{how}, which the plan did not expect: "
+            "this step replays the plain forward (correct, but not under the budget); "
+            f"{'later calls are planned for it' if new else 'so will others, as a plan is for one kind of start'}.",
+            stacklevel=2,
+        )
+        result = self._replay(primals, generators, gradients)
+        if learned:
+            for entry in self.state.cache:
+                entry.outdated = entry.outdated or autocast or entry.starts == paths
+        self.started.paths = paths
+        self.state.losses.expected = self.started
+        return result
+
+    def _learn(self, gradients: Mapping[str, torch.Tensor], autocast: bool) -> bool:
+        """Plan for gradients in these strides, under this autocast, from now on; not where others were learned."""
+        keys: dict[Any, Any] = {gradient_key(path, g): tuple(g.stride()) for path, g in gradients.items()}
+        if autocast:
+            keys = {BACKWARD_AUTOCAST: active_autocast()}
+        if any(key in self.layouts for key in keys):
+            return False
+        self.layouts.update(keys)
+        return True
+
+    def _replay(
+        self,
+        primals: Sequence[torch.Tensor],
+        generators: dict[str, torch.Generator],
+        gradients: dict[int, torch.Tensor],
+    ) -> list[Any]:
+        state, traced = self.state, self.traced
+        leaves = [p.detach().requires_grad_(p.requires_grad) for p in primals]
+        count = len(traced.state)
+        for i in traced.mutated:
+            leaves[i] = leaves[i].clone()
+        given = state_tensors(state.model, traced.state)
+        named = {e.name: as_distributed(t, g) for e, t, g in zip(traced.state, leaves, given, strict=False)}
+        devices = [d for d in generators if d != "cpu"]
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), swapped_state(state.model, named):
+            for device, generator in generators.items():
+                set_rng_state(generator.get_state(), device)
+            with under_autocast(self.autocast):
+                outputs, _ = flatten(self.plain(unflatten(traced.input_template, leaves[count:])))
+        indices = [leaf.index for leaf in traced.outputs]
+        started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]
+        inputs = [t for t in leaves if t.requires_grad]
+        found = iter(torch.autograd.grad([o for o, _ in started], inputs, [g for _, g in started], allow_unused=True))
+        return [next(found) if t.requires_grad else None for t in leaves]

@@ -1,0 +1,124 @@
+"""Planning in somebody else's loop: on the first real batch, as the trainer calls the model with it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes._torch import pytree
+from passes.trace.arguments import Sample, bind_call, call_signature
+from planner.api import auto_checkpoint
+from planner.budget import Budget
+from planner.plan import Plan
+from solvers.errors import MIB, PlannerError
+
+log = logging.getLogger("planner")
+
+
+def plan_on_first_batch(model: nn.Module, budget_mb: float | str | None = None, **options: Any) -> FirstBatch:
+    """Let `model` be planned by its next training call, in whatever precision and with whatever arguments that has.
+
+    Call it when the model is ready to be trained: wrapped, on its device, adapters attached. The call returns what
+    `plan.applied` would; calls under `eval()` or `no_grad` run the model's own forward and plan nothing.
+
+    Args:
+        model: as for `plan.apply`: it keeps its class, methods, hooks and state.
+        budget_mb, options: those of `auto_checkpoint`.
+
+    Raises:
+        BudgetError: `budget_mb` is not a budget. What planning raises comes out of the first training call.
+    """
+    return FirstBatch(model, budget_mb, **options).start()
+
+
+class FirstBatch:
+    """A model that runs a plan from its first training call on.
+
+    Args:
+        called: told of that call before anything is planned.
+        batches: how many further ones the trainer holds while it trains on one; there is room left for them.
+
+    Attributes:
+        plan: the plan; None until that call.
+    """
+
+    def __init__(
+        self, model: nn.Module, budget_mb: float | str | None = None, *, called: Callable[[], Any] | None = None,
+        batches: int = 0, **options: Any,
+    ) -> None:  # fmt: skip
+        Budget(budget_mb)
+        self.model, self.budget_mb, self.called, self.options = model, budget_mb, called, options
+        self.batches = batches
+        self.plan: Plan | None = None
+
+    def start(self) -> FirstBatch:
+        """Plan at the next training call; run the plan where there is one already."""
+        self.stop()
+        if self.plan is not None:
+            self.plan.apply(self.model)
+        else:
+            self.model.forward = _Waiting(self.model, self._planned)
+        return self
+
+    def stop(self) -> None:
+        """Let the model run its own forward again."""
+        current: Any = self.model.__dict__.get("forward")
+        if isinstance(current, _Waiting) and current.planned == self._planned:
+            current.put_back()
+        elif self.plan is not None and getattr(current, "module", None) is self.plan.module:
+            self.plan.remove(self.model)
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.stop()
+        if self.called is not None:
+            self.called()
+        sample = _as_sample(self.model, args, kwargs)
+        held = sum(t.nbytes for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        reserve_mb = self.options.get("reserve_mb", 0) + self.batches * held / MIB
+        self.plan = auto_checkpoint(self.model, sample, self.budget_mb, **{**self.options, "reserve_mb": reserve_mb})
+        self.plan.apply(self.model)
+        log.info("planned on the first batch: %r", self.plan)
+        return self.model.forward(*args, **kwargs)
+
+
+class _Waiting:
+    """The `forward` of a model that has not been trained yet."""
+
+    def __init__(self, model: nn.Module, planned: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        self.model, self.planned = model, planned
+        self.previous = model.__dict__.get("forward")
+        self.own: Callable[..., Any] = model.forward
+        self.__name__ = "forward"
+        self.__signature__ = inspect.signature(model.forward)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        trained = self.model.training and torch.is_grad_enabled()
+        return self.planned(args, kwargs) if trained else self.own(*args, **kwargs)
+
+    def put_back(self) -> None:
+        if self.previous is None:
+            del self.model.forward
+        else:
+            self.model.forward = self.previous
+
+
+def _as_sample(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
+    """A call's arguments in the form that `auto_checkpoint` takes."""
+    if not kwargs:
+        return args
+    signature = call_signature(model)
+    named = bind_call(signature, args, kwargs)
+    kinds = {name: signature.parameters[name].kind for name in named}
+    if inspect.Parameter.VAR_POSITIONAL in kinds.values() or inspect.Parameter.POSITIONAL_ONLY in kinds.values():
+        raise PlannerError(
+            f"{type(model).__name__}.forward is called with positional arguments that have no name, and with named "
+            "ones: call it with one kind, or plan it with auto_checkpoint and plan.apply."
+        )
+    further = [named.pop(n) for n, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD]
+    return {**named, **{k: v for each in further for k, v in each.items()}}

@@ -1,0 +1,1 @@
+"""A step planned by parts: submodules under one budget, the code between them in eager."""

@@ -1,0 +1,74 @@
+"""find: which submodules are regions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from planner.errors import RegionError
+
+from .losses import LOSS, CrossEntropy
+
+
+@dataclass
+class Candidates:
+    """The submodules that may become regions; none lies within another.
+
+    Attributes:
+        descend: whether one that cannot be a region makes room for its children.
+    """
+
+    model: nn.Module
+    chosen: dict[str, nn.Module]
+    descend: bool
+
+    def refine(self, refused: Collection[str], called: Collection[str], kinds: Collection[type]) -> bool:
+        """Leave out those that were refused or not called, for their children; whether that changes anything.
+
+        Args:
+            kinds: classes of regions that are planned. One of them that was not called (layer drop) stays.
+        """
+        missed = [path for path, module in self.chosen.items() if path not in called and type(module) not in kinds]
+        leave = [path for path in self.chosen if path in refused or path in missed]
+        for path in leave:
+            module = self.chosen.pop(path)
+            if self.descend or path not in called:
+                self.chosen.update(children(module, path))
+        return bool(leave)
+
+
+def candidates(model: nn.Module, patterns: Sequence[str]) -> Candidates:
+    """The outermost submodules that match a pattern; the children of the model where there is none.
+
+    Raises:
+        RegionError: a pattern matches no submodule.
+    """
+    if not patterns:
+        return Candidates(model, {**dict(children(model, "")), LOSS: CrossEntropy()}, True)
+    paths = [path for path, _ in model.named_modules() if path]
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            raise RegionError(
+                f"regions={pattern!r} matches no submodule of {type(model).__name__}; its own are called "
+                f"{', '.join(name for name, _ in model.named_children())}, and theirs like {paths[-1]!r}."
+            )
+    chosen: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{other}.") for other in chosen)
+        if path and not inside and any(fnmatchcase(path, pattern) for pattern in patterns) and _runs(module):
+            chosen[path] = module
+    return Candidates(model, {**chosen, LOSS: CrossEntropy()}, False)
+
+
+def children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The submodules right below, but for those that are a single op of torch's: nothing in them can be decided."""
+    for name, child in module.named_children():
+        if next(child.children(), None) is not None or not type(child).__module__.startswith("torch.nn."):
+            yield (f"{path}.{name}" if path else name), child
+
+
+def _runs(module: nn.Module) -> bool:
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict))

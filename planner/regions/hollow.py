@@ -1,0 +1,454 @@
+"""The hollow run: one step of the user's model in which regions keep nothing, so that all that is left is glue.
+
+Each region runs the true submodule without autograd, and returns gradients of zeros. Everything that crosses its edge
+lies in memory of a size of its own, by which it is recognised among the allocator's events; marks are allocations, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes._torch import StorageWeakRef, active_saving_hooks, local_part, swapped_state
+from passes.alias import Storage
+from passes.device import kind_of
+from passes.profile import Counting
+from passes.trace.arguments import bind_call, call_bound, call_signature, run_model, state_entries, state_tensors
+from passes.trace.capture import OutputLeaf, choose_differentiated
+from passes.trace.refuse import is_sharded
+from passes.trace.structure import flatten, slots, unflatten
+from planner.check.restore import Generators, Snapshot, put_back
+from planner.ranks.sharded import gathered_gradient_bytes, without_reducing, without_talking
+
+from .losses import LOSS, looking_at_losses, losses_set_aside
+from .parts import Part, Parts
+
+PAD = 7  # no ordinary tensor has such a size in bytes
+
+
+class Edge:
+    """A storage that crosses the edge of a region.
+
+    Attributes:
+        size: by which it is found among the allocator's events.
+        run, storage: the run of a region that makes it, and what it is there; None where glue makes it.
+        born, died: indices of the first mark at which it was there, and at which it was gone.
+    """
+
+    def __init__(self, size: int, run: int | None = None, storage: Storage | None = None) -> None:
+        self.size, self.run, self.storage = size, run, storage
+        self.born, self.died = 0, -1
+        self.memory: Any = None
+
+
+@dataclass(eq=False)
+class Run:
+    """One run of a region in the sample step.
+
+    Attributes:
+        inputs, gradients: what holds each input, and each gradient that its backward starts from; None for memory that
+            is there before and after the step.
+    """
+
+    path: str
+    number: int
+    part: Part
+    inputs: list[Edge | None]
+    gradients: list[Edge | None] = field(default_factory=list)
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment of the hollow run: a region's `forward` or `backward` begins or ends, the step's own backward begins."""
+
+    kind: str
+    run: int
+    size: int
+
+
+class Hollow:
+    """What one hollow run showed; see the module.
+
+    Attributes:
+        events: signed sizes of the allocator's events.
+        again: whether something was learned or refused, so that another run will differ.
+        called: how often each candidate was called.
+        accumulated_bytes: whole gradients that sharded modules kept from a step before.
+        outputs: what the model returned, and each of those tensors without its data.
+    """
+
+    def __init__(self, model: nn.Module, static: Sequence[torch.Tensor], parts: Parts, device: torch.device) -> None:
+        self.model, self.parts, self.device = model, parts, device
+        self.static = {local_part(t).untyped_storage().data_ptr() for t in static}
+        self.marks: list[Mark] = []
+        self.edges: dict[int, Edge] = {}
+        self.found: dict[int, Edge] = {}
+        self.runs: list[Run] = []
+        self.events: list[int] = []
+        self.again = self.inside = self.late = False
+        self.counting: Counting | None = None
+        self.called: dict[str, int] = {}
+        self.accumulated_bytes = 0
+        self.outputs: list[tuple[OutputLeaf, torch.Tensor]] = []
+        self.sizes: set[int] = set()
+
+    def mark(self, kind: str, run: int = -1) -> None:
+        for edge in self.found.values():
+            if edge.died < 0 and edge.memory.expired():
+                edge.died = len(self.marks)
+        size = self._size(0)
+        self.marks.append(Mark(kind, run, size))
+        torch.UntypedStorage(size, device=self.device)
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Around what a region does itself."""
+        self.inside = True
+        if self.counting is not None:
+            self.counting.on = False
+        try:
+            yield
+        finally:
+            self.inside = False
+            if self.counting is not None:
+                self.counting.on = True
+
+    def storage(self, like: int, run: int, made: Storage) -> torch.UntypedStorage:
+        """New memory for something that a run of a region makes."""
+        size = self._size(like)
+        self.edges[size] = Edge(size, run, made)
+        return torch.UntypedStorage(size, device=self.device)
+
+    def edge(self, tensor: torch.Tensor) -> Edge | None:
+        """What holds a tensor that crosses an edge."""
+        memory = tensor.untyped_storage()
+        size, place = memory.nbytes(), memory.data_ptr()
+        if not size or place in self.static:
+            return None
+        if size in self.edges:
+            return self.edges[size]
+        if memory._cdata not in self.found:  # the weak reference keeps the address from being used anew
+            edge = self.found[memory._cdata] = Edge(size)
+            edge.memory, edge.born = StorageWeakRef(memory), len(self.marks)
+        return self.found[memory._cdata]
+
+    def _size(self, like: int) -> int:
+        size = like + -like % 64 + PAD
+        while size in self.sizes:
+            size += 64
+        self.sizes.add(size)
+        return size
+
+
+class HollowForward:
+    """The `forward` of a region during a hollow run."""
+
+    runs_plan = True
+
+    def __init__(self, hollow: Hollow, path: str, module: nn.Module) -> None:
+        self.hollow, self.path, self.module = hollow, path, module
+        self.previous = module.__dict__.get("forward")
+        self.__signature__ = call_signature(module)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        return self.previous or type(self.module).forward.__get__(self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hollow, path = self.hollow, self.path
+        number = hollow.called.get(path, 0)
+        hollow.called[path] = number + 1
+        if hollow.inside or not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        bound = bind_call(self.__signature__, args, kwargs)
+        tensors, template = flatten(bound)
+        part = self._part(number, bound, tensors, template)
+        if part is None:
+            return self.original(*args, **kwargs)
+        run = Run(path, number, part, [])
+        hollow.runs.append(run)
+        state = [local_part(t) for t in state_tensors(self.module, part.traced.state)]
+        results, outputs = _HollowRun.apply(self, run, bound, *state, *tensors), part.traced.outputs
+        hollow.mark("forward out", len(hollow.runs) - 1)
+        primals = [*state, *tensors]
+        leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in outputs]
+        return unflatten(part.traced.output_template, leaves)
+
+    def _part(self, number: int, bound: Mapping[str, Any], tensors: list[torch.Tensor], template: Any) -> Part | None:
+        hollow = self.hollow
+        why = "the hollow run is over" if hollow.late else ""
+        if owner := active_saving_hooks():
+            why = f"it runs under {owner}"
+        if not self.module.training:
+            why = "it is in eval mode"
+        if why:
+            hollow.again = hollow.parts.refuse(self.path, why) or hollow.again
+            return None
+        with self.set_aside(), hollow.within(), losses_set_aside():
+            part, new = hollow.parts.find(self.path, number, self.module, bound, tensors, template)
+        hollow.again = hollow.again or new
+        return part
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Let the region's forward be its own in the block."""
+        own = self.module.__dict__
+        del own["forward"]
+        if self.previous is not None:
+            own["forward"] = self.previous
+        try:
+            yield
+        finally:
+            own["forward"] = self
+
+
+class _HollowRun(torch.autograd.Function):
+    """As `passes.run.step`, but that it computes without autograd, keeps nothing and returns zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, of: HollowForward, run: Run, bound: Mapping[str, Any], *primals: torch.Tensor) -> Any:
+        hollow, traced = of.hollow, run.part.traced
+        index = len(hollow.runs) - 1
+        run.inputs = [hollow.edge(t) for t in primals[len(traced.state) :]]
+        hollow.mark("forward in", index)
+        with hollow.within(), torch.no_grad():
+            found, _ = flatten(call_bound(of.original, of.__signature__, bound))
+        outputs: list[Any] = [None] * traced.num_outputs
+        made: dict[int, torch.UntypedStorage] = {}
+        with hollow.within():
+            for leaf, tensor, storage in zip(traced.outputs, found, run.part.output_storages, strict=True):
+                if storage is not None:
+                    outputs[leaf.index] = _moved(tensor, hollow, index, storage, made)
+        del found, bound
+        ctx.hollow, ctx.run, ctx.index = hollow, run, index
+        ctx.primals = primals if run.part.returns_primals else None
+        returned = [leaf for leaf in traced.outputs if leaf.input is None]
+        ctx.mark_non_differentiable(*(outputs[leaf.index] for leaf in returned if not leaf.requires_grad))
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        hollow, run, part = ctx.hollow, ctx.run, ctx.run.part
+        run.ended = True
+        given = [g for g in gradients if g is not None]
+        run.gradients = [hollow.edge(g) for g in given]
+        hollow.mark("backward in", ctx.index)
+        hollow.again = hollow.parts.learn(run.path, run.number, part, gradients) or hollow.again
+        made: dict[Any, torch.UntypedStorage] = {}
+        with hollow.within():
+            returned = [_stand_in(n, ctx, given, made) for n in part.gradients]
+        hollow.mark("backward out", ctx.index)
+        return None, None, None, *returned
+
+
+def _moved(tensor: torch.Tensor, hollow: Hollow, run: int, storage: Storage, made: dict[int, Any]) -> torch.Tensor:
+    """The same tensor in memory of a size of its own; outputs that share memory go on doing so."""
+    if storage.static:
+        return tensor.detach()
+    memory = tensor.untyped_storage()
+    if memory.data_ptr() not in made:
+        made[memory.data_ptr()] = hollow.storage(memory.nbytes(), run, storage)
+    new = tensor.new_empty(0).set_(
+        made[memory.data_ptr()], tensor.storage_offset(), tensor.size(), tensor.stride()
+    )
+    return new.copy_(tensor)
+
+
+def _stand_in(node: fx.Node | None, ctx: Any, given: list[torch.Tensor], made: dict[Any, Any]) -> Any:
+    """Zeros laid out like a gradient that the region returns, in the memory that the true one has."""
+    if node is None:
+        return None
+    part: Part = ctx.run.part
+    storage, value = part.aliases.of[node], node.meta["val"]
+    assert isinstance(storage, Storage)
+    offset = value.storage_offset()
+    if storage not in made:
+        position = part.position.get(storage)
+        if position is None or (position >= part.traced.num_primals and not part.dense[position]):
+            made[storage] = ctx.hollow.storage(storage.bytes, ctx.index, storage), 0
+            torch.empty(0, dtype=torch.uint8, device=value.device).set_(made[storage][0]).zero_()
+        else:
+            count = part.traced.num_primals
+            source = ctx.primals[position] if position < count else given[position - count]
+            made[storage] = source.untyped_storage(), source.storage_offset()
+    memory, start = made[storage]
+    return torch.empty(0, dtype=value.dtype, device=value.device).set_(
+        memory, start + offset, value.size(), value.stride()
+    )
+
+
+# The step ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The step that is run hollow.
+
+    Attributes:
+        gradients: "fresh", "accumulated" or "consumed"; see `auto_checkpoint`.
+    """
+
+    model: nn.Module
+    loss_fn: Callable[..., Any] | None
+    arguments: Mapping[str, Any]
+    keep_outputs: bool
+    gradients: str
+    device: torch.device
+
+    def run(
+        self, candidates: Mapping[str, nn.Module], parts: Parts, counting: Counting | None = None
+    ) -> Hollow:
+        """One hollow run; the model, its gradients and all generators are left as they were.
+
+        Args:
+            counting: adds up what glue costs. Ops that are looked at may allocate otherwise: it shows no events.
+        """
+        entries = state_entries(self.model)
+        originals = state_tensors(self.model, entries)
+        inputs, template = flatten(dict(self.arguments))
+        indices = sorted({t.device.index or 0 for t in (*originals, *inputs) if t.device.type == "cuda"})
+        snapshot = Snapshot([self.model, self.loss_fn], originals)
+        sharded = any(map(is_sharded, self.model.modules()))
+        own = {
+            e.name: t if sharded and e.is_parameter else _stand_in_of(t, e.is_parameter)
+            for e, t in zip(entries, originals, strict=True)
+        }
+        inputs = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
+        hollow = Hollow(self.model, [*own.values(), *inputs], parts, self.device)
+        before = [(p, p.grad) for p in self.model.parameters()]
+        for held, _ in before:
+            held.grad = None
+        swapped = {name: t for name, t in own.items() if all(t is not o for o in originals)}
+        alone = without_talking(self.model)
+        with put_back(snapshot, Generators(tuple(indices))), swapped_state(self.model, swapped), alone:
+            if not self.model.training:
+                self.model.train()
+            signature = call_signature(self.model, self.loss_fn)
+
+            def step(hollow: Hollow = hollow) -> None:
+                self._step(hollow, signature, unflatten(template, inputs))
+
+            if not sharded:
+                self._prepare_gradients([p for p in own.values() if p.requires_grad and p.is_leaf])
+            elif self.gradients == "accumulated":
+                first = Hollow(self.model, [*own.values(), *inputs], parts, self.device)
+                with _hollowed(first, candidates), without_reducing(self.model):
+                    step(first)
+                hollow.sizes |= first.sizes  # what is left of it is told from this run's by its size
+            left = frozenset(hollow.sizes)
+            with _hollowed(hollow, candidates):
+                hollow.accumulated_bytes = gathered_gradient_bytes(self.model)
+                if counting is None:
+                    events = kind_of(self.device).allocations(step, self.device)
+                    hollow.events = [size for size in events if -size not in left]
+                else:
+                    hollow.counting = counting
+                    with counting:
+                        step()
+            for parameter in own.values():
+                parameter.grad = None
+        for held, gradient in before:
+            held.grad = gradient
+        return hollow
+
+    def _prepare_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if self.gradients == "accumulated":
+                parameter.grad = torch.zeros_like(parameter)
+            elif self.gradients == "consumed":
+                parameter.register_post_accumulate_grad_hook(_consume)
+
+    def _step(self, hollow: Hollow, signature: Any, bound: Any) -> None:
+        if is_sharded(self.model) and self.loss_fn is None:
+            output = call_bound(self.model, signature, bound)  # with its hooks, which gather its own parameters
+        else:
+            output = run_model(self.model, self.loss_fn, signature, bound)
+        leaves, template = flatten(output)
+        paths: dict[int, str] = {}
+        for path, i in slots(template):
+            paths.setdefault(i, path)
+        wanted = choose_differentiated(template, leaves, paths, None)
+        hollow.outputs = [
+            (OutputLeaf(paths[i], None, i, t.requires_grad, i in wanted), t.detach().to("meta"))
+            for i, t in enumerate(leaves)
+        ]
+        if not self.keep_outputs:
+            output = None
+            leaves = [t for i, t in enumerate(leaves) if i in wanted]
+            wanted = set(range(len(leaves)))
+        chosen = [leaves[i] for i in sorted(wanted)]
+        hollow.again = _refuse_other_sums(hollow, chosen) or hollow.again
+        hollow.mark("backward")
+        starts = [None if t.dim() == 0 else torch.ones_like(t) for t in chosen]
+        torch.autograd.backward(chosen, starts)
+        hollow.mark("end")
+        hollow.late = True
+
+
+OTHER_SUM = (
+    "its input {name!r} is read more than once in it, and by code that comes after it: the gradient would be summed in "
+    "another order than the plain step's"
+)
+
+
+def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor]) -> bool:
+    """Leave to eager regions that sum a part of a gradient which the plain step adds, term by term, to others.
+
+    Autograd runs what was recorded last first, so that terms from a later reader come before the region's own.
+    """
+    latest: dict[tuple[Any, int], int] = {}
+    regions: list[Any] = []
+    waiting, seen = [t.grad_fn for t in outputs if t.grad_fn is not None], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        regions += [node] if isinstance(getattr(node, "run", None), Run) else []
+        for edge in node.next_functions:
+            latest[edge] = max(latest.get(edge, 0), node._sequence_nr())
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    new = False
+    for node in regions:
+        part, edges = node.run.part, node.next_functions
+        for i in sorted(part.summed):
+            if edges[i][0] is not None and latest[edges[i]] > node._sequence_nr():
+                names = [*(e.name for e in part.traced.state), *part.traced.input_names]
+                why = OTHER_SUM.format(name=names[i])
+                new = hollow.parts.refuse(node.run.path, why) or new
+    return new
+
+
+def _consume(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _stand_in_of(tensor: torch.Tensor, is_parameter: bool) -> torch.Tensor:
+    """A parameter's data without its hooks and gradient; a copy of a buffer, which the step may change."""
+    if is_parameter:
+        return nn.Parameter(tensor.detach(), tensor.requires_grad)
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _hollowed(hollow: Hollow, candidates: Mapping[str, nn.Module]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for path, module in candidates.items():
+            forward = HollowForward(hollow, path, module)
+            module.__dict__["forward"] = forward
+            stack.callback(_put_back, module, forward.previous)
+        stack.enter_context(looking_at_losses(candidates.get(LOSS)))
+        yield
+
+
+def _put_back(module: nn.Module, previous: Any) -> None:
+    del module.__dict__["forward"]
+    if previous is not None:
+        module.__dict__["forward"] = previous

@@ -1,0 +1,197 @@
+"""Parts: what regions look like once captured; runs of equal regions share one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes._torch import is_dense
+from passes.alias import Aliases, Storage, alias, is_view
+from passes.errors import CaptureError, Unsupported
+from passes.profile import Measured, OpProfile, profile
+from passes.run.tensors import is_laid_out
+from passes.trace.arguments import state_tensors
+from passes.trace.capture import EVERY_OUTPUT, Traced, capture
+from passes.trace.layouts import Layouts, gradient_key, learned
+from passes.trace.matching import Differs, match
+from passes.trace.refuse import refuse_sharded
+from planner.dropin.plan_key import Key, call_key, state_key
+from planner.progress import Progress
+
+
+@dataclass(eq=False)
+class Part:
+    """A captured region.
+
+    Attributes:
+        key, state: what a call of it, and its parameters and buffers, look like.
+        asked: the outputs that its backward starts from, as it was captured for, and the strides of their gradients.
+    """
+
+    kind: type
+    key: Key
+    state: list[Any]
+    asked: Asked
+    traced: Traced
+    aliases: Aliases
+    profiles: dict[fx.Node, OpProfile] | None = None
+
+    @cached_property
+    def results(self) -> Any:
+        return self.traced.graph_module.graph.output_node().args[0]
+
+    @cached_property
+    def output_storages(self) -> list[Storage | None]:
+        """For each output its storage; None for an output that is an input, a parameter or a buffer itself."""
+        first = len(self.traced.mutated)
+        nodes = [None if leaf.input is not None else self.results[first + leaf.index] for leaf in self.traced.outputs]
+        found: list[Any] = [None if n is None else self.aliases.of[n] for n in nodes]
+        return found
+
+    @cached_property
+    def gradients(self) -> list[fx.Node | None]:
+        """For each primal its gradient, if it has one."""
+        found: list[fx.Node | None] = list(self.results[self.traced.num_forward_outputs :])
+        return found
+
+    @cached_property
+    def summed(self) -> frozenset[int]:
+        """Primals whose gradient may be a sum, as the region reads them more than once."""
+        graph = self.traced.pristine
+        gradients: Any = graph.output_node().args[0]
+        found = []
+        for i, gradient in enumerate(gradients[self.traced.num_forward_outputs :]):
+            while isinstance(gradient, fx.Node) and is_view(gradient):
+                gradient = gradient.args[0]
+            if isinstance(gradient, fx.Node) and gradient.target is torch.ops.aten.add.Tensor:
+                found.append(i)
+        return frozenset(found)
+
+    @cached_property
+    def position(self) -> dict[Any, int]:
+        """Which placeholder a storage is."""
+        return {self.aliases.of[p]: i for i, p in enumerate(self.traced.placeholders)}
+
+    @cached_property
+    def dense(self) -> list[bool]:
+        """Which placeholders leave no gaps in their memory."""
+        return [is_dense(p.meta["val"]) for p in self.traced.placeholders]
+
+    @cached_property
+    def returns_primals(self) -> bool:
+        """Whether a gradient lies in the memory of a primal."""
+        storages = (self.aliases.of[n] for n in self.gradients if n is not None)
+        return any(self.position.get(s, self.traced.num_primals) < self.traced.num_primals for s in storages)
+
+    def holds(self, module: nn.Module, key: Key, asked: Asked, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether capturing `module` for such a call would give this part again."""
+        if type(module) is not self.kind or key != self.key or asked != self.asked:
+            return False
+        try:
+            tensors = match(self.traced.reads, module, None).tensors()
+        except Differs:
+            return False
+        guard = self.traced.guard
+        same = tensors is not None and list(map(state_key, tensors)) == self.state
+        return same and (guard is None or guard.holds(inputs))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the backward of a run starts from: the outputs' paths (None: all), and strides by `gradient_key`."""
+
+    starts: tuple[str, ...] | None = None
+    strides: tuple[tuple[Any, tuple[int, ...]], ...] = ()
+
+
+class Parts:
+    """All parts of a step, and what hollow runs have taught so far.
+
+    Attributes:
+        layouts: how kernels lay out what they make, as far as running has shown it.
+        refused: why a region stays eager, by its path.
+    """
+
+    def __init__(self, layouts: Layouts, progress: Progress) -> None:
+        self.layouts, self.progress = layouts, progress
+        self.known: list[Part] = []
+        self.asked: dict[tuple[str, int], Asked] = {}
+        self.refused: dict[str, str] = {}
+        self.errors: dict[type, CaptureError | Unsupported] = {}
+        self.measured: dict[Any, Measured] = {}
+
+    def find(
+        self, path: str, number: int, module: nn.Module, bound: Mapping[str, Any], tensors: list[torch.Tensor],
+        template: Any,
+    ) -> tuple[Part | None, bool]:  # fmt: skip
+        """The part for a call, and whether anything is new: it was captured now, or refused."""
+        key, asked = call_key(tensors, template), self.asked.get((path, number), Asked())
+        for part in self.known:
+            if part.holds(module, key, asked, tensors):
+                return part, False
+        error = self.errors.get(type(module))
+        try:
+            if error is not None:
+                raise error
+            part = self._capture(module, bound, key, asked)
+        except (CaptureError, Unsupported) as error:
+            self.errors[type(module)] = error
+            self.refuse(path, str(error))
+            return None, True
+        self.known.append(part)
+        return part, True
+
+    def _capture(self, module: nn.Module, bound: Mapping[str, Any], key: Key, asked: Asked) -> Part:
+        refuse_sharded(module)
+        layouts = {**self.layouts, **dict(asked.strides)}
+        with self.progress.stage("capture"):
+            starts = EVERY_OUTPUT if asked.starts is None else asked.starts
+            traced = capture(module, bound, None, differentiated=starts, layouts=layouts)
+            aliases = alias(traced.graph_module.graph)
+        state = list(map(state_key, state_tensors(module, traced.state)))
+        return Part(type(module), key, state, asked, traced, aliases)
+
+    def refuse(self, path: str, why: str) -> bool:
+        """Leave a region to eager; whether that is new."""
+        new = path not in self.refused
+        self.refused.setdefault(path, why)
+        return new
+
+    def learn(self, path: str, number: int, part: Part, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Note from which outputs, and in which strides, a backward starts; whether another part is needed."""
+        returned = {leaf.index: leaf for leaf in part.traced.outputs if leaf.input is None}
+        given = {i: g for i, g in enumerate(gradients) if g is not None}
+        planned = [leaf.index for leaf in returned.values() if leaf.differentiated]
+        tangents = part.traced.placeholders[part.traced.num_primals :]
+        strides = [tuple(t.meta["val"].stride()) for t in tangents]
+        if planned == list(given) and all(map(is_laid_out, given.values(), strides)):
+            return False
+        paths = {i: returned[i].path for i in given}
+        known = tuple((gradient_key(paths[i], g), tuple(g.stride())) for i, g in given.items())
+        asked = Asked(tuple(paths.values()), known)
+        new = self.asked.get((path, number)) != asked
+        self.asked[path, number] = asked
+        return new
+
+    def profile(self, measure: bool, timed: bool) -> bool:
+        """Profile what was not yet; whether that showed layouts in which regions have to be captured anew."""
+        for part in self.known:
+            if part.profiles is None:
+                part.profiles = profile(
+                    part.traced.graph_module.graph, measure=measure, timed=timed, progress=self.progress.each,
+                    known=self.measured,
+                )  # fmt: skip
+        made: Layouts = {}
+        for part in self.known:
+            strides = {n: p.result_strides for n, p in (part.profiles or {}).items()}
+            made.update(learned(part.traced.graph_module.graph, strides))
+        if all(self.layouts.get(key) == strides for key, strides in made.items()):
+            return False
+        self.layouts.update(made)
+        self.known.clear()
+        return True

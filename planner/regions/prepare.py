@@ -1,0 +1,210 @@
+"""prepare: a model whose regions are planned, before any decision: found, captured, measured, composed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes._torch import local_part
+from passes.alias import alias
+from passes.errors import CaptureError, Unsupported
+from passes.lower import UPDATE
+from passes.memory import granule, round_up
+from passes.printable import printable
+from passes.profile import Counting
+from passes.trace.arguments import state_entries, state_tensors
+from passes.trace.capture import Traced
+from passes.trace.layouts import Layouts
+from passes.trace.reads import Known, Reads
+from passes.trace.refuse import is_sharded
+from passes.trace.structure import Constant, flatten, slots
+from planner.errors import RegionError
+from planner.hints import resolve
+from planner.optimizer import NO_UPDATE
+from planner.options import Options
+from planner.prepared import Prepared, Regions, lower_step, model_device
+from planner.progress import Progress
+from solvers.order import plain_peak
+from solvers.problem import Op, Problem
+
+from .compose import Composed, compose
+from .find import Candidates, candidates
+from .flat import FlatGraph, lowered_of
+from .hollow import Hollow, Sample
+from .parts import Part, Parts
+
+Refusal = CaptureError | Unsupported
+MOST_RUNS = 30  # hollow ones; each teaches something
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What hollow runs have shown of a step.
+
+    Attributes:
+        hollow: the last of them, which taught nothing new.
+        why: why the model is not planned as a whole, where that was tried.
+    """
+
+    model: nn.Module
+    arguments: Mapping[str, Any]
+    options: Options
+    device: torch.device
+    chosen: Candidates
+    parts: Parts
+    hollow: Hollow
+    glue_cost: int
+    why: Refusal | None
+
+    @property
+    def suffixes(self) -> list[str]:
+        return [f"_r{r}" for r in range(len(self.hollow.runs))]
+
+    @property
+    def eager(self) -> dict[str, str]:
+        return {**({"": str(self.why)} if self.why else {}), **self.parts.refused}
+
+    @property
+    def spare(self) -> tuple[str, ...]:
+        return tuple(path for path in self.chosen.chosen if path not in self.hollow.called)
+
+    def regions(self, composed: Composed, prepared: Sequence[Prepared]) -> Regions:
+        runs = self.hollow.runs
+        paths, keys = tuple((r.path, r.number) for r in runs), tuple(r.part.key for r in runs)
+        states = tuple(tuple(r.part.state) for r in runs)
+        return Regions(composed, paths, keys, states, tuple(prepared), self.eager, self.spare)
+
+
+def prepare_regions(
+    model: nn.Module, arguments: Mapping[str, Any], options: Options, progress: Progress, *,
+    layouts: Layouts | None = None, required_hints: bool = True, why: Refusal | None = None,
+) -> Prepared:  # fmt: skip
+    """Everything before the decision, for a step by regions.
+
+    Args:
+        layouts, required_hints: as for `planner.prepared.prepare`.
+        why: why the model is not planned as a whole, where that was tried.
+
+    Raises:
+        RegionError: nothing can be planned.
+    """
+    device = model_device(model)
+    if any(p.device.type == "meta" for p in model.parameters()):
+        raise why or RegionError("regions of a model on the meta device: what runs between them cannot be measured.")
+    parts = Parts({} if layouts is None else layouts, progress)
+    chosen = candidates(model, options.patterns)
+    sample = Sample(model, options.loss_fn, arguments, options.keep_outputs, options.gradients, device)
+    hollow = _settled_run(sample, chosen, parts, options)
+    if not hollow.runs:
+        raise why or RegionError(f"no region can be planned: {_first(parts.refused)}")
+    counting = Counting(options.cost_function(device))
+    sample.run(chosen.chosen, parts, counting)
+    found = _Found(model, arguments, options, device, chosen, parts, hollow, round(counting.total), why)
+    return _prepared(found, required_hints)
+
+
+def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Options) -> Hollow:
+    """The last of several hollow runs, which taught nothing new."""
+    for _ in range(MOST_RUNS):
+        hollow = sample.run(chosen.chosen, parts)
+        for run in hollow.runs:
+            if not run.ended:
+                hollow.again = parts.refuse(run.path, "no gradient reaches it") or hollow.again
+        kinds = {part.kind for part in parts.known}
+        if chosen.refine(parts.refused, hollow.called, kinds) or hollow.again:
+            continue
+        if not parts.profile(True, options.cost == "measured"):
+            return hollow
+    raise RegionError(f"the step takes another course each time that it is run: {_first(parts.refused)}")
+
+
+def _first(refused: Mapping[str, str]) -> str:
+    return next((f"{path}: {why}" for path, why in refused.items()), "no submodule is called")
+
+
+def _prepared(found: _Found, required_hints: bool) -> Prepared:
+    options, device, hollow = found.options, found.device, found.hollow
+    own = {id(p): _of_part(p, options, device) for p in found.parts.known}
+    prepared = [own[id(run.part)] for run in hollow.runs]
+    lowered = [p.lowered for p in prepared]
+    traced, flat = _flat(found)
+    accumulated = _accumulated_bytes(found)
+    composed = compose(
+        hollow, lowered, found.suffixes, granule=granule(device), static_bytes=_resident_bytes(found) + accumulated,
+        glue_cost=found.glue_cost,
+    )  # fmt: skip
+    composed = replace(composed, problem=_with_update(composed.problem, options.update.step_bytes))
+    aliases = alias(flat.graph)
+    view = lowered_of(composed, lowered, flat, aliases, accumulated)
+    hinted = resolve(options.hints, traced, aliases, device, required=required_hints)
+    once = {view.node_op[n] for n, hint in hinted.items() if hint.once and n in view.node_op}
+    composed = replace(composed, problem=_run_once(composed.problem, once))
+    view = replace(view, problem=composed.problem)
+    return Prepared(
+        traced, aliases, flat.profiles, view, device, plain_peak(composed.problem), options, hinted,
+        printable(type(found.model).__name__), found.parts.layouts, None, found.regions(composed, prepared),
+    )  # fmt: skip
+
+
+def _of_part(part: Part, options: Options, device: torch.device) -> Prepared:
+    """A part's own step; what is set aside counts for the whole."""
+    assert part.profiles is not None
+    alone = replace(options, keep_outputs=False, reserve_bytes=0, update=NO_UPDATE, loss_fn=None)
+    lowered = lower_step(part.traced, part.aliases, part.profiles, device, alone, region=True)
+    return Prepared(
+        part.traced, part.aliases, part.profiles, lowered, device, plain_peak(lowered.problem), alone, {},
+        printable(part.kind.__name__), part.traced.layouts,
+    )  # fmt: skip
+
+
+def _flat(found: _Found) -> tuple[Traced, FlatGraph]:
+    """The runs' graphs as one, and the step that it stands for."""
+    entries = state_entries(found.model)
+    inputs, template = flatten(dict(found.arguments))
+    outputs = found.hollow.outputs
+    flat = FlatGraph(
+        entries, [local_part(t) for t in state_tensors(found.model, entries)], inputs, [t for leaf, t in outputs if leaf.differentiated]
+    )
+    for run, suffix in zip(found.hollow.runs, found.suffixes, strict=True):
+        flat.add(run.part, run.path, suffix)
+    module = flat.finish()
+    reads = Reads(tuple(entries), (Known(type(found.model), "", True),), {}, (), None, frozenset())
+    leaves, names = tuple(leaf for leaf, _ in outputs), tuple(path for path, _ in slots(template))
+    traced = Traced(
+        module, flat.graph, tuple(entries), template, names, len(inputs), Constant(None), leaves, (), 0, reads
+    )
+    return traced, flat
+
+
+def _resident_bytes(found: _Found) -> int:
+    """Parameters, buffers and inputs, and what is set aside."""
+    inputs, _ = flatten(dict(found.arguments))
+    tensors = (*map(local_part, state_tensors(found.model, state_entries(found.model))), *inputs)
+    storages = [t.untyped_storage() for t in tensors]
+    sizes = {s.data_ptr(): round_up(s.nbytes(), granule(found.device)) for s in storages}
+    return sum(sizes.values()) + found.options.set_aside_bytes
+
+
+def _accumulated_bytes(found: _Found) -> int:
+    """Gradients from before the step."""
+    gathered = found.hollow.accumulated_bytes
+    if found.options.gradients != "accumulated" or any(map(is_sharded, found.model.modules())):
+        return gathered
+    trained = [p for p in found.model.parameters() if p.requires_grad]
+    return gathered + sum(round_up(p.numel() * p.element_size(), granule(found.device)) for p in trained)
+
+
+def _run_once(problem: Problem, once: Collection[int]) -> Problem:
+    ops = (replace(op, recomputable=op.recomputable and i not in once) for i, op in enumerate(problem.ops))
+    return replace(problem, ops=tuple(ops))
+
+
+def _with_update(problem: Problem, step_bytes: int) -> Problem:
+    """The update of the parameters, an op of its own at the end, where it holds anything for a moment."""
+    if not step_bytes:
+        return problem
+    return replace(problem, ops=(*problem.ops, Op(UPDATE, (), (), 0, step_bytes, False)))

@@ -1,0 +1,40 @@
+"""Schedules of the smallest peaks stated so far in this process, so that a stated minimum is met when it is asked for.
+
+What a refusal names was found within a share of one search's time. The next search of the same problem may have less
+time, or a busier machine: where it finds nothing, the schedule that the refusal was about is still there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from .errors import ScheduleError
+from .problem import Problem
+from .schedule import Schedule
+from .simulate import peak_and_cost
+
+MOST = 64
+
+_schedules: OrderedDict[int, Schedule] = OrderedDict()
+
+
+def remember(problem: Problem, schedule: Schedule) -> None:
+    """Keep a schedule whose peak is about to be stated, unless a lower one is known."""
+    peak, _ = peak_and_cost(problem, schedule)
+    if not recalled(problem, peak):
+        _schedules[hash(problem)] = schedule
+    _schedules.move_to_end(hash(problem))
+    while len(_schedules) > MOST:
+        _schedules.popitem(last=False)
+
+
+def recalled(problem: Problem, budget_bytes: int) -> tuple[Schedule, ...]:
+    """The schedule of the smallest peak stated, where it is within the budget."""
+    schedule = _schedules.get(hash(problem))
+    if schedule is None:
+        return ()
+    try:
+        peak, _ = peak_and_cost(problem, schedule)
+    except (ScheduleError, IndexError):  # of another problem with the same hash
+        return ()
+    return (schedule,) if peak <= budget_bytes else ()

@@ -1,0 +1,129 @@
+"""Autocast around the forward, around both, and inside: the backward's casts are those of the loop, weights are cast
+once per forward."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from planner import auto_checkpoint
+from tests.planner.small import plan_at
+from tests.planner.steps import SmallGPT, gradients
+
+QUICK: dict[str, Any] = {"solver": "greedy", "time_limit": 5, "progress": False}
+
+
+def bf16(enabled: bool = True) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+
+class Twice(nn.Module):
+    """Layers used twice, with a part in float32: where casts and their gradients are shows in the bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = torch.softmax(self.a(x) @ self.b(x).transpose(-1, -2) * 0.3, -1)
+        h = self.norm(h @ x)
+        with bf16(False):  # whose backward is not under autocast either, unless all of it is
+            h = h.float() @ self.a.weight
+        return self.b(h).float().pow(2).mean(), self.a(h).float().sin().sum()
+
+
+def step(called: nn.Module, model: nn.Module, x: torch.Tensor, inside: bool, starts: tuple[int, ...]) -> Any:
+    model.zero_grad()
+    with bf16():
+        outputs = called(x)
+        loss = sum(outputs[i] for i in starts)
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    return gradients(model)
+
+
+def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return all(x is y is None or torch.equal(x, y) for x, y in zip(a.values(), b.values(), strict=True))
+
+
+def test_a_backward_outside_of_autocast() -> None:
+    model, x = Twice(), torch.randn(4, 8, 16)
+    plain = copy.deepcopy(model)
+    with bf16():
+        plan = auto_checkpoint(model, x, check=True, **QUICK)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = step(plan.module, model, x, False, (0, 1))
+    expected = step(plain, plain, x, False, (0, 1))
+    assert equal(found, expected)
+    assert not equal(expected, step(plain, plain, x, True, (0, 1)))  # the backward of this model shows the difference
+
+
+def test_a_backward_under_autocast_is_learned() -> None:
+    model, x = Twice(), torch.randn(4, 8, 16)
+    plain = copy.deepcopy(model)
+    with bf16():
+        plan = auto_checkpoint(model, x, **QUICK)
+    with pytest.warns(UserWarning, match="under autocast to bfloat16 on cpu, which the plan did not expect"):
+        assert equal(step(plan.module, model, x, True, (0, 1)), step(plain, plain, x, True, (0, 1)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert equal(step(plan.module, model, x, True, (0, 1)), step(plain, plain, x, True, (0, 1)))
+
+
+def test_another_start_is_replayed_under_the_forwards_autocast() -> None:
+    model, x = Twice(), torch.randn(4, 8, 16)
+    plain = copy.deepcopy(model)
+    with bf16():
+        plan = auto_checkpoint(model, x, **QUICK)
+    with pytest.warns(UserWarning, match="which the plan did not expect"):
+        assert equal(step(plan.module, model, x, False, (1,)), step(plain, plain, x, False, (1,)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert equal(step(plan.module, model, x, False, (1,)), step(plain, plain, x, False, (1,)))
+
+
+def test_weights_are_cast_once_inside_a_forward() -> None:
+    class Inside(Twice):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            with bf16():
+                return super().forward(x)
+
+    model, x = Inside(), torch.randn(4, 8, 16)
+    plan = auto_checkpoint(model, x, check=True, **QUICK)
+    traced = plan.prepared.traced
+    weights = traced.pristine.find_nodes(op="placeholder")[: len(traced.state)]
+    casts = [n.args[0] for n in traced.pristine.nodes if n.target is torch.ops.aten._to_copy.default]
+    assert sorted(weights.index(n) for n in casts if n in weights) == [0, 1, 2, 3]
+
+
+def test_autocast_that_keeps_no_casts() -> None:
+    model, x = Twice(), torch.randn(4, 8, 16)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        assert auto_checkpoint(model, x, check=True, **QUICK).checked
+
+
+def test_an_exported_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, tokens = SmallGPT(layers=1, dropout=0.0), torch.randint(0, 64, (4, 16))
+    with bf16():
+        plan = plan_at((model, tokens))
+        plan.export(tmp_path / "autocast_step")
+        monkeypatch.syspath_prepend(tmp_path)
+        exported = importlib.import_module("autocast_step").load()
+        outside, inside, reference = exported(tokens), exported(tokens), model(tokens)
+    assert plan.recomputed
+    outside.backward()
+    reference.backward()
+    assert equal(gradients(exported), gradients(model))
+    with bf16(), pytest.raises(RuntimeError, match="the backward was planned under"):
+        inside.backward()

@@ -95,6 +95,12 @@ def prepare_regions(
     device = model_device(model)
     if any(p.device.type == "meta" for p in model.parameters()):
         raise why or RegionError("regions of a model on the meta device: what runs between them cannot be measured.")
+    if options.target(device).type != device.type:
+        raise why or RegionError(
+            f"device={options.device!r} with regions: what runs between them is measured, and that only on the "
+            'model\'s own device. Plan there, or with regions="whole".'
+        )
+    options = options.priced_on(device)
     parts = Parts({} if layouts is None else layouts, progress)
     chosen = candidates(model, options.patterns)
     sample = Sample(model, options.loss_fn, arguments, options.keep_outputs, options.gradients, device)

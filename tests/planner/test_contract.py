@@ -238,7 +238,8 @@ def test_optimizer_state_is_part_of_the_peak(optimizer: Any, copies: int, instan
 
 
 @pytest.mark.parametrize("cost", ["flops", "roofline", "measured", "device", lambda op: 1.0])
-def test_costs(cost: Any) -> None:
+def test_costs(cost: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECKPOINT_PLANNER_CACHE", str(tmp_path))
     chosen = tight(*perceptron(), 0.5, cost=cost)
     assert chosen.overhead > 0 or cost == "flops"
     if callable(cost):

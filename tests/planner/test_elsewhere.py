@@ -110,3 +110,20 @@ def test_a_calibration_that_is_damaged_is_refused(tmp_path: Path, monkeypatch: p
     rates_path(torch.device("cpu")).write_text('{"rates": {"float32": -1}}')
     with pytest.raises(PlannerError, match="delete it to measure them anew"):
         plan(cost="device")
+
+
+def blocks() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)]
+    return nn.Sequential(*layers), torch.randn(16, 32)
+
+
+def test_regions_keep_the_rates_that_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECKPOINT_PLANNER_CACHE", str(tmp_path))
+    planned = auto_checkpoint(*blocks(), cost="device", regions="*", progress=False)
+    assert planned.cost_name.startswith("roofline:")
+
+
+def test_regions_are_planned_on_the_models_own_device_alone() -> None:
+    with pytest.raises(PlannerError, match="device='h100' with regions"):
+        auto_checkpoint(*blocks(), device="h100", regions="*", progress=False)

@@ -18,6 +18,7 @@ from passes.trace.arguments import state_entries, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
 from passes.trace.reads import Known, Reads
+from passes.trace.refuse import is_quantized_weight
 from passes.trace.structure import Constant, flatten, slots
 from planner.errors import RegionError
 from planner.hints import resolve
@@ -53,6 +54,8 @@ def prepare_regions(
     device = model_device(model)
     if device.type == "meta" or any(p.device.type == "meta" for p in model.parameters()):
         raise RegionError("regions of a model on the meta device: what runs between them cannot be measured there.")
+    if any(map(is_quantized_weight, (*model.parameters(), *model.buffers()))):
+        raise why or RegionError("regions of a model with quantized weights (tensor subclasses) are not planned.")
     parts = Parts({} if layouts is None else layouts, progress)
     chosen = candidates(model, options.patterns)
     sample = Sample(model, options.loss_fn, arguments, options.keep_outputs, options.gradients, device)

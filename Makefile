@@ -8,7 +8,7 @@ PIP    := $(PY) -m pip --disable-pip-version-check install --quiet --constraint 
 HOLLOW_TORCH ?= 2.11.0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test hollow check lint types notebooks check-notebooks demo table bench clean
+.PHONY: help venv test versions hollow check lint types notebooks check-notebooks demo table bench clean
 
 help:  ## say what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 18
@@ -25,6 +25,9 @@ $(STAMP): constraints.txt pyproject.toml
 
 test: $(STAMP)  ## the tests, without the slow ones
 	$(PY) -m pytest
+
+versions: $(STAMP)  ## the tests on torch 2.11, the pinned release and the newest (two installations of 4 GB)
+	@tests/versions.sh $(PYTHON) $(TORCH)
 
 hollow:  ## tests/gpu without a GPU: CUDA's memory, kernels that do nothing (3.7 GB)
 	@tests/hollow/make.sh .venv-hollow $(HOLLOW_TORCH) $(PYTHON)
@@ -53,5 +56,5 @@ bench: $(STAMP)  ## the benchmarks of the README
 	$(PY) -m tests.bench
 
 clean:  ## remove .venv, caches and build outputs
-	rm -rf $(VENV) .venv-hollow build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* .venv-hollow build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -76,7 +76,7 @@ pd.DataFrame([
 # ## 3. Profile and lower: a problem in whole numbers
 #
 # Each distinct op is run once on the device: what the allocator sees above the inputs and outputs is its *workspace*.
-# Its cost is what recomputing it takes; here the roofline model, the larger of bytes moved and FLOPs / 10.
+# Its cost is what recomputing it takes; here picoseconds by the device's rates for each class of op.
 # Then torch is left behind: a `Problem` is ops in their order with the tensors that they read and write, in bytes.
 # Three kinds of ops are not torch's: `native_dropout_rng` (the generator's state to replay the dropout under, taken only
 # if it is to run again), `return_outputs` (what is handed over lives until the forward ends) and `tangents`.

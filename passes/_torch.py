@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import linecache
 import logging
+import operator
 import os
 import struct
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,9 +34,20 @@ try:
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
     from torch.utils.flop_counter import flop_registry
     from torch.utils.weak import WeakIdKeyDictionary
-except ImportError as error:  # pragma: no cover - depends on the installed torch
+
+    for _name in (  # what is reached further down, here and in `passes.run._torch`, by its name
+        "_C.DisableTorchFunction", "_C._AutoDispatchBelowAutograd", "_C._ForceDispatchKeyGuard",
+        "_C._dispatch_tls_local_exclude_set", "_C._dispatch_tls_local_include_set", "_C.DispatchKey.AutogradCUDA",
+        "_is_functional_tensor", "_library.simple_registry.singleton.find", "compiler._is_compiling_flag",
+        "compiler._is_exporting_flag", "random.default_generator", "fx.node._side_effectful_functions",
+        "ops.aten.mm.default.py_kernels", "ops.aten.mm.default._dispatch_cache", "cuda.memory._record_memory_history",
+        "cuda.memory._snapshot", "autograd.Function.apply",
+    ):  # fmt: skip
+        operator.attrgetter(_name)(torch)
+except (ImportError, AttributeError) as error:
     raise ImportError(
-        f"checkpoint-planner needs torch >= 2.11; torch {torch.__version__} lacks {error.name}: {error}"
+        f"checkpoint-planner needs torch >= 2.11, and was tested up to 2.15; torch {torch.__version__} lacks what it "
+        f"needs: {error}"
     ) from error
 
 from .run._torch import Autocast
@@ -55,6 +68,7 @@ __all__ = [
     "WeakIdKeyDictionary",
     "active_saving_hooks",
     "allocator_events",
+    "as_distributed",
     "compiling_flags",
     "cuda_allocations",
     "disable_current_modes",
@@ -64,9 +78,12 @@ __all__ = [
     "forget_cublas_workspaces",
     "forget_source",
     "is_dense",
+    "is_distributed",
+    "local_part",
     "mutation_count",
     "native_kernels",
     "outside_tracing",
+    "plain_class",
     "private_generator",
     "pytree",
     "quiet_fake_errors",
@@ -236,6 +253,34 @@ def quiet_fake_errors() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def plain_class(kind: type) -> type:
+    """The class that `fully_shard` derived this one from when it sharded a module; else the class itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    derived = fsdp is not None and fsdp.FSDPModule in kind.__bases__
+    return kind.__bases__[1] if derived else kind
+
+
+def is_distributed(t: Any) -> bool:
+    """Whether a tensor is a `DTensor`, of which each rank has a part."""
+    distributed: Any = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(t, distributed.DTensor)
+
+
+def local_part(t: Any) -> Any:
+    """This rank's part of a `DTensor`, whose gradient is one; any other value as it is."""
+    return t.to_local() if is_distributed(t) else t
+
+
+def as_distributed(part: torch.Tensor, like: Any) -> torch.Tensor:
+    """The `DTensor` of which `part` is this rank's part, spread as `like` is; `part` itself where that is not one."""
+    if not is_distributed(like):
+        return part
+    made: torch.Tensor = type(like).from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return made
 
 
 def mutation_count(tensor: torch.Tensor) -> int:

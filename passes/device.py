@@ -31,6 +31,7 @@ class DeviceKind:
         rng_state_bytes: what a saved state of its generator takes from its allocator.
         caches: whether its allocator is torch's caching one, whose blocks and segments are simulated.
         rowwise_in_place: whether row-wise kernels (softmax) are done reading a row before they write it.
+        product_bytes: what matrix products hold throughout, a workspace for each of the two threads that run them.
         order_dependent: ops whose sums are added in an order that is not fixed, so that they run once.
         synchronize: wait until all kernels are done.
         peak_bytes: the highest point of memory above its level at the start, while something runs.
@@ -41,6 +42,7 @@ class DeviceKind:
     rng_state_bytes: int
     caches: bool
     rowwise_in_place: bool
+    product_bytes: int
     order_dependent: frozenset[Any]
     synchronize: Callable[[torch.device], None]
     peak_bytes: Callable[[Callable[[], Any], torch.device], int]
@@ -97,11 +99,13 @@ def _allocations_on_cuda(run: Callable[[], Any], device: torch.device) -> list[i
 
 KINDS = {
     "cpu": DeviceKind(
-        granule=64, rng_state_bytes=5056, caches=False, rowwise_in_place=True, order_dependent=frozenset(),
-        synchronize=lambda device: None, peak_bytes=_peak_on_cpu, allocations=lambda run, _: allocator_events(run),
+        granule=64, rng_state_bytes=5056, caches=False, rowwise_in_place=True, product_bytes=0,
+        order_dependent=frozenset(), synchronize=lambda device: None, peak_bytes=_peak_on_cpu,
+        allocations=lambda run, _: allocator_events(run),
     ),
     "cuda": DeviceKind(  # a generator's state of 16 bytes is kept on the host
-        granule=512, rng_state_bytes=0, caches=True, rowwise_in_place=False, order_dependent=ATOMIC_ON_CUDA,
-        synchronize=torch.cuda.synchronize, peak_bytes=_peak_on_cuda, allocations=_allocations_on_cuda,
+        granule=512, rng_state_bytes=0, caches=True, rowwise_in_place=False, product_bytes=2 * 33 << 20,
+        order_dependent=ATOMIC_ON_CUDA, synchronize=torch.cuda.synchronize, peak_bytes=_peak_on_cuda,
+        allocations=_allocations_on_cuda,
     ),
 }  # fmt: skip

@@ -23,8 +23,9 @@ def listed_flops(node: fx.Node, result: Any) -> int:
 
 
 def unlisted_flops(node: fx.Node, result: Any) -> int:
-    """Floating-point operations of the ops below; 0 for all others."""
-    return _apply(_UNLISTED.get(str(getattr(node.target, "overloadpacket", ""))), node, result)
+    """Floating-point operations of the ops below, where torch's registry does not list them; 0 for all others."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return 0 if packet in flop_registry else _apply(_UNLISTED.get(str(packet)), node, result)
 
 
 def _apply(formula: Callable[..., Any] | None, node: fx.Node, result: Any) -> int:

@@ -28,7 +28,8 @@ from .exclusive import exclusive, interrupt_point
 from .flops import listed_flops, unlisted_flops
 from .fuse.records import BY_OP, workspace_bytes
 from .memory import high_water, span
-from .ops import OPAQUE_RESULTS, is_random, looks_at_values
+from .op_class import op_class
+from .ops import OPAQUE_RESULTS, is_collective, is_random, looks_at_values
 from .run._torch import below_autograd
 from .tape import Tape, record
 
@@ -56,6 +57,7 @@ class OpProfile:
         result_strides: each result's strides as the kernel made it, likewise; None for what is not a tensor.
         tape: what it asks the device's caching allocator for; None on the CPU, which has none, or when not measured.
         dtype: what it computes in, `bfloat16`: that of the first floating-point tensor read, else written; "" for none.
+        kind: its class (`passes.op_class`), by which it goes at another rate than others.
     """
 
     name: str
@@ -71,6 +73,12 @@ class OpProfile:
     unlisted_flops: int = 0
     result_strides: tuple[tuple[int, ...] | None, ...] | None = None
     tape: Tape | None = None
+    kind: str = ""
+
+    @property
+    def op(self) -> str:
+        """The op without its library and overload: `addmm`."""
+        return self.target.split(".")[1] if self.target.count(".") > 1 else self.target
 
     @property
     def work(self) -> int:
@@ -90,7 +98,7 @@ class Measured:
 
 
 def roofline(op: OpProfile, ridge: float = RIDGE) -> float:
-    """Bytes an op keeps the memory busy for: `max(FLOPs / ridge, bytes read + bytes written)`.
+    """Bytes an op keeps the memory busy for where all ops go at one rate: `max(FLOPs / ridge, bytes moved)`.
 
     Source: the roofline model (Williams, Waterman, Patterson 2009); `ridge` is the device's FLOP per byte.
     """
@@ -109,7 +117,6 @@ def measured_cost(op: OpProfile) -> float:
 
 COSTS: dict[str, Callable[[OpProfile], float]] = {
     "flops": flop_cost,
-    "roofline": roofline,
     "measured": measured_cost,
 }
 
@@ -175,18 +182,20 @@ def _count(node: fx.Node) -> OpProfile:
     result = node.meta.get("val")
     written = [v for v in pytree.tree_leaves(result) if isinstance(v, torch.Tensor)]
     read = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    listed, unlisted = listed_flops(node, result), unlisted_flops(node, result)
     inner = written * (BY_OP[node.target].intermediates if node.target in BY_OP else 0)
     read, written = [*read, *inner, *inner], [*written, *inner]  # each is made and used beside what made it
     return OpProfile(
         name=node.name,
         target=str(node.target),
-        flops=listed_flops(node, result),
-        unlisted_flops=unlisted_flops(node, result),
+        flops=listed,
+        unlisted_flops=unlisted,
         elements=sum(t.numel() for t in written),
         bytes_read=sum(t.numel() * t.element_size() for t in read),
         bytes_written=sum(t.numel() * t.element_size() for t in written),
         dtype=_dtype([*read, *written]),
         workspace_bytes=workspace_bytes(node),  # of our own ops it is known without running them
+        kind=op_class(node.target, listed + unlisted),
     )
 
 
@@ -228,7 +237,12 @@ def _dtype(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _measure(node: fx.Node, timed: bool) -> Measured:
-    """Run the op on made-up data; one that cannot run on any of it is taken to copy all that it reads and writes."""
+    """Run the op on made-up data; one that cannot run on any of it is taken to copy all that it reads and writes.
+
+    One that talks to other ranks is not run, as they would have to join in; its workspace is known by a rule.
+    """
+    if is_collective(node):
+        return Measured(_copied_bytes(node), seconds=0.0 if timed else None)
     value = node.meta.get("val")
     expected = value if isinstance(value, (tuple, list)) else None
     device = device_of(node)
@@ -255,6 +269,13 @@ def _measure(node: fx.Node, timed: bool) -> Measured:
         counted = _count(node)
         return Measured(2 * (counted.bytes_read + counted.bytes_written), seconds=0.0 if timed else None)
     return max(seen, key=lambda found: found.workspace_bytes)
+
+
+def _copied_bytes(node: fx.Node) -> int:
+    """What gloo, which serves the CPU, copies before it sends: the arguments of all ops but those that sum in place."""
+    name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
+    copies = name.startswith(("all_gather", "reduce_scatter")) and device_of(node).type == "cpu"
+    return _count(node).bytes_read if copies else 0
 
 
 def _strides(told: Any, made: Any) -> tuple[int, ...] | None:

@@ -1,7 +1,8 @@
-"""Rooflines of named devices, and of the user's own numbers: what an op costs in picoseconds.
+"""Rates of named devices, and the costs that `cost=` names: what an op costs in picoseconds.
 
-An op takes `max(FLOPs / peak FLOP per second, bytes read + written / bytes per second)`: the roofline model (Williams,
-Waterman, Patterson 2009). FLOPs are counted for matrix products, convolutions and attention alone, so the peaks are
+An op takes `max(FLOPs / FLOP per second, bytes read + written / bytes per second)`: the roofline model (Williams,
+Waterman, Patterson 2009), with rates of their own for classes of ops (`passes.op_class`) and for single ops that are
+far from their class. FLOPs are counted for matrix products, convolutions and attention alone, so the GPUs' peaks are
 those of the units that run these; dense, by dtype, from the vendors' data sheets:
 
 h100      NVIDIA H100 Tensor Core GPU data sheet and white paper, SXM5: FP64 tensor 67, FP32 67, TF32 494.7, BF16 and
@@ -11,35 +12,37 @@ a100      NVIDIA A100 Tensor Core GPU data sheet, SXM 80GB: FP64 tensor 19.5, FP
           TFLOPS, HBM2e 2,039 GB/s
 rtx4090   NVIDIA Ada GPU architecture white paper, appendix A: FP32 82.6, TF32 82.6, BF16 and FP16 with FP32
           accumulation 165.2 TFLOPS, FP64 a 64th of FP32, GDDR6X 1,008 GB/s
-cpu       one socket of an Intel Xeon Platinum 8480+ (ARK): 56 cores at the base clock of 2.0 GHz, per core and cycle
-          32 FP64, 64 FP32, 128 FP16 FLOP (two AVX-512 units) and 1,024 BF16 FLOP (AMX), 8 channels of DDR5-4800
+cpu       as `passes.calibrate` measures it on one core of an AMD EPYC (Zen 5) with torch 2.13: products of float32 are
+          cheap beside memory traffic, and a random number costs fifty times what adding one does
 
 float32 means float32: torch multiplies in TF32 only where it is told to, and so does `roofline:h100:tf32`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from solvers.errors import PlannerError
 
+from .calibrate import calibrated
 from .profile import COSTS, OpProfile
+from .roofline import BYTES, PREFIX, Roofline, roofline_of
 
-TERA, GIGA = 10**12, 10**9
-PICOSECONDS = 10**12
-PREFIX = "roofline:"
+__all__ = ["DEVICES", "Roofline", "check_cost", "cost_function", "device_name", "device_roofline", "is_cost"]
+
+TERA, GIGA, MEGA = 10**12, 10**9, 10**6
 TF32 = "tf32"
-
-Rates = tuple[tuple[str, int], ...]
+CPU = torch.device("cpu")
+NAMES = ("flops", "roofline", "measured", "device")
+SIMILAR = "a100"  # for a GPU that has no built-in rates
 
 _HOPPER = {
     "float64": 67 * TERA, "float32": 67 * TERA, TF32: 494_700 * GIGA, "bfloat16": 989_400 * GIGA,
     "float16": 989_400 * GIGA,
 }  # fmt: skip
-_CORES = 56 * 2 * GIGA
 
 # FLOP per second by dtype, then bytes per second under "bytes".
 DEVICES: dict[str, dict[str, int]] = {
@@ -54,56 +57,17 @@ DEVICES: dict[str, dict[str, int]] = {
         "float16": 165_200 * GIGA, "bytes": 1_008 * GIGA,
     },
     "cpu": {
-        "float64": 32 * _CORES, "float32": 64 * _CORES, "bfloat16": 1024 * _CORES, "float16": 128 * _CORES,
-        "bytes": 8 * 38_400 * 10**6,
+        "float64": 57 * GIGA, "float32": 120 * GIGA, "bfloat16": 450 * GIGA, "float16": 1_200 * MEGA,
+        "convolution.float64": 55 * GIGA, "convolution.float32": 220 * GIGA, "convolution.bfloat16": 350 * GIGA,
+        "convolution.float16": 1_400 * MEGA, "attention.float64": 43 * GIGA, "attention.float32": 97 * GIGA,
+        "attention.bfloat16": 91 * GIGA, "attention.float16": 44 * GIGA,
+        "bytes": 100 * GIGA, "copy.bytes": 36 * GIGA, "reduction.bytes": 21 * GIGA, "transcendental.bytes": 14 * GIGA,
+        "random.bytes": 1_900 * MEGA, "gelu.bytes": 41 * GIGA, "silu.bytes": 39 * GIGA, "sigmoid.bytes": 40 * GIGA,
+        "tanh.bytes": 4_100 * MEGA, "_safe_softmax.bytes": 5_800 * MEGA, "batch_norm_statistics.bytes": 3_400 * MEGA,
+        "_native_batch_norm_legit_functional.bytes": 6_700 * MEGA, "max_pool2d_with_indices.bytes": 1_300 * MEGA,
+        "avg_pool2d.bytes": 3_900 * MEGA, "calls": 640_000,
     },
 }  # fmt: skip
-
-
-@dataclass(frozen=True, init=False)
-class Roofline:
-    """Picoseconds an op takes on a device of these peak rates, rounded up; pass it as `cost=`.
-
-    Args:
-        flops_per_second: one rate, or one per dtype (`{"bfloat16": 989e12, "float32": 67e12}`). A dtype that is not
-            named, integers and complex numbers among them, goes by float32's, or else by the slowest named.
-        bytes_per_second: memory bandwidth.
-
-    Raises:
-        PlannerError: a rate is no positive, finite number.
-    """
-
-    flops_per_second: Rates
-    bytes_per_second: int
-    device: str
-
-    def __init__(
-        self, flops_per_second: float | Mapping[str, float], bytes_per_second: float, *, device: str = ""
-    ) -> None:
-        by_dtype = flops_per_second if isinstance(flops_per_second, Mapping) else {"flops": flops_per_second}
-        if not by_dtype:
-            raise PlannerError("Roofline: flops_per_second is empty; it takes a rate, or one per dtype.")
-        rates = tuple((name, _rate(f"flops_per_second[{name!r}]", rate)) for name, rate in sorted(by_dtype.items()))
-        object.__setattr__(self, "flops_per_second", rates)
-        object.__setattr__(self, "bytes_per_second", _rate("bytes_per_second", bytes_per_second))
-        object.__setattr__(self, "device", device)
-
-    def __call__(self, op: OpProfile) -> int:
-        compute = -(-op.work * PICOSECONDS // self.rate(op.dtype))
-        memory = -(-(op.bytes_read + op.bytes_written) * PICOSECONDS // self.bytes_per_second)
-        return max(compute, memory)
-
-    def rate(self, dtype: str) -> int:
-        """FLOP per second in that dtype."""
-        rates = dict(self.flops_per_second)
-        return rates.get(dtype) or rates.get("float32") or min(rates.values())
-
-    @property
-    def __name__(self) -> str:
-        """The text that makes this roofline again, through `cost_function`: it is what plan files keep."""
-        if self.device:
-            return PREFIX + self.device
-        return PREFIX + ",".join(f"{k}={v}" for k, v in (*self.flops_per_second, ("bytes", self.bytes_per_second)))
 
 
 def device_roofline(device: str) -> Roofline:
@@ -120,35 +84,62 @@ def device_roofline(device: str) -> Roofline:
             f"cost={PREFIX + device!r} names no device: it takes {PREFIX}NAME with one of {', '.join(DEVICES)}, "
             f"{with_tf32}, or your own rates as {PREFIX}flops=9.9e14,bytes=3.3e12 or Roofline(...)."
         )
-    bytes_per_second, tf32 = rates.pop("bytes"), rates.pop(TF32, 0)
+    tf32 = rates.pop(TF32, 0)
     if mode:
         rates["float32"] = tf32
-    return Roofline(rates, bytes_per_second, device=device)
+    return roofline_of(rates, device)
 
 
-def cost_function(cost: str) -> Callable[[OpProfile], float]:
-    """The cost of that name: one of `COSTS`, `roofline:DEVICE`, or `roofline:flops=RATE,bytes=RATE`.
+def device_name(device: torch.device) -> str | None:
+    """The name of a device's built-in rates, `h100:tf32` where float32 is multiplied in TF32; None if it has none."""
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    told = torch.cuda.get_device_name(device).lower().replace(" ", "")
+    name = next((name for name in DEVICES if name in told), None)
+    fast = torch.get_float32_matmul_precision() != "highest"
+    return f"{name}:{TF32}" if name and fast and TF32 in DEVICES[name] else name
+
+
+def cost_function(cost: str, device: torch.device = CPU) -> Callable[[OpProfile], float]:
+    """The cost of that name on a device: one of `NAMES`, `roofline:DEVICE`, or `roofline:flops=RATE,bytes=RATE`.
 
     Raises:
         PlannerError: there is none; lists those there are.
     """
+    if cost == "roofline":
+        return device_roofline(device_name(device) or SIMILAR)
+    if cost == "device":
+        return calibrated(device)
     if isinstance(cost, str) and cost in COSTS:
         return COSTS[cost]
     if not isinstance(cost, str) or not cost.startswith(PREFIX):
         raise PlannerError(
-            f"cost={cost!r} is unknown: it takes one of {', '.join(COSTS)}, {PREFIX}DEVICE with one of "
+            f"cost={cost!r} is unknown: it takes one of {', '.join(NAMES)}, {PREFIX}DEVICE with one of "
             f"{', '.join(DEVICES)}, a Roofline, or a callable."
         )
     text = cost.removeprefix(PREFIX)
     return _own_rates(cost, text) if "=" in text else device_roofline(text)
 
 
+def check_cost(cost: Any) -> None:
+    """Refuse what is not a cost, before anything is measured.
+
+    Raises:
+        PlannerError: lists those there are.
+    """
+    if cost is not None and not callable(cost) and cost != "device":
+        cost_function(cost)
+
+
 def is_cost(name: Any) -> bool:
     """Whether `cost_function` knows the name."""
     try:
-        return isinstance(name, str) and cost_function(name) is not None
+        check_cost(name)
     except PlannerError:
         return False
+    return isinstance(name, str)
 
 
 def _own_rates(cost: str, text: str) -> Roofline:
@@ -159,17 +150,10 @@ def _own_rates(cost: str, text: str) -> Roofline:
             rates[name.strip()] = _number(value.strip())
         except ValueError as error:
             raise PlannerError(f"cost={cost!r}: {item!r} is no NAME=RATE, a number per second.") from error
-    if "bytes" not in rates:
+    if BYTES not in rates:
         raise PlannerError(f"cost={cost!r} lacks bytes=RATE, the memory's bytes per second.")
-    bytes_per_second = rates.pop("bytes")
-    return Roofline(rates, bytes_per_second)
+    return roofline_of(rates)
 
 
 def _number(text: str) -> float:
     return int(text) if text.isdecimal() else float(text)
-
-
-def _rate(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 1:
-        raise PlannerError(f"Roofline: {name}={value!r} is no rate: it takes a number per second of at least 1.")
-    return int(value)

@@ -6,7 +6,7 @@ from passes.run.step import BackwardTwice, DoubleBackward
 from solvers.errors import BudgetError, PlannerError, SolverUnavailable
 
 from .api import auto_checkpoint, minimum_budget
-from .errors import CheckError, HintError, ModelMismatch, PlanFileError
+from .errors import CheckError, HintError, ModelMismatch, PlanFileError, RankError
 from .frontier import Frontier, MaxBatch, frontier, max_batch
 from .plan import Plan
 
@@ -24,6 +24,7 @@ __all__ = [
     "Plan",
     "PlanFileError",
     "PlannerError",
+    "RankError",
     "Roofline",
     "SolverUnavailable",
     "Unsupported",

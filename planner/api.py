@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from passes.profile import OpProfile
@@ -14,7 +15,10 @@ from .budget import Budget
 from .check.record import Check
 from .options import Gradients, OnNewShape
 from .plan import Plan
-from .session import open_session
+from .ranks.agree import plan_together
+from .ranks.sharded import gathered
+from .ranks.wrapper import group_of
+from .session import Session, open_session
 
 
 def auto_checkpoint(
@@ -38,6 +42,9 @@ def auto_checkpoint(
     check: Check = "auto",
     regions: str | Sequence[str] = "auto",
     gradients: Gradients = "fresh",
+    device: str | torch.device | None = None,
+    group: Any = None,
+    pipeline: Any = None,
 ) -> Plan:
     """Plan a training step of `model` that stays under `budget_mb`, at the lowest recompute cost found.
 
@@ -54,8 +61,10 @@ def auto_checkpoint(
             share of the plain step's peak ("50%"). None: all that truly
             fits the device on CUDA, segments of its allocator included; no limit on the CPU.
         solver: a name of `solvers.SOLVERS`.
-        cost: what recompute is measured in: "flops", "roofline" (bytes), "measured" (nanoseconds on this device),
-            or a function of an `OpProfile`.
+        cost: what recompute is measured in. "roofline": picoseconds by rates of the device that the step runs on, for
+            each class of op (`passes.rates` has those built in, and "roofline:h100" names one). "device": the same
+            with rates that are measured once on this device and kept in a file. "measured": nanoseconds that each op
+            took while planning, which no two plannings agree on. "flops". Or a function of an `OpProfile`.
         loss_fn: `loss_fn(output)` or `loss_fn(output, target, ...)`; planned as part of the step, and what
             `plan.module` returns. Its further required arguments become arguments of the module.
         optimizer: an instance, class or function that makes one from a list of parameters. Its state is resident
@@ -86,29 +95,51 @@ def auto_checkpoint(
             compared bit for bit before the plan is handed over; `plan.checked` tells. "auto" does so where the memory
             is free, and for no longer than planning took: with one step instead of two, or not at all. True does so
             always, also when a call with other shapes is planned anew.
+        regions: "whole" plans the model as one step. Patterns of module paths ("model.layers.*") choose submodules:
+            each is planned as a step of its own in place of its forward, all under one budget, and the code between
+            them runs as it is, what it holds being measured on the sample. "auto" plans the whole model where it can be
+            traced, and otherwise the largest submodules that can. A step that takes another course than the sample's
+            (layer drop, another number of calls) is right, but may need more memory. `plan.regions` tells all.
         gradients: what becomes of a parameter's gradient, which leaves the backward as soon as nothing reads it any
             more. "fresh" counts on `.grad` being None before the step, and on gradients that stay. "accumulated" counts
             on `.grad` being there and added to: the gradients from before are resident. "consumed" counts on a hook
             (`register_post_accumulate_grad_hook`) that sets `.grad` to None; with `optimizer=`, on one that steps it
             for that parameter.
+        device: plan for another device than the model is on: "cuda", "cpu", or one with built-in rates ("h100").
+            Its rates, rounding of sizes and rules count; the kernels are those that run here, and `plan.notes` says
+            what is therefore not counted.
+        group: a `torch.distributed` process group whose ranks all make this call: they get one plan, decided by its
+            first rank, and one that cannot plan, or has another step, is an error on all of them. A model in
+            DistributedDataParallel brings its own; else, with None, this process plans alone.
+        pipeline: the `ScheduleGPipe` or `Schedule1F1B` whose stage the model is; the sample is then one micro-batch,
+            and the budget holds for all that are in flight. Apply the plan to the stage's module.
 
     Raises:
         BudgetError: the budget is not one, or nothing found fits; carries the smallest that works. Where hints
             narrow what fits, it says what would work without them.
-        CaptureError, Unsupported: the model cannot be planned; says where and what to do.
+        CaptureError, Unsupported, RegionError: the model cannot be planned; says where and what to do.
         CheckError: the planned step differs from the plain one; names the first op, gradient or output and the likely
             cause.
         SolverUnavailable: `solver` is unknown or not installed.
         HintError: a hint names no op of the step (the nearest names are told), or contradicts another one.
+        RankError: another rank of `group` cannot plan, ended, or has another step.
     """
     budget = Budget(budget_mb)
-    session = open_session(
-        model, sample, solver=solver, cost=cost, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb,
-        time_limit=time_limit, gap=gap, progress=progress, on_new_shape=on_new_shape, keep_outputs=keep_outputs,
-        save=save, never_recompute=never_recompute, recompute=recompute, check=check, regions=regions,
-        gradients=gradients,
-    )  # fmt: skip
-    return session.plan(budget.to_bytes(session.plain_peak_bytes))
+
+    def opened() -> Session:
+        return open_session(
+            model, given, solver=solver, cost=cost, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb,
+            time_limit=time_limit, gap=gap, progress=progress, on_new_shape=on_new_shape, keep_outputs=keep_outputs,
+            save=save, never_recompute=never_recompute, recompute=recompute, check=check, regions=regions,
+            gradients=gradients, device=device, pipeline=pipeline,
+        )  # fmt: skip
+
+    ranks = group_of(model) if group is None else group
+    with gathered(model, sample) as given:
+        if ranks is not None:
+            return plan_together(ranks, opened, budget)
+        session = opened()
+        return session.plan(budget.to_bytes(session.plain_peak_bytes))
 
 
 def minimum_budget(
@@ -123,7 +154,9 @@ def minimum_budget(
     keep_outputs: bool = True,
     save: Sequence[str] = (),
     never_recompute: Sequence[str] = (),
+    regions: str | Sequence[str] = "auto",
     gradients: Gradients = "fresh",
+    device: str | torch.device | None = None,
 ) -> tuple[float, float]:
     """`(minimum_mb, floor_mb)`: the smallest budget known to work, and the proved floor below which none does.
 
@@ -131,6 +164,7 @@ def minimum_budget(
     """
     found = open_session(
         model, sample, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb, time_limit=time_limit,
-        progress=progress, keep_outputs=keep_outputs, save=save, never_recompute=never_recompute, gradients=gradients,
+        progress=progress, keep_outputs=keep_outputs, save=save, never_recompute=never_recompute, regions=regions,
+        gradients=gradients, device=device,
     ).minimum()  # fmt: skip
     return found.minimum_bytes / MIB, found.floor_bytes / MIB

@@ -14,6 +14,7 @@ from typing import Any
 import networkx as nx
 import torch
 
+from passes._torch import local_part
 from passes.alias import is_compute
 from passes.rewrite import Rewritten
 from passes.run.step import Fallback, Step
@@ -35,11 +36,12 @@ from .units import show_bytes
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a region: the module's path, which call of it this is and how it looks, and what was decided."""
+    """One run of a region: the module's path, which call of it this is, how it and its state look, what was decided."""
 
     path: str
     number: int
     key: Any
+    state: tuple[Any, ...]
     planned: Decided
 
 
@@ -55,6 +57,7 @@ class Decided:
         seconds: how long each stage took.
         checked: what was compared with the plain model by running both, over how many steps, or why nothing was.
         runs: the runs of regions, each decided and proved; none where the step is planned as a whole.
+        compiled: whether Inductor made what runs the halves (`Plan.compile`).
     """
 
     prepared: Prepared
@@ -64,6 +67,7 @@ class Decided:
     seconds: dict[str, float]
     checked: Checked = NOT_RUN
     runs: tuple[PlannedRun, ...] = ()
+    compiled: bool = False
 
     @property
     def cost_name(self) -> str:
@@ -100,8 +104,12 @@ class Decided:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak of the planned step, everything in `budget_bytes`' meaning included."""
-        return self.solution.peak_bytes if self.footprint is None else self.footprint.allocated_bytes
+        """Predicted peak of the planned step, everything in `budget_bytes`' meaning included.
+
+        In a pipeline with all micro-batches in flight; `schedule`, `timeline` and the views show one of them.
+        """
+        own = self.solution.peak_bytes if self.footprint is None else self.footprint.allocated_bytes
+        return own + self.prepared.others_bytes(self.schedule)
 
     @property
     def reserved_bytes(self) -> int | None:
@@ -153,7 +161,8 @@ class Decided:
     def notes(self) -> tuple[str, ...]:
         """Hints in force, fallbacks taken and limits hit."""
         prepared = self.prepared
-        return (*hint_notes(prepared.hinted), *prepared.traced.notes, *self.solution.notes, *self._loop_notes)
+        told = (*prepared.options.assumptions(prepared.device), *prepared.options.notes, *prepared.traced.notes)
+        return (*told, *hint_notes(prepared.hinted), *self.solution.notes, *self._loop_notes)
 
     @property
     def _loop_notes(self) -> tuple[str, ...]:
@@ -179,7 +188,7 @@ class Decided:
     def run(self, primals: Sequence[torch.Tensor], fallback: Fallback) -> Any:
         """Run the planned step on parameters, buffers and inputs; its output, built like the model's."""
         traced = self.prepared.traced
-        results = self.step(primals, fallback)
+        results = self.step([local_part(p) for p in primals], fallback)
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in traced.outputs]
         return unflatten(traced.output_template, leaves)
 

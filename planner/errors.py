@@ -51,6 +51,18 @@ class ModelMismatch(PlannerError):
         self.differs = differs
 
 
+class RankError(PlannerError):
+    """Ranks that plan together cannot: one of them failed, ended, or has another step.
+
+    Attributes:
+        rank: the one at fault, by its number in the process group.
+    """
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class CheckError(PlannerError):
     """The planned step, run beside the plain one from equal state, does not give the same bits; or it could not be run.
 

@@ -14,11 +14,13 @@ from solvers import Report
 from solvers.errors import MIB, BudgetError
 from solvers.minimum import Minimum, minimum_budget
 from solvers.schedule import Schedule
+from solvers.simulate import simulate
 from solvers.solution import Solution, solution
 
 from .footprint import Footprint, unknown_settings
 from .preference import solve_step
 from .prepared import Prepared
+from .regions.emit import settled
 
 TRIES = 8
 WELL_USED = 0.97
@@ -41,6 +43,8 @@ def solve_to_fit(prepared: Prepared, budget_bytes: int | None, *, report: Report
     Raises:
         BudgetError: nothing found fits; says whether the budget or the device's memory is too small.
     """
+    if prepared.options.flight is not None and budget_bytes is not None:
+        return _in_flight(prepared, budget_bytes, report)
     if prepared.start is None:
         return _without_allocator(prepared, budget_bytes, report)
     search = _Search(prepared, budget_bytes, report)
@@ -64,16 +68,45 @@ def solve_to_fit(prepared: Prepared, budget_bytes: int | None, *, report: Report
 
 def _without_allocator(prepared: Prepared, budget_bytes: int | None, report: Report | None) -> Solution:
     """Where the allocator cannot be simulated, tensors and workspaces are all that is counted."""
-    if not kind_of(prepared.device).caches:
+    if not kind_of(prepared.device).caches or not unknown_settings():
         return solve_step(prepared, budget_bytes, report=report)
     found = solve_step(prepared, room_bytes(prepared.device) if budget_bytes is None else budget_bytes, report=report)
     note = f"reserved memory is not predicted under {', '.join(unknown_settings())}"
     return replace(found, notes=(*found.notes, note))
 
 
+def _in_flight(prepared: Prepared, budget_bytes: int, report: Report | None) -> Solution:
+    """What one micro-batch may take so that it fits with those that wait, which hold less where it saves less."""
+    smallest = minimum_schedule(prepared)
+    low, high = smallest.minimum_bytes, budget_bytes
+    best = solution(prepared.problem, smallest.schedule, "minimum")
+    needed = best.peak_bytes + prepared.others_bytes(best.schedule)
+    if needed > budget_bytes:
+        raise BudgetError(
+            f"no schedule found within {budget_bytes / MIB:,.3f} MiB with the micro-batches in flight; the smallest "
+            f"budget known to work is {needed / MIB:,.3f} MiB: ask for that, or run fewer or smaller micro-batches.",
+            budget_bytes=budget_bytes, minimum_bytes=needed, floor_bytes=smallest.floor_bytes,
+        )  # fmt: skip
+    asked = high
+    for _ in range(TRIES):
+        found = solve_step(prepared, asked, report=report)
+        if found.peak_bytes + prepared.others_bytes(found.schedule) <= budget_bytes:
+            best, low = found, asked
+        else:
+            high = asked
+        if high - low <= (1 - WELL_USED) * budget_bytes:
+            break
+        asked = (low + high) // 2
+    return best
+
+
 def minimum_schedule(prepared: Prepared) -> Minimum:
     """The schedule of the smallest peak known."""
-    return minimum_budget(prepared.problem, time_limit=prepared.options.time_limit)
+    found = minimum_budget(prepared.problem, time_limit=prepared.options.time_limit)
+    if prepared.regions is None:
+        return found
+    schedule = settled(prepared.regions.composed, found.schedule)
+    return replace(found, schedule=schedule, minimum_bytes=simulate(prepared.problem, schedule).peak_bytes)
 
 
 class _Search:

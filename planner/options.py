@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+import torch
+
 from passes.profile import OpProfile
-from passes.rates import cost_function
+from passes.rates import check_cost, cost_function
 from solvers import get_solver
 from solvers.errors import PlannerError
 
 from .check.record import Check, check_mode
+from .elsewhere import assumptions, check_device, rates_of, target_of
 from .hints import NO_HINTS, Hints
 from .optimizer import NO_UPDATE, Update
+from .ranks.flight import Flight
 
 OnNewShape = Literal["replan", "eager", "error"]
 ON_NEW_SHAPE: tuple[str, ...] = get_args(OnNewShape)
@@ -26,6 +30,11 @@ GRADIENTS: tuple[str, ...] = get_args(Gradients)
 class Options:
     """The arguments of `auto_checkpoint` that decide a plan, apart from the model, the sample and the budget.
 
+    Attributes:
+        wrapper_bytes: what the model's wrapper (DistributedDataParallel) holds throughout.
+        notes: what of that is not counted, in words.
+        flight: the pipeline that the step is a stage of.
+
     Raises:
         PlannerError: no plan can be made with a value.
         SolverUnavailable: no solver has that name.
@@ -35,6 +44,7 @@ class Options:
     cost: str | Callable[[OpProfile], float] = "roofline"
     loss_fn: Callable[..., Any] | None = None
     reserve_bytes: int = 0
+    wrapper_bytes: int = 0
     time_limit: float = 30.0
     gap: float = 0.01
     progress: bool | None = None
@@ -44,13 +54,16 @@ class Options:
     check: Check = False
     gradients: Gradients = "fresh"
     update: Update = NO_UPDATE
-    regions: str | tuple[str, ...] = WHOLE
+    regions: str | tuple[str, ...] = AUTO
+    device: str = ""
+    notes: tuple[str, ...] = ()
+    flight: Flight | None = None
 
     def __post_init__(self) -> None:
         get_solver(self.solver)
         check_mode(self.check)
-        if not callable(self.cost):
-            cost_function(self.cost)
+        check_cost(self.cost)
+        object.__setattr__(self, "device", check_device(self.device, self.cost))
         if self.on_new_shape not in ON_NEW_SHAPE:
             raise PlannerError(f"on_new_shape={self.on_new_shape!r} is unknown: it takes 'replan', 'eager' or 'error'.")
         if self.gradients not in GRADIENTS:
@@ -69,11 +82,26 @@ class Options:
     @property
     def set_aside_bytes(self) -> int:
         """Resident throughout, besides what the step itself needs."""
-        return self.reserve_bytes + self.update.state_bytes
+        return self.reserve_bytes + self.wrapper_bytes + self.update.state_bytes
 
-    @property
-    def cost_function(self) -> Callable[[OpProfile], float]:
-        return self.cost if callable(self.cost) else cost_function(self.cost)
+    def priced_on(self, device: torch.device) -> Options:
+        """The same with the rates of a device in place of `cost="device"`, so that a plan and its file hold them."""
+        return replace(self, cost=cost_function(self.cost, device)) if self.cost == "device" else self
+
+    def cost_function(self, device: torch.device) -> Callable[[OpProfile], float]:
+        """Its cost for a model on that device."""
+        if callable(self.cost):
+            return self.cost
+        named = rates_of(self.device, self.target(device)) if self.cost == "roofline" else self.cost
+        return cost_function(named, device)
+
+    def target(self, own: torch.device) -> torch.device:
+        """The device that is planned for, where the model is on `own`."""
+        return target_of(self.device, own)
+
+    def assumptions(self, own: torch.device) -> tuple[str, ...]:
+        """What is taken as given of a device that is not here."""
+        return assumptions(self.device, self.cost, own)
 
     @property
     def cost_name(self) -> str:

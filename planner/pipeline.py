@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -19,7 +18,6 @@ from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
 from passes.verify import verify
 from solvers.schedule import Schedule
-from solvers.simulate import simulate
 from solvers.solution import Solution, solution
 
 from .check.run import check_step
@@ -28,7 +26,7 @@ from .fit import solve_to_fit
 from .options import WHOLE, Options
 from .prepared import Prepared, Regions, check_model, prepare
 from .progress import Progress
-from .regions.emit import cut, settled
+from .regions.emit import cut
 from .regions.prepare import prepare_regions
 
 # (model, arguments, paths of the outputs that backward starts from) -> the step decided for such calls
@@ -91,7 +89,7 @@ def emit(prepared: Prepared, solution: Solution, budget_bytes: int | None, progr
         rewritten = rewrite(prepared.traced, prepared.aliases, prepared.lowered, solution.schedule)
     with progress.stage("verify"):
         verify(prepared.traced, rewritten)
-    step = _bind_step(prepared, rewritten)
+    step = bind_step(prepared, rewritten)
     return Decided(prepared, solution, (rewritten, step), budget_bytes, dict(progress.seconds))
 
 
@@ -99,16 +97,15 @@ def _emit_regions(
     prepared: Prepared, regions: Regions, found: Solution, budget_bytes: int | None, progress: Progress
 ) -> Decided:
     """A schedule for each run of a region; equal ones share their code."""
-    schedule = settled(regions.composed, found.schedule)
-    found = replace(found, schedule=schedule, peak_bytes=simulate(prepared.problem, schedule).peak_bytes)
     known: dict[Any, Decided] = {}
     runs = []
     problems = [own.problem for own in regions.prepared]
-    schedules = cut(regions.composed, schedule, problems)
-    for (path, number), key, own, part in zip(regions.paths, regions.keys, schedules, regions.prepared, strict=True):
+    schedules = cut(regions.composed, found.schedule, problems)
+    looks = zip(regions.paths, regions.keys, regions.states, strict=True)
+    for ((path, number), key, state), own, part in zip(looks, schedules, regions.prepared, strict=True):
         if (id(part), own) not in known:
             known[id(part), own] = emit(part, solution(part.problem, own, found.solver), None, progress)
-        runs.append(PlannedRun(path, number, key, known[id(part), own]))
+        runs.append(PlannedRun(path, number, key, state, known[id(part), own]))
     return Decided(prepared, found, None, budget_bytes, dict(progress.seconds), runs=tuple(runs))
 
 
@@ -117,7 +114,7 @@ def emit_schedule(prepared: Prepared, schedule: Schedule, solver: str = "given")
     return emit(prepared, solution(prepared.problem, schedule, solver), None, Progress(False))
 
 
-def _bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
+def bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
     """Bind the halves to what the runtime has to know."""
     traced = prepared.traced
     returned = [leaf for leaf in traced.outputs if leaf.input is None]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from passes.device import empty_cache
+from solvers.errors import PlannerError
 
 from .check.record import Checked
 from .check.run import check_step
@@ -18,10 +20,13 @@ from .decided import Decided
 from .dropin.module import PlannedModule
 from .pipeline import replanner
 from .progress import Progress
+from .ranks.wrapper import inner_module
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+
+    from .show.regions import Region
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,7 +48,7 @@ class Plan(Decided):
         """
         options = decided.prepared.options
         with Progress(options.progress).stage("check"):
-            checked = check_step(model, decided, arguments, options.loss_fn, options.check)
+            checked = check_step(inner_module(model), decided, arguments, options.loss_fn, options.check)
         empty_cache(decided.prepared.device)
         replan = replanner(options, decided.budget_bytes, decided.prepared.layouts)
         module = PlannedModule(model, decided, arguments, replan, options.loss_fn, options.on_new_shape)
@@ -99,9 +104,29 @@ class Plan(Decided):
         """
         from .check.plan import check_plan
 
+        self._refuse_compiled("checked for equal bits")
         found = check_plan(self.module, model, sample)
         object.__setattr__(self, "checked", found)
         return found
+
+    def compile(self, **options: Any) -> Plan:
+        """The same step with both halves compiled by Inductor (its own `options` by name), under the same budget.
+
+        What is recomputed is decided anew for compiled code. One step is measured on blank inputs, and planned lower
+        until it keeps the budget; a note says what was measured. Results equal the uncompiled ones up to rounding, and
+        random ops draw other numbers. Calls of other shapes are planned and compiled anew.
+
+        Raises:
+            BudgetError: no compiled step keeps the budget.
+        """
+        from .integrations.planned import compile_plan
+
+        decided, module = compile_plan(self.module, self.prepared, self.budget_bytes, options)
+        return Plan(**{f.name: getattr(decided, f.name) for f in fields(Decided)}, module=module)
+
+    def _refuse_compiled(self, verb: str) -> None:
+        if self.compiled:
+            raise PlannerError(f"a compiled plan is not {verb}: do that with the plan that compile() was called on.")
 
     # See ----------------------------------------------------------------------------------------------------------
 
@@ -121,6 +146,13 @@ class Plan(Decided):
         from .show.plots import plot_graph
 
         return plot_graph(self, module)
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """The regions that the step is planned by, and what stays eager with the reason; empty for a whole step."""
+        from .show.regions import region_rows
+
+        return region_rows(self)
 
     def tables(self) -> dict[str, pd.DataFrame]:
         """DataFrames `modules`, `ops` and `peak`."""
@@ -158,6 +190,7 @@ class Plan(Decided):
         """Write the plan as JSON (`planner.files.planfile`): readable, deterministic, atomic."""
         from .files.planfile import save
 
+        self._refuse_compiled("saved")
         return save(self, path)
 
     @classmethod
@@ -180,4 +213,5 @@ class Plan(Decided):
         """Write the planned step as a folder that runs with torch and safetensors alone (`planner.ship.export`)."""
         from .ship.export import export
 
+        self._refuse_compiled("exported")
         return export(self, self.module, path)

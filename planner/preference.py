@@ -26,6 +26,8 @@ from solvers.solution import Solution, plain_solution, solution
 
 from .options import Options
 from .prepared import Prepared, lower_step
+from .regions.compose import Composed
+from .regions.emit import settled
 
 AS_OFTEN = "all schedules that run the ops of the recompute hints at least as often as this one"
 PREFERRED_SHARE = 0.6
@@ -51,10 +53,30 @@ def solve_step(
         found = solve_preferring(problem, preferred, budget_bytes, options, report, warm_starts)
     except BudgetError as error:
         raise _under_hints(_below_update(error, prepared), prepared) from error
+    if prepared.regions is not None:
+        found = _within_regions(prepared.regions.composed, found, budget_bytes)
     binding = options.hints.binding
     if binding and found.bound is not None and found.added_cost:
         found = replace(found, family=f"{found.family}, under {binding}")
     return found
+
+
+def _within_regions(composed: Composed, found: Solution, budget_bytes: int | None) -> Solution:
+    """The same recomputes, each where its region runs.
+
+    Raises:
+        BudgetError: there, they do not fit.
+    """
+    schedule = settled(composed, found.schedule)
+    if schedule == found.schedule:
+        return found
+    moved = solution(
+        composed.problem, schedule, found.solver, bound=found.bound, family=found.family, notes=found.notes
+    )
+    if budget_bytes is not None and moved.peak_bytes > budget_bytes:
+        message = f"within their regions, the recomputes that were found peak at {moved.peak_bytes / MIB:.3f} MiB"
+        raise BudgetError(message, budget_bytes=budget_bytes, minimum_bytes=moved.peak_bytes)
+    return moved
 
 
 def solve_preferring(

@@ -10,24 +10,27 @@ import torch
 from torch import fx, nn
 
 from passes._torch import pytree
-from passes.alias import Aliases, alias
+from passes.alias import Aliases, Storage, alias
 from passes.exclusive import exclusive
 from passes.lower import UPDATE, Lowered, lower
+from passes.memory import granule, round_up
 from passes.printable import printable
 from passes.profile import Measured, OpProfile, profile
 from passes.trace.capture import Traced, capture
 from passes.trace.layouts import Layouts, learned
-from passes.trace.refuse import refuse
+from passes.trace.refuse import refuse, refuse_sharded
 from solvers.bounds import floor_bytes
 from solvers.errors import MIB, BudgetError, PlannerError
 from solvers.problem import Problem
 from solvers.schedule import Schedule, plain_order, with_frees
 from solvers.simulate import simulate
 
+from .elsewhere import held_bytes, seen_there
 from .footprint import Footprint, Start, footprint, start_of
 from .hints import Hinted, resolve
 from .options import Options
 from .progress import Progress
+from .ranks.flight import others_bytes
 from .regions.compose import Composed
 
 
@@ -37,16 +40,20 @@ class Regions:
 
     Attributes:
         composed: the flat Problem, and which ops of it are whose.
-        paths: for each run the path of its module, and which call of that module it is; `keys` how that call looks.
+        paths: for each run the path of its module, and which call of that module it is; `keys` how that call looks,
+            and `states` the parameters and buffers that it finds.
         prepared: for each run its own step.
         eager: why a submodule is left to eager, by its path.
+        spare: modules that the sample's step does not call, and that run like an equal one where another step does.
     """
 
     composed: Composed
     paths: tuple[tuple[str, int], ...]
     keys: tuple[Any, ...]
+    states: tuple[tuple[Any, ...], ...]
     prepared: tuple[Prepared, ...]
     eager: Mapping[str, str]
+    spare: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -93,11 +100,25 @@ class Prepared:
         """Ops that the hints want to be recomputed, in order."""
         return tuple(sorted(self.lowered.node_op[n] for n, hint in self.hinted.items() if not hint.once))
 
+    def others_bytes(self, schedule: Schedule) -> int:
+        """What the other micro-batches of a pipeline hold at the highest point; 0 outside of one."""
+        flight = self.options.flight
+        if flight is None:
+            return 0
+        problem, traced = self.problem, self.traced
+        inputs = {self.aliases.of[p] for p in traced.placeholders[len(traced.state) : traced.num_primals]}
+        size = sum(round_up(s.bytes, granule(self.device)) for s in inputs if isinstance(s, Storage))
+        outputs = [t for t in problem.outputs if problem.tensors[t].category == "output"]
+        trained = [p.meta["val"] for p, e in zip(traced.placeholders, traced.state, strict=False) if e.requires_grad]
+        gradients = sum(round_up(t.numel() * t.element_size(), granule(self.device)) for t in trained)
+        return others_bytes(problem, schedule, flight, size, outputs, gradients)
+
     def footprint(self, schedule: Schedule) -> Footprint | None:
         """What the device's caching allocator makes of a schedule; None where there is none."""
         if self.start is None:
             return None
-        return footprint(self.lowered, self.profiles, schedule, self.start, self.options.reserve_bytes)
+        aside = self.options.reserve_bytes + self.options.wrapper_bytes
+        return footprint(self.lowered, self.profiles, schedule, self.start, aside)
 
 
 @exclusive()
@@ -120,7 +141,10 @@ def prepare(
         ceiling_bytes: raise `BudgetError` before any op is run if the step is sure to need more.
         layouts: what running has shown so far about how kernels lay out what they make; what is learned is added.
     """
+    refuse_sharded(model)
     device = model_device(model)
+    options = options.priced_on(device)
+    target = options.target(device)
     real = not any(p.device.type == "meta" for p in model.parameters())
     layouts = {} if layouts is None else layouts
     measured: dict[Any, Measured] = {}
@@ -131,7 +155,7 @@ def prepare(
                 layouts=layouts,
             )  # fmt: skip
             aliases = alias(traced.graph_module.graph)
-            hinted = resolve(options.hints, traced, aliases, device, required=required_hints)
+            hinted = resolve(options.hints, traced, aliases, target, required=required_hints)
         once = [n for n, hint in hinted.items() if hint.once]
         with progress.stage("profile"):
             if ceiling_bytes is not None:
@@ -148,11 +172,13 @@ def prepare(
     schedule = with_frees(lowered.problem, plain_order(lowered.problem))
     plain = simulate(lowered.problem, schedule).peak_bytes
     resident = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(dict(arguments))]
-    start = start_of([t for t in resident if isinstance(t, torch.Tensor)], device) if real else None
+    here = real and device.type == target.type
+    start = start_of([t for t in resident if isinstance(t, torch.Tensor)], device) if here else None
     name = printable(type(model).__name__)
     prepared = Prepared(traced, aliases, profiles, lowered, device, plain, options, hinted, name, layouts, start)
     found = prepared.footprint(schedule)
-    return prepared if found is None else replace(prepared, baseline_peak_bytes=found.allocated_bytes)
+    plain = plain if found is None else found.allocated_bytes
+    return replace(prepared, baseline_peak_bytes=plain + prepared.others_bytes(schedule))
 
 
 def check_model(model: Any) -> None:
@@ -183,11 +209,13 @@ def lower_step(
     once: Collection[fx.Node] = (), region: bool = False,
 ) -> Lowered:  # fmt: skip
     """The Problem of a profiled step; `once` are the kernels that hints keep from running again."""
+    target = options.target(device)
+    held = held_bytes(profiles, device, target)
     return lower(
-        traced, aliases, profiles, options.cost_function, device=device, reserve_bytes=options.set_aside_bytes,
+        traced, aliases, seen_there(profiles, traced.graph_module.graph, device, target), options.cost_function(device),
+        device=target, reserve_bytes=options.set_aside_bytes + held,
         keep_outputs=options.keep_outputs, once=once, gradients=options.gradients,
-        step_bytes=options.update.step_bytes, hook_bytes=options.update.hook_bytes,
-        region=region,
+        step_bytes=options.update.step_bytes, hook_bytes=options.update.hook_bytes, region=region,
     )  # fmt: skip
 
 

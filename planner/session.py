@@ -24,6 +24,9 @@ from .plan import Plan
 from .preference import solve_step
 from .prepared import Prepared, check_model, model_device
 from .progress import Progress
+from .ranks.flight import flight_of
+from .ranks.sharded import check_gathered
+from .ranks.wrapper import check_wrapper, inner_module, wrapper_bytes, wrapper_notes
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +52,9 @@ class Session:
         """The smallest peak known to work, and the proved floor."""
         with self.progress.stage("minimum"):
             found = minimum_schedule(self.prepared)
-        needed = self.prepared.footprint(found.schedule)
-        return found if needed is None else replace(found, minimum_bytes=needed.allocated_bytes)
+        needed, others = self.prepared.footprint(found.schedule), self.prepared.others_bytes(found.schedule)
+        own = found.minimum_bytes if needed is None else needed.allocated_bytes
+        return replace(found, minimum_bytes=own + others)
 
     def solve(
         self, budget_bytes: int | None, *, solver: str | None = None, warm_starts: tuple[Schedule, ...] = ()
@@ -79,6 +83,7 @@ def open_session(
     never_recompute: Sequence[str] = (),
     recompute: Sequence[str] = (),
     ceiling_bytes: int | None = None,
+    pipeline: Any = None,
     **options: Any,
 ) -> Session:
     """Capture and profile the training step of `model`; arguments as in `auto_checkpoint`.
@@ -91,12 +96,19 @@ def open_session(
         CaptureError, Unsupported: the model cannot be planned.
         SolverUnavailable: `solver` is unknown or not installed.
     """
-    check_model(model)
+    inner = inner_module(model)
+    check_wrapper(model)
+    check_gathered(inner)
+    check_model(inner)
     reserve_bytes = reserve_to_bytes(reserve_mb)
     asked = Options(**options, reserve_bytes=reserve_bytes, hints=make_hints(save, never_recompute, recompute))
-    update = measure_update(optimizer, model, model_device(model), in_hooks=asked.gradients == "consumed")
-    asked = replace(asked, update=update)
-    arguments = bind_sample(model, sample, asked.loss_fn)
+    update = measure_update(optimizer, inner, model_device(inner), in_hooks=asked.gradients == "consumed")
+    asked = replace(asked, update=update, wrapper_bytes=wrapper_bytes(model), notes=wrapper_notes(model))
+    if pipeline is not None:
+        flight = flight_of(pipeline)
+        asked = replace(asked, flight=flight, notes=(*asked.notes, *flight.notes))
+        asked = replace(asked, gradients="accumulated" if flight.alternates else asked.gradients)
+    arguments = bind_sample(inner, sample, asked.loss_fn)
     progress = Progress(asked.progress)
-    prepared = prepare_step(model, arguments, asked, progress, ceiling_bytes=ceiling_bytes)
+    prepared = prepare_step(inner, arguments, asked, progress, ceiling_bytes=ceiling_bytes)
     return Session(model, arguments, prepared, progress)

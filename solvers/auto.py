@@ -1,7 +1,8 @@
 """The best plan found within the time limit, with the gap that can be proved.
 
-Never worse than greedy or Chen, unless the clock cuts them short: each gets a share of the time. A large step of many
-repeated parts is composed of plans for one of them (`solvers.parts`); where that is within the gap, it is the answer.
+Never worse than greedy or Chen by more than the gap, unless the clock cuts them short: each gets a share of the time. A
+large step of many repeated parts is composed of plans for one of them (`solvers.parts`); where that is within the gap,
+it is the answer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .ilp import search_with_proof
 from .parts import solve_parts
 from .problem import Problem
 from .repeats import Run, repeats
-from .solution import Solution, solution
+from .solution import Solution, Status
 
 CHEN_SHARE = 0.2
 MANY_OPS = 2000
@@ -50,9 +51,9 @@ class Auto(Solver):
         found = search_with_proof(problem, budget_bytes, self.name, replace(effort, warm_starts=starts))
         if composed is None or (composed.bound or 0) <= (found.bound or 0):
             return found
-        return solution(
-            problem, found.schedule, self.name, bound=composed.bound, family=composed.family, notes=found.notes
-        )
+        bound = min(composed.bound or 0, found.added_cost)
+        status = Status.OPTIMAL if bound == found.added_cost else found.status
+        return replace(found, bound=bound, family=composed.family, status=status)
 
     def _composed(self, problem: Problem, budget_bytes: int, effort: Effort) -> Solution | None:
         """The plan by repeated parts, where they are many."""

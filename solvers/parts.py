@@ -23,20 +23,19 @@ from .base import CLOCK, Effort
 from .choice import Choice, Figures, Relaxed
 from .descent import Taste, cheapest_descent, descend, drop_unneeded
 from .ilp import ALL_SCHEDULES, Hunt, bound_by_relaxation
-from .live import Live, Recompute
+from .live import Live, Recompute, recomputes_of
 from .local import improve
 from .mip import Worker
 from .part import Part, parts_of
 from .problem import Problem
 from .repeats import Run
-from .solution import Solution, solution
+from .solution import Solution, cheapest_fit, solution
 from .staged import first_ends
 
 RUNGS = 12
 LOWER = 3
-ROUNDS = 5
-STEPS = 40
-MORE_STEPS = 150
+STEPS = 150
+DEEP_STEPS = 400
 POLISH_STEPS = 60
 USED = 1e-6
 PRICED = 1e-9
@@ -47,7 +46,8 @@ ABOUT = 0.95
 ASK_SHARE = 0.3
 COMPOSE_SHARE = 0.5
 CHOICE_SHARE = 0.3
-POLISH_SHARE = 0.6
+DEEP_SHARE = 0.6
+POLISH_SHARE = 0.7
 BOUND_SHARE = 0.5
 
 Option = tuple[Recompute, ...]
@@ -73,6 +73,7 @@ class Kind:
 
     Attributes:
         options: what was found, by rung; the first is nothing at all.
+        asked: how often each was asked for.
     """
 
     def __init__(self, parts: Sequence[Part], deadline: float) -> None:
@@ -82,6 +83,7 @@ class Kind:
         self.model = max(parts, key=lambda part: counts[part.key])
         self.highest = 2 * int(self.model.plain.max(initial=0)) + 1
         self.options: dict[Rung, Option | None] = {Rung(0, 0, self.highest): ()}
+        self.asked: dict[Rung, int] = {}
         lowest = Live(self.model.holding((self.highest, self.highest), self.highest))
         descend(lowest, 0, Taste(0.0), deadline=deadline)
         change = Live(self.model.problem, lowest.recomputes()).total - self.model.plain
@@ -101,13 +103,19 @@ class Kind:
                 if abs(other - rung.freed_bytes) * FINEST > self.most_bytes]  # fmt: skip
 
     def ask(self, rung: Rung, steps: int, deadline: float) -> None:
-        """Look for an option of that rung."""
-        if rung in self.options or time.monotonic() > deadline:
+        """Look for an option of that rung by a descent and local search; the next time, by more local search."""
+        if time.monotonic() > deadline:
             return
         less = max(0, rung.freed_bytes - rung.lag_bytes), rung.freed_bytes
-        live = cheapest_descent(self.model.holding(less, rung.most_bytes), rung.most_bytes, deadline=deadline)
+        problem, known = self.model.holding(less, rung.most_bytes), self.options.get(rung)
+        if known is None:
+            live = cheapest_descent(problem, rung.most_bytes, deadline=deadline)
+        else:
+            live = Live(problem, known)
         if live is not None:
-            improve(live, rung.most_bytes, steps=steps, deadline=deadline)
+            seed = self.asked.get(rung, 0)
+            improve(live, rung.most_bytes, steps=steps, deadline=deadline, seed=seed)
+            self.asked[rung] = seed + 1
         self.options[rung] = None if live is None else tuple(live.recomputes())
 
 
@@ -125,35 +133,50 @@ class Parts:
         numbers = dict.fromkeys(run.kind for run in self.runs)
         self.kinds = {n: Kind([part for part in self.parts if part.run.kind == n], deadline) for n in numbers}
         self.plain = Live(problem).total + problem.static_bytes
-        self.known: dict[tuple[object, Option], tuple[int, np.ndarray]] = {}
+        keys: dict[object, int] = {}
+        self.keys = [keys.setdefault(part.key, len(keys)) for part in self.parts]
+        self.known: dict[tuple[int, Option], tuple[int, np.ndarray]] = {}
         self.menus: list[Menu] = []
 
     def search(self, deadline: float) -> Live | None:
         """The cheapest plan found that is composed of options and fits, or None."""
         for kind in self.kinds.values():
             for rung in kind.ladder(kind.highest):
-                kind.ask(rung, STEPS, self.deadline)
-        choice, cost = self._choice(self.budget_bytes), math.inf
-        relaxed = choice.relaxed()
-        for _ in range(ROUNDS):
-            if relaxed is None or relaxed.cost > (1 - WORTH) * cost or not self._refine(relaxed):
-                break
-            choice, cost = self._choice(self.budget_bytes), relaxed.cost
-            relaxed = choice.relaxed()
-        return self._composed(choice, relaxed, deadline)
+                kind.ask(rung, 0, self.deadline)
+        return self._settled(STEPS, deadline)
 
-    def _refine(self, relaxed: Relaxed) -> bool:
-        """Ask for rungs near those taken, and for lower peaks where they bind; False where all have been asked for."""
+    def deepen(self, deadline: float) -> Live | None:
+        """Such a plan after longer searches for options like those taken."""
+        return self._settled(DEEP_STEPS, deadline)
+
+    def _settled(self, steps: int, deadline: float) -> Live | None:
+        """Refine the menus until the relaxation gains little; then compose a plan."""
+        cost = math.inf
+        while True:
+            self.menus = [list(self._menu(part, key)) for part, key in zip(self.parts, self.keys, strict=True)]
+            figures = [[figures for _, _, figures in menu] for menu in self.menus]
+            choice = Choice(self.runs, figures, self.plain, self.problem.num_forward, self.budget_bytes)
+            relaxed = choice.relaxed()
+            if relaxed is None:
+                return None
+            if relaxed.cost > (1 - WORTH) * cost or not self._refine(relaxed, steps):
+                return self._composed(choice, relaxed, deadline)
+            cost = relaxed.cost
+
+    def _refine(self, relaxed: Relaxed, steps: int) -> bool:
+        """Ask again for the rungs taken, for those near them, and for lower peaks where they bind; False where the time
+        is up.
+        """
         wanted: dict[tuple[int, Rung], None] = {}
         for run, menu, shares in zip(self.runs, self.menus, relaxed.shares, strict=True):
             for (rung, _, _), share in zip(menu, shares, strict=True):
                 if share > USED:
-                    wanted.update(((run.kind, near), None) for near in self.kinds[run.kind].between(rung))
+                    near = (rung, *self.kinds[run.kind].between(rung))
+                    wanted.update(((run.kind, rung), None) for rung in near)
         wanted.update((found, None) for found in self._lower(relaxed))
-        fresh = [(number, rung) for number, rung in wanted if rung not in self.kinds[number].options]
-        for number, rung in fresh:
-            self.kinds[number].ask(rung, MORE_STEPS, self.deadline)
-        return bool(fresh)
+        for number, rung in wanted:
+            self.kinds[number].ask(rung, steps, self.deadline)
+        return time.monotonic() < self.deadline
 
     def _lower(self, relaxed: Relaxed) -> Iterator[tuple[int, Rung]]:
         """Of each kind, rungs of a lower peak for the run at which the budget binds most while it runs itself."""
@@ -173,29 +196,21 @@ class Parts:
         others = np.split(self.plain[part.places] - part.plain[part.own], [len(part.run.forward)])
         return min(int(room) - int(half.max(initial=0)) for room, half in zip(room_bytes, others, strict=True))
 
-    def _choice(self, budget_bytes: int) -> Choice:
-        self.menus = [list(self._menu(part)) for part in self.parts]
-        figures = [[figures for _, _, figures in menu] for menu in self.menus]
-        return Choice(self.runs, figures, self.plain, self.problem.num_forward, budget_bytes)
-
-    def _menu(self, part: Part) -> Iterator[tuple[Rung, Option, Figures]]:
+    def _menu(self, part: Part, key: int) -> Iterator[tuple[Rung, Option, Figures]]:
         for rung, option in self.kinds[part.run.kind].options.items():
             if option is not None and all(slot < len(part.slots) for slot, _ in option):
-                yield rung, option, self._figures(part, option)
+                if (key, option) not in self.known:
+                    live = Live(part.problem, option)
+                    self.known[key, option] = live.cost, live.total - part.plain
+                yield rung, option, self._figures(part, *self.known[key, option])
 
-    def _figures(self, part: Part, option: Option) -> Figures:
-        if (part.key, option) not in self.known:
-            live = Live(part.problem, option)
-            self.known[part.key, option] = live.cost, live.total - part.plain
-        cost, change = self.known[part.key, option]
+    def _figures(self, part: Part, cost: int, change: np.ndarray) -> Figures:
         own = np.split(self.plain[part.places] + change[part.own], [len(part.run.forward)])
         freed = -int(change[part.away]), -int(change[part.away + 1])
         return Figures(cost, freed, (int(own[0].max(initial=0)), int(own[1].max(initial=0))))
 
-    def _composed(self, choice: Choice, relaxed: Relaxed | None, deadline: float) -> Live | None:
+    def _composed(self, choice: Choice, relaxed: Relaxed, deadline: float) -> Live | None:
         """A plan of one option for each run: the relaxation rounded, or the integers where that costs much more."""
-        if relaxed is None:
-            return None
         rounded = [_rounded(menu, shares) for menu, shares in zip(self.menus, relaxed.shares, strict=True)]
         live = self._plan(rounded, deadline)
         if live is not None and live.cost - relaxed.cost <= ROUNDED * self.problem.step_cost:
@@ -233,14 +248,27 @@ def solve_parts(
     state = Hunt(problem, budget_bytes, effort.until(), int(effort.gap * problem.step_cost), effort.report)
     parts = Parts(problem, runs, budget_bytes, effort.until(ASK_SHARE))
     state.offer(parts.search(effort.until(COMPOSE_SHARE)))
+    for schedule in effort.warm_starts:
+        state.offer(Live(problem, recomputes_of(problem, schedule)))
     if state.live is None:
         return None
     bound_by_relaxation(state, first_ends(problem, 0, budget_bytes), BOUND_SHARE)
-    state.tell(f"{len(runs)} repeated parts")
-    late = improve(state.live, budget_bytes, steps=POLISH_STEPS, deadline=effort.until(POLISH_SHARE))
-    if late or time.monotonic() > parts.deadline:
-        state.notes[CLOCK] = None
+    _polish(state, effort)
     if not state.finished:
         bound_by_relaxation(state, first_ends(problem, 1, budget_bytes), BOUND_SHARE)
-    schedule, notes = state.live.schedule(), tuple(state.notes)
-    return solution(problem, schedule, solver, bound=state.bound, family=ALL_SCHEDULES, notes=notes)
+    if not state.finished:
+        parts.deadline = effort.until(DEEP_SHARE)
+        state.offer(parts.deepen(effort.until(POLISH_SHARE)))
+        _polish(state, effort)
+    if time.monotonic() > parts.deadline:
+        state.notes[CLOCK] = None
+    best = cheapest_fit(problem, budget_bytes, solver, (state.live.schedule(), *effort.warm_starts))
+    notes = tuple(state.notes)
+    return best and solution(problem, best.schedule, solver, bound=state.bound, family=ALL_SCHEDULES, notes=notes)
+
+
+def _polish(state: Hunt, effort: Effort) -> None:
+    assert state.live is not None
+    if improve(state.live, state.budget_bytes, steps=POLISH_STEPS, deadline=effort.until(POLISH_SHARE)):
+        state.notes[CLOCK] = None
+    state.tell("repeated parts")

@@ -42,7 +42,7 @@ def repeats(problem: Problem) -> tuple[Run, ...]:
         pieces += _pieces(crossing, first, stop, period)
     kinds: dict[bytes, int] = {}
     runs = []
-    for piece, backward in zip(pieces, _backward(problem, pieces), strict=True):
+    for piece, backward in zip(pieces, backward_of(problem, pieces), strict=True):
         kind = kinds.setdefault(letters[piece.start : piece.stop].tobytes(), len(kinds))
         runs.append(Run(piece, backward, kind))
     return tuple(run for run in runs if run.backward)
@@ -105,7 +105,7 @@ def _pieces(crossing: np.ndarray, first: int, stop: int, period: int) -> list[ra
     return [range(begin + a * period, begin + b * period) for a, b in pairwise(ends)]
 
 
-def _backward(problem: Problem, pieces: Sequence[range]) -> list[range]:
+def backward_of(problem: Problem, pieces: Sequence[range]) -> list[range]:
     """For each piece the ops from the first that reads inside it or inside an earlier one, until those of the next."""
     owner = np.full(len(problem.ops), -1)
     for number, piece in enumerate(pieces):

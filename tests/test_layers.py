@@ -153,6 +153,7 @@ def test_one_door_leads_to_private_torch() -> None:
     doors = [
         ROOT / "passes" / "_torch.py", ROOT / "passes" / "run" / "_torch.py",
         ROOT / "planner" / "integrations" / "_torch_compile.py",
+        ROOT / "planner" / "integrations" / "_torch_inductor.py",
     ]  # fmt: skip
     assert all(private_torch(door.read_text(encoding="utf-8")) for door in doors)
     wrong = [
@@ -171,3 +172,10 @@ def test_the_files_that_contributing_names_exist() -> None:
     walk = text.partition("### A new kind of step")[2]
     count = re.search(r"a new kind of step in a schedule \| (\d+)", text)
     assert count and int(count[1]) == len(set(re.findall(r"`((?:planner|passes|solvers)/\S+\.py)`", walk)))
+
+
+def test_a_torch_that_lacks_what_is_needed_is_named() -> None:
+    script = "import torch; del torch._is_functional_tensor; import planner"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert done.stderr.splitlines()[-1].startswith("ImportError: checkpoint-planner needs torch >= 2.11")
+    assert "_is_functional_tensor" in done.stderr.splitlines()[-1]

@@ -74,12 +74,13 @@ class _Exported:
         if (answers := list(self.answers(inputs))) != self.spec["answers"]:
             expected_answers = self.spec["answers"]
             raise ExportError(f"the inputs' values answer the model's `if`s {answers}, the sample {expected_answers}.")
-        if active_autocast() != _autocast(self.spec["autocast"]):
-            raise ExportError(f"autocast is {active_autocast()}, the step was planned under {self.spec['autocast']}.")
+        active, planned = active_autocast(), _autocast(self.spec["autocast"])
+        if active != planned:
+            raise ExportError(f"autocast is {active}, the step was planned under {planned}.")
 
 
-def _autocast(written: list[list[str]]) -> Autocast:
-    return tuple((kind, getattr(torch, dtype.removeprefix("torch."))) for kind, dtype in written)
+def _autocast(described: list[list[str]]) -> Autocast:
+    return tuple((kind, getattr(torch, name)) for kind, name in described)
 
 
 def _tuples(value: Any) -> Any:

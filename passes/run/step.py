@@ -203,10 +203,11 @@ class _Run:
 
     def _replay(self, gradients: dict[int, torch.Tensor]) -> list[Any]:
         if self.fallback is None:
-            starts, active = ", ".join(self.step.starts), active_autocast()
-            if active != self.step.autocast:
-                raise PlannerError(f"autocast is {active}, the backward was planned under {self.step.autocast}.")
-            raise PlannerError(f"backward must start from {starts} (that is what was planned), and from nothing else.")
+            starts, autocast = ", ".join(self.step.starts), dict(self.step.autocast) or "no autocast"
+            raise PlannerError(
+                f"backward must start from {starts} (that is what was planned), and from nothing else, and under "
+                f"{autocast}."
+            )
         for i, (primal, version) in enumerate(zip(self.primals, self.versions, strict=True)):
             if primal._version != version:
                 raise ChangedInPlace(

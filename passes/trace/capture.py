@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,9 +19,12 @@ from torch import fx, nn
 
 from passes._torch import (
     JointGraph,
+    as_distributed,
     compiling_flags,
     eager_kernels,
     export_joint,
+    is_distributed,
+    local_part,
     mutation_count,
     pytree,
     quiet_fake_errors,
@@ -61,7 +65,7 @@ from .reads import Reads
 from .recorder import Recorder
 from .refuse import storage_kind
 from .state import Snapshot
-from .structure import Template, Tree, flatten, slots, unflatten
+from .structure import Template, Tree, argument_path, constants, flatten, slots, unflatten
 from .value_guards import Guard, KnownValues
 from .watch import Watch
 
@@ -174,11 +178,10 @@ def capture(
     names = argument_names(input_template)
     check_inputs(input_tensors, names, input_template)
     entries = state_entries(model)
-    tracer = _StepTracer(
-        model, loss_fn, signature, entries, input_template, differentiated, input_tensors, layouts or {}
-    )
-    tensors = [*state_tensors(model, entries), *input_tensors]
-    with exclusive(), isolated(model, loss_fn) as tracer.before, without_sources():
+    given = [*state_tensors(model, entries), *input_tensors]
+    tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, given, layouts or {})
+    tensors = [local_part(t) for t in given]
+    with exclusive(), isolated(model, loss_fn, constants(input_template)) as tracer.before, without_sources():
         fake = _fake_inputs(tensors, layouts)
         try:
             joint = _export(tracer, fake)
@@ -235,10 +238,11 @@ class _StepTracer:
         entries: list[StateEntry],
         input_template: Template,
         differentiated: tuple[str, ...] | None,
-        sample: list[torch.Tensor],
+        given: list[torch.Tensor],
         layouts: Layouts,
     ) -> None:
-        self.model, self.loss_fn, self.signature, self.sample = model, loss_fn, signature, sample
+        self.model, self.loss_fn, self.signature = model, loss_fn, signature
+        self.given, self.sample = given, given[len(entries) :]
         self.entries, self.input_template, self.differentiated = entries, input_template, differentiated
         self.recorder = Recorder(model, loss_fn, entries)
         self.output_template: Template = Tree(None, ())
@@ -253,14 +257,16 @@ class _StepTracer:
         self.remembered = Remembered()
         self.keeps_casts = torch.is_autocast_cache_enabled()
 
-    def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
+    def __call__(self, *parts: torch.Tensor) -> list[torch.Tensor]:
         self.before.restore()  # torch traces several times: each time from what the model held
+        _make_leaves(parts[: len(self.entries)])
+        flat = tuple(map(as_distributed, parts, self.given))
         self.remembered = Remembered()
         self.remembered.add(flat)
-        _make_leaves(flat[: len(self.entries)])
         recording = self.recorder.recording(flat[: len(self.entries)])
         value = self._run(flat, recording) if self.runs else self._first_run(flat)
         tensors, self.output_template = flatten(value)
+        _refuse_distributed(tensors, self.output_template)
         paths: dict[int, str] = {}
         for path, i in slots(self.output_template):
             paths.setdefault(i, path)
@@ -289,6 +295,7 @@ class _StepTracer:
             for mode in (casts, swapped_state(self.model, state), known, EagerLayouts(self.remembered), *modes):
                 stack.enter_context(mode)
             value = run_model(self.model, self.loss_fn, self.signature, bound)
+            _check_arguments(bound, flat[len(self.entries) :], self.input_template)
             _write_back_reassigned(self.model, self.entries, state)
         self.guard = known.guard
         return value
@@ -305,7 +312,10 @@ class _StepTracer:
         refuse_hidden(flatten(value)[1], "the output")
         steady = frozenset(name for name, count in changes().items() if count == counts[name])
         names = [*(e.name for e in self.entries), *(f"input {i}" for i in range(len(flat) - len(self.entries)))]
-        rerun = Rerun(self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn))
+        arguments = constants(self.input_template)
+        rerun = Rerun(
+            self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn, arguments)
+        )
         self.judged = judged(self.before)
         notes = notice(self.before, watch, rerun)
         self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes, *notes)))
@@ -315,6 +325,16 @@ class _StepTracer:
     def _started(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
         strides = self.layouts.get(gradient_key(path, tensor))
         return tensor if strides is None else GivenGradient.apply(tensor, strides)
+
+
+def _refuse_distributed(tensors: list[torch.Tensor], template: Template) -> None:
+    for path, i in slots(template):
+        if is_distributed(tensors[i]):
+            raise Unsupported(
+                "DTensor returned", f"output {path or '(the output)'}", "a planned step returns a rank's own tensors",
+                "Return its to_local(), keep use_local_output=True in the parallel style of the last module, or plan "
+                "the module around this one.",
+            )  # fmt: skip
 
 
 def _make_leaves(parameters: Sequence[torch.Tensor]) -> None:
@@ -353,6 +373,20 @@ def choose_differentiated(
     if isinstance(template, Tree) and hasattr(template.spec.type, "to_tuple"):  # HF ModelOutput without a loss
         return set(candidates[:1])
     return set(candidates)
+
+
+def _check_arguments(bound: Any, given: Sequence[torch.Tensor], template: Template) -> None:
+    """An argument that holds tensors (a cache of keys and values) must hold the same ones after the forward."""
+    held, now = flatten(bound)
+    if len(held) == len(given) and all(map(is_, held, given)):
+        return
+    before = {argument_path(path) for path, _ in slots(template)}
+    names = [name for path, _ in slots(now) if (name := argument_path(path)) not in before]
+    raise Unsupported(
+        "argument changed in forward", names[0] if names else "an object among the arguments",
+        "the planned step would leave it as it was", "Return the new tensors from forward, or pass use_cache=False "
+        "where it is a cache of keys and values.",
+    )  # fmt: skip
 
 
 def _write_back_reassigned(model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor]) -> None:

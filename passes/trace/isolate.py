@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,20 @@ from .state import Snapshot
 
 
 @contextlib.contextmanager
-def isolated(model: nn.Module, loss_fn: Any = None) -> Iterator[Snapshot]:
-    """Trace in training mode with gradients on, from the state that is yielded; everything is put back afterwards."""
-    before = start = Snapshot(model, loss_fn)
+def isolated(model: nn.Module, loss_fn: Any = None, arguments: Sequence[Any] = ()) -> Iterator[Snapshot]:
+    """Trace in training mode with gradients on, from the state that is yielded; everything is put back afterwards.
+
+    Args:
+        arguments: of the call, but for its tensors.
+    """
+    before = start = Snapshot(model, loss_fn, arguments)
     devices = sorted({t.device.index or 0 for t in model.parameters() if t.device.type == "cuda"})
     collects = gc.isenabled()
     try:
         gc.disable()  # what a collection calls back, or finalizes, is no part of the forward
         if not model.training:
             model.train()
-            start = Snapshot(model, loss_fn)
+            start = Snapshot(model, loss_fn, arguments)
         with private_generator(), start.iterators_held(), torch.random.fork_rng(devices=devices), torch.enable_grad():
             yield start
     finally:

@@ -11,7 +11,7 @@ import numpy
 import torch
 from torch import nn
 
-from passes._torch import wrapped_tensors
+from passes._torch import plain_class, wrapped_tensors
 
 from .expected import (
     MISSING,
@@ -183,7 +183,8 @@ class _Matching:
         index = expected.index
         if index in self.objects:
             return value is self.objects[index]
-        if type(value) is not self.reads.objects[index].kind or id(value) in self.numbers:
+        same = plain_class(type(value)) is plain_class(self.reads.objects[index].kind)
+        if not same or id(value) in self.numbers:
             return False
         self._bind(index, value)
         return True

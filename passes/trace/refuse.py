@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from passes._torch import wrapped_tensors
+from passes._torch import is_distributed, plain_class, wrapped_tensors
 from passes.errors import Unsupported
 
 
@@ -41,7 +41,7 @@ def _sparse_gradients(model: nn.Module) -> Iterator[str]:
 def _subclasses(model: nn.Module) -> Iterator[str]:
     plain = (torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if type(tensor) not in plain and not is_quantized_weight(tensor):
+        if type(tensor) not in plain and not is_distributed(tensor) and not is_quantized_weight(tensor):
             yield f"{name} ({type(tensor).__name__})"
 
 
@@ -50,8 +50,7 @@ def is_quantized_weight(tensor: torch.Tensor) -> bool:
 
     Its parts are constants of a plan. Tensors of `torch.distributed` are not: what they are made of changes.
     """
-    local = not type(tensor).__module__.startswith("torch.distributed")
-    return local and not tensor.requires_grad and bool(wrapped_tensors(tensor))
+    return not tensor.requires_grad and not is_distributed(tensor) and bool(wrapped_tensors(tensor))
 
 
 def storage_kind(tensor: torch.Tensor) -> str:
@@ -71,6 +70,25 @@ def _not_dense(model: nn.Module) -> Iterator[str]:
 
 def _uninitialized(model: nn.Module) -> Iterator[str]:
     return (n for n, p in model.named_parameters() if torch.nn.parameter.is_lazy(p))
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on this very module."""
+    return plain_class(type(module)) is not type(module)
+
+
+def sharded_inside(model: nn.Module) -> Iterator[str]:
+    """Paths of the submodules on which it was called."""
+    return (n for n, m in model.named_modules() if m is not model and is_sharded(m))
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise Unsupported for a module that is to be one step and whose submodules gather parameters as they run."""
+    for place in sharded_inside(model):
+        raise Unsupported(
+            "fully_shard inside a step", place, "its parameters are gathered and scattered by hooks as the step runs",
+            'Plan by regions, with regions="auto" or patterns of the sharded modules.',
+        )  # fmt: skip
 
 
 def _mixed_devices(model: nn.Module) -> Iterator[str]:

@@ -28,6 +28,7 @@ from .places import place, user_frame
 from .reach import visit
 
 MAX_NODES = 50_000
+ARGUMENT = "an argument"  # where the paths of what is reached from the call's arguments begin
 
 _ITERATORS: tuple[type, ...] = (
     type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter({}.values())),
@@ -55,13 +56,15 @@ class Held:
 class Snapshot:
     """The state that can be reached from a model, as it is now."""
 
-    def __init__(self, model: nn.Module, *others: Any) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Any = None, arguments: Iterable[Any] = ()) -> None:
         self.nodes: list[Node] = []
         self.seen: dict[int, Any] = {}
         self._queue: deque[tuple[Any, str, str]] = deque()
         for prefix, module in model.named_modules():
             self._queue.append((module, f"self.{prefix}" if prefix else "self", ""))
-        self._queue.extend((other, "loss_fn", "loss_fn") for other in others if other is not None)
+        if loss_fn is not None:
+            self._queue.append((loss_fn, "loss_fn", "loss_fn"))
+        self._queue.extend((argument, ARGUMENT, ARGUMENT) for argument in arguments)
         if alone():  # else another thread may draw meanwhile
             self._queue.append((_python_generator(), "Python's random", "random"))
             self._queue.append((torch.default_generator, "torch's random generator", "torch"))

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import TORCH_FOLDER
 from ..errors import Unsupported
-from .places import is_users_file, is_users_own, place, user_frame
+from .places import is_users, is_users_file, is_users_own, place, user_frame
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,14 @@ def _of_builtin(function: Any) -> Construct | None:
     return OUTSIDE if full in _OUTSIDE else None
 
 
+def _is_custom_function(function: Any) -> bool:
+    """Whether a C function is the `apply` of the user's `autograd.Function`."""
+    if getattr(function, "__name__", "") != "apply":
+        return False
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and is_users(owner.forward)
+
+
 class Watch(TorchFunctionMode):
     """Refuses such calls while the forward runs in the block; notes whose code ran.
 
@@ -216,6 +224,7 @@ class Watch(TorchFunctionMode):
     def _event(self, frame: types.FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
         if event == "c_call":
+            self.custom_backward |= _is_custom_function(arg)
             if _calls_matter(code.co_filename) and (found := _of_builtin(arg)):
                 self._refuse(found, _caller(frame))
         elif event == "call":
@@ -223,7 +232,6 @@ class Watch(TorchFunctionMode):
                 return
             if is_users_file(code.co_filename):
                 self.codes[code] = None
-                self.custom_backward |= frame.f_back is not None and frame.f_back.f_code is _APPLY
             elif _python_call(code) is not None or code in _WATCHED:
                 self._python_call(frame, code)
         elif event == "return" and self._open and self._open[-1][0] is frame:
@@ -255,7 +263,6 @@ def _code_of(function: Any) -> types.CodeType:
 
 
 _CHECKPOINT = _code_of(torch.utils.checkpoint.checkpoint)
-_APPLY = _code_of(torch.autograd.Function.apply)
 _REENTRANT = _code_of(torch.utils.checkpoint.CheckpointFunction.forward)
 
 

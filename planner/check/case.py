@@ -88,7 +88,7 @@ class Case:
     def planned(self, planned: Decided) -> Run:
         """The rewritten step; one by regions is the model's own forward, around the rewritten regions."""
         if planned.runs:
-            regions = regions_of(self.model, planned.runs)
+            regions = regions_of(self.model, planned)
             return lambda tensors, step, backward: self._own_forward(tensors, backward, running_regions(regions))
         return lambda tensors, step, backward: backward(planned.run(tensors, _no_other_backward))
 

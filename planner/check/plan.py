@@ -12,6 +12,7 @@ from passes.trace.structure import flatten
 from planner.dropin.module import PlannedModule
 from planner.dropin.plan_key import call_key
 from planner.errors import ModelMismatch
+from planner.ranks.wrapper import inner_module
 from solvers.errors import PlannerError
 
 from .record import Checked
@@ -21,7 +22,7 @@ from .run import check_step
 def check_plan(module: PlannedModule, model: nn.Module | None, sample: Any) -> Checked:
     """See `Plan.check`."""
     state = module._plan_state
-    model = state.model if model is None or model is module else model
+    model = state.model if model is None or model is module else inner_module(model)
     if sample is None:
         raise PlannerError("plan.check runs steps on a sample: call plan.check(model, sample), as for auto_checkpoint.")
     try:

@@ -42,6 +42,8 @@ class Snapshot:
             return
         if isinstance(value, nn.Module) and depth:
             return  # a root of its own, or another model that this one refers to
+        if type(value).__module__.startswith("torch.distributed"):
+            return  # what gathers parameters and sums gradients keeps its own house
         self.seen.add(id(value))
         if isinstance(value, torch.Tensor):
             if depth <= 2 and type(value) is torch.Tensor and not value.is_meta:

@@ -26,7 +26,10 @@ FactoryArg = Annotated[str, typer.Argument(
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Solver = Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(SOLVERS)}.")]
 Cost = Annotated[str, typer.Option(
-    help="What recompute is measured in: roofline, flops, measured, or a device's roofline as in roofline:h100.")]
+    help="What recompute is measured in: roofline, device (measured once, kept in a file), measured, flops, or the "
+    "rates of a named device as in roofline:h100.")]
+Device = Annotated[str, typer.Option(
+    metavar="NAME", help="Plan for another device than this machine's: cuda, cpu, h100, h200, a100, rtx4090.")]
 TimeLimit = Annotated[float, typer.Option(help="Seconds the solver may take per budget.")]
 Save = Annotated[list[str], typer.Option(help="Op, module or ATen op whose result must be saved; repeatable.")]
 Once = Annotated[list[str], typer.Option(help="Op, module or ATen op that must run once; repeatable.")]
@@ -36,6 +39,8 @@ Optimizer = Annotated[str, typer.Option(
     metavar="NAME", help="Leave room for the state and the step of this optimizer of torch.optim: AdamW.")]
 Gradients = Annotated[str, typer.Option(
     metavar="MODE", help="fresh, or accumulated where .grad is there before the step and added to.")]
+Regions = Annotated[list[str], typer.Option(
+    metavar="PATTERN", help="auto, whole, or a pattern of module paths (model.layers.*); repeatable.")]
 DropOutputs = Annotated[bool, typer.Option(
     "--drop-outputs", help="Nobody holds what the model returns besides its loss (logits, ...).")]
 
@@ -71,11 +76,13 @@ def plan(
     export: Annotated[Path | None, typer.Option(help="Write the runnable folder here.")] = None,
     solver: Solver = "auto",
     cost: Cost = "roofline",
+    device: Device = "",
     time_limit: TimeLimit = 30.0,
     gap: Annotated[float, typer.Option(help="Stop within this share of the step's cost of the optimum.")] = 0.01,
     reserve: Reserve = "",
     optimizer: Optimizer = "",
     gradients: Gradients = "fresh",
+    regions: Regions = ["auto"],  # noqa: B006
     drop_outputs: DropOutputs = False,
     save: Save = [],  # noqa: B006
     never_recompute: Once = [],  # noqa: B006
@@ -92,10 +99,9 @@ def plan(
       checkpoint-planner plan train.py:make --budget 60% --never-recompute aten.mm --save "blocks.*.attention"
     """
     session = make_session(
-        factory, solver=solver, cost=cost, time_limit=time_limit, gap=gap, reserve=reserve, optimizer=optimizer,
-        gradients=gradients,
-        drop_outputs=drop_outputs, save=save, never_recompute=never_recompute, recompute=recompute,
-        check="auto" if check is None else check,
+        factory, solver=solver, cost=cost, device=device, time_limit=time_limit, gap=gap, reserve=reserve,
+        optimizer=optimizer, gradients=gradients, regions=regions, drop_outputs=drop_outputs, save=save,
+        never_recompute=never_recompute, recompute=recompute, check="auto" if check is None else check,
     )  # fmt: skip
     made = session.plan(parse_budget(budget, session))
     written = [("plan", out and made.save(out)), ("report", report and made.report(report)),
@@ -164,10 +170,12 @@ def frontier(
     plot: Annotated[Path | None, typer.Option(help="Write a picture here (.png, .svg or .pdf).")] = None,
     solver: Solver = "auto",
     cost: Cost = "roofline",
+    device: Device = "",
     time_limit: TimeLimit = 10.0,
     reserve: Reserve = "",
     optimizer: Optimizer = "",
     gradients: Gradients = "fresh",
+    regions: Regions = ["auto"],  # noqa: B006
     drop_outputs: DropOutputs = False,
     save: Save = [],  # noqa: B006
     never_recompute: Once = [],  # noqa: B006
@@ -184,9 +192,8 @@ def frontier(
     from planner.frontier import frontier_of
 
     session = make_session(
-        factory, solver=solver, cost=cost, time_limit=time_limit, reserve=reserve, optimizer=optimizer,
-        gradients=gradients,
-        drop_outputs=drop_outputs, save=save, never_recompute=never_recompute,
+        factory, solver=solver, cost=cost, device=device, time_limit=time_limit, reserve=reserve, optimizer=optimizer,
+        gradients=gradients, regions=regions, drop_outputs=drop_outputs, save=save, never_recompute=never_recompute,
     )  # fmt: skip
     found = frontier_of(session, points)
     if plot is not None:
@@ -206,6 +213,7 @@ def min_budget(
     reserve: Reserve = "",
     optimizer: Optimizer = "",
     gradients: Gradients = "fresh",
+    regions: Regions = ["auto"],  # noqa: B006
     drop_outputs: DropOutputs = False,
     save: Save = [],  # noqa: B006
     never_recompute: Once = [],  # noqa: B006
@@ -221,8 +229,7 @@ def min_budget(
     """
     session = make_session(
         factory, time_limit=time_limit, reserve=reserve, optimizer=optimizer, drop_outputs=drop_outputs, save=save,
-        gradients=gradients,
-        never_recompute=never_recompute,
+        gradients=gradients, regions=regions, never_recompute=never_recompute,
     )  # fmt: skip
     found = session.minimum()
     sizes = {"minimum_bytes": found.minimum_bytes, "floor_bytes": found.floor_bytes,
@@ -243,6 +250,7 @@ def max_batch(
     limit: Annotated[int, typer.Option(min=1, help="Largest batch to try.")] = 4096,
     solver: Solver = "auto",
     cost: Cost = "roofline",
+    device: Device = "",
     time_limit: TimeLimit = 10.0,
     reserve: Reserve = "",
     optimizer: Optimizer = "",
@@ -266,7 +274,7 @@ def max_batch(
     model, _ = make(build, 1)
     size = parse_size(budget) / MIB
     found = search(
-        model, lambda n: make(build, n)[1], size, limit=limit, solver=solver, cost=cost,
+        model, lambda n: make(build, n)[1], size, limit=limit, solver=solver, cost=cost, device=device,
         time_limit=time_limit, gradients=gradients, **set_aside(reserve, optimizer, drop_outputs),
     )  # fmt: skip
     if out is not None:

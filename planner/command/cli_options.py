@@ -14,12 +14,14 @@ from solvers.errors import MIB, PlannerError
 
 
 def make_session(
-    factory: str, *, reserve: str = "", optimizer: str = "", drop_outputs: bool = False, **options: Any
+    factory: str, *, reserve: str = "", optimizer: str = "", drop_outputs: bool = False,
+    regions: Sequence[str] = ("auto",), **options: Any,
 ) -> Any:
     from planner.session import open_session
 
     from .factory import load_factory, make
 
+    options["regions"] = regions[0] if len(regions) == 1 else tuple(regions)
     options |= set_aside(reserve, optimizer, drop_outputs)
     build = load_factory(factory)
     model, sample = make(build)

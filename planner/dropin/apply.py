@@ -6,12 +6,9 @@ model, its class, its methods and its state stay what they are.
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -19,10 +16,8 @@ from torch import nn
 from passes.run._torch import under_autocast
 from passes.trace.arguments import (
     StateEntry,
-    bind_call,
     bind_sample,
     call_signature,
-    run_model,
     state_entries,
     state_tensors,
 )
@@ -31,32 +26,34 @@ from passes.trace.refuse import refuse
 from passes.trace.structure import unflatten
 from planner.errors import ModelMismatch
 from planner.files.fingerprint import describe_value, fingerprint, node_lines, tensor_lines
+from planner.ranks.wrapper import inner_module
 from solvers.errors import PlannerError
 
-from .cache import OPAQUE, PlanState
+from .cache import PlanState
+from .forward import PlannedForward
 from .module import PlannedModule
 
 
 def apply(planned: PlannedModule, model: nn.Module | None = None, sample: Any = None) -> nn.Module:
     """See `Plan.apply`."""
     state = planned._plan_state
-    model = state.model if model is None else model
+    given = planned._plan_model if model is None else model
+    model = inner_module(given)
     if not isinstance(model, nn.Module) or isinstance(model, PlannedModule):
         kind = type(model).__name__
         raise PlannerError(f"a plan is not applied to a {kind}: pass the torch.nn.Module that was planned.")
     current = model.__dict__.get("forward")
     if isinstance(current, PlannedForward):
         if current.module is planned:
-            return model
+            return given
         raise PlannerError(f"this {type(model).__name__} runs another plan: call that plan's remove(model) first.")
     if model is not state.model:
         _check_same_step(state, model, sample)
         state = state.around(model)
     elif current is not state.traced_forward and not _wraps(current, state):
         raise _mismatch("its forward was replaced after planning")
-    forward = PlannedForward(planned, model, current, state)
-    model.forward = forward
-    return model
+    model.forward = PlannedForward(planned, model, current, state)
+    return given
 
 
 def _wraps(current: Any, state: PlanState) -> bool:
@@ -70,7 +67,8 @@ def _wraps(current: Any, state: PlanState) -> bool:
 
 def remove(planned: PlannedModule, model: nn.Module | None = None) -> nn.Module:
     """See `Plan.remove`."""
-    model = planned._plan_state.model if model is None else model
+    given = planned._plan_model if model is None else model
+    model = inner_module(given)
     current = _bound_anew(getattr(model, "__dict__", {}).get("forward"))
     if not isinstance(current, PlannedForward) or current.module is not planned:
         raise PlannerError(f"this {type(model).__name__} does not run this plan: {_what_it_runs(current)}.")
@@ -78,7 +76,7 @@ def remove(planned: PlannedModule, model: nn.Module | None = None) -> nn.Module:
         del model.forward
     else:
         model.forward = current.previous
-    return model
+    return given
 
 
 def _bound_anew(current: Any) -> Any:
@@ -93,78 +91,6 @@ def _what_it_runs(current: Any) -> str:
     if current is None:
         return "plan.apply(model) was not called, or was undone"
     return "its forward was replaced by something else; if that was after plan.apply(model), undo it first"
-
-
-class PlannedForward:
-    """The `forward` of a model that runs a plan: planned in training, the original under `eval()` or `no_grad`.
-
-    Copying the model copies it with its plans; a pickle of the model holds the model without its plan.
-
-    Attributes:
-        module: the plan's own module, by which a plan knows its forward again.
-        previous: the instance's own `forward` from before, put back by `remove`; None where the class's was in use.
-    """
-
-    runs_plan = True
-
-    def __init__(
-        self, module: PlannedModule, model: nn.Module, previous: Callable[..., Any] | None, state: PlanState
-    ) -> None:
-        self.module, self.model, self.previous, self.state = module, model, previous, state
-        self.copies: WeakKeyDictionary[nn.Module, PlannedForward] = WeakKeyDictionary()
-        self.__name__ = "forward"
-        self.__doc__ = inspect.getdoc(type(model).forward)
-        self.__signature__ = state.signature
-
-    @torch.compiler.disable(reason=OPAQUE)
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state = self.state
-        if state.unplanned:
-            return self.original(*args, **kwargs)
-        if self.model.training and torch.is_grad_enabled():
-            with state.through(self):
-                return state.run(bind_call(state.signature, args, kwargs), self._plain)
-        state.notice_eval()
-        if state.loss_fn is None:
-            return self.original(*args, **kwargs)
-        return self._plain(bind_call(state.signature, args, kwargs))
-
-    @property
-    def __func__(self) -> Callable[..., Any]:
-        """As of a method: who wraps methods and binds them anew, to this model or to a copy, looks for it."""
-        return self._called_on
-
-    def _called_on(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = self if model is self.model else self.copies.get(model)
-        if own is None:
-            own = self.copies[model] = self.__deepcopy__({id(self.model): model})
-        return own(*args, **kwargs)
-
-    @property
-    def original(self) -> Callable[..., Any]:
-        """The forward that ran before the plan was applied."""
-        return self.previous or type(self.model).forward.__get__(self.model)
-
-    def _plain(self, bound: Mapping[str, Any]) -> Any:
-        # Not `model(...)`: the call that led here runs the model's hooks already.
-        return run_model(_Bare(self.original), self.state.loss_fn, self.state.signature, bound)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
-        model = memo.get(id(self.model))
-        if model is None:
-            return self
-        return PlannedForward(self.module, model, copy.deepcopy(self.previous, memo), self.state.around(model))
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.model, "forward")
-
-
-class _Bare(nn.Module):
-    """A model's forward without the model's hooks."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.forward = forward
 
 
 # Another instance of the planned model --------------------------------------------------------------------------------
@@ -182,7 +108,7 @@ def _check_same_step(state: PlanState, model: nn.Module, sample: Any) -> None:
             "the planned model's Python asks about its inputs' values, so whether the plan fits another instance can "
             "only be told with inputs: call plan.apply(model, sample)."
         )
-    bound = _zeros(state) if sample is None else bind_sample(model, sample, state.loss_fn)
+    bound = blank_sample(state) if sample is None else bind_sample(model, sample, state.loss_fn)
     expected = tuple(leaf.path for leaf in own.outputs if leaf.differentiated)
     with under_autocast(state.first.key.autocast):
         other = capture(
@@ -221,7 +147,7 @@ def _entry(pair: tuple[StateEntry, str] | None) -> str:
     return f"{kind} {entry.name}{tied}: {value}{' grad' if entry.requires_grad else ''}"
 
 
-def _zeros(state: PlanState) -> dict[str, Any]:
+def blank_sample(state: PlanState) -> dict[str, Any]:
     """Inputs as the plan's sample had them, but for their values."""
     tensors = []
     for shape, dtype, device, requires_grad, stride in state.first.key.inputs[1:]:

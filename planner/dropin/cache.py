@@ -17,17 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import TORCH_FOLDER, active_saving_hooks
+from passes._torch import TORCH_FOLDER, active_saving_hooks, local_part
 from passes.errors import InputMismatch, NoBackward
 from passes.trace.arguments import argument_names, run_model, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.matching import Differs, match
+from passes.trace.refuse import sharded_inside
 from passes.trace.structure import flatten
 from planner.decided import Decided
 from planner.pipeline import Replan
 from solvers.errors import MIB, PlannerError
 
-from .entry import Entry, Fallback, Losses, starts_of
+from .entry import Entry, Fallback, Losses, Plain, starts_of
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
 from .regions import regions_of, running_regions
 
@@ -96,7 +97,7 @@ class PlanState:
                 return plain(bound)
         if entry.planned.runs:
             self._notice_gradients(entry.planned, list(self.model.parameters()))
-            entry.regions = entry.regions or regions_of(self.model, entry.planned.runs)
+            entry.regions = entry.regions or regions_of(self.model, entry.planned)
             with running_regions(entry.regions):
                 return plain(bound)
         return self._execute(entry, [*state, *tensors])
@@ -123,7 +124,8 @@ class PlanState:
         if self.on_new_shape == "error":
             raise mismatch
         self.replans[mismatch.argument] += 1
-        planned = self.on_new_shape == "replan"
+        inside = next(sharded_inside(self.model), None)  # what hooks gather cannot be measured while they run
+        planned = self.on_new_shape == "replan" and inside is None
         said = "planning anew" if planned else "planned step not used"
         warnings.warn(f"{said}: {mismatch}", stacklevel=_user_frame())
         return planned
@@ -145,7 +147,7 @@ class PlanState:
         _check_materialized(planned.prepared.traced, primals)
         self._notice_hooks()
         self._notice_gradients(planned, primals)
-        return planned.run(primals, Fallback(self, entry))
+        return planned.run(primals, Fallback(self, entry, self._plain_as_called()))
 
     def _notice_replans(self, seconds: float) -> None:
         """Say after several replans, and rarely after that, what is slowing training."""
@@ -166,7 +168,7 @@ class PlanState:
         """Say once that there are gradients from before the step which its plan does not count."""
         if self.noticed_gradients or planned.budget_bytes is None:
             return
-        held = [p.grad for p in primals if p.is_leaf and p.grad is not None]
+        held = [local_part(p.grad) for p in primals if p.is_leaf and p.grad is not None]
         if not held:
             return
         options = planned.prepared.options
@@ -238,16 +240,6 @@ class PlanState:
         with self.set_aside():
             return run_model(self.model, self.loss_fn, self.signature, bound)
 
-    def replayer(self) -> Callable[[Mapping[str, Any]], Any]:
-        """`plain`, as it is to run later for the call of now."""
-        applied = self.applied
-
-        def replay(bound: Mapping[str, Any]) -> Any:
-            with self.through(applied):
-                return self.plain(bound)
-
-        return replay
-
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Let `model(...)` be the model's own forward in the block, where the plan was applied to it."""
@@ -257,6 +249,16 @@ class PlanState:
                 yield
         finally:
             self.unplanned = before
+
+    def _plain_as_called(self) -> Plain:
+        """`plain` for the backward, when the call is over."""
+        applied = self.applied
+
+        def plain(bound: Mapping[str, Any]) -> Any:
+            with self.through(applied):
+                return self.plain(bound)
+
+        return plain
 
     @contextmanager
     def through(self, applied: Any) -> Iterator[None]:

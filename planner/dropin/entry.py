@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from passes._torch import swapped_state
+from passes._torch import as_distributed, is_distributed, swapped_state
 from passes.run._torch import active_autocast, under_autocast
 from passes.run.random import set_rng_state
+from passes.trace.arguments import state_tensors
 from passes.trace.capture import Traced
 from passes.trace.layouts import BACKWARD_AUTOCAST, gradient_key
 from passes.trace.matching import Differs, match
@@ -23,6 +24,9 @@ from passes.trace.structure import flatten, unflatten
 from planner.decided import Decided
 
 from .plan_key import Key, describe_autocast, state_key
+
+Plain = Callable[[Mapping[str, Any]], Any]
+_OTHER_STRIDES = " with a gradient in other strides"
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter})
 _DECIDES = attrgetter("shape", "dtype", "device", "requires_grad")
@@ -53,8 +57,10 @@ class Entry:
         if self.planned.runs:
             return []  # each region looks for itself
         tensors = self._state(model, loss_fn)
-        if tensors is None or not _PLAIN.issuperset(map(type, tensors)):
+        if tensors is None or not all(type(t) in _PLAIN or is_distributed(t) for t in tensors):
             return None
+        if self.planned.runs and any(map(is_distributed, tensors)):
+            return tensors  # each region looks at what is gathered for it
         if list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state:
             return None
         guard = self.planned.prepared.traced.guard
@@ -121,20 +127,20 @@ class Plans(Protocol):
     cache: list[Entry]
     losses: Losses
 
-    def replayer(self) -> Callable[[Mapping[str, Any]], Any]:
-        """The plain step's forward, as it is to run later for the call of now."""
+    def plain(self, bound: Mapping[str, Any]) -> Any:
+        """The plain step's forward."""
 
 
 class Fallback:
-    """Backward from other outputs than planned for, or with gradients laid out in another way.
+    """Backward from other outputs than planned for, under another autocast, or with gradients in other layouts.
 
     The plain model replays the forward; later calls are replanned.
     """
 
-    def __init__(self, state: Plans, entry: Entry) -> None:
+    def __init__(self, state: Plans, entry: Entry, plain: Plain | None = None) -> None:
         prepared = entry.planned.prepared
         self.state, self.traced, self.layouts = state, prepared.traced, prepared.layouts
-        self.autocast, self.replay = entry.key.autocast, state.replayer()
+        self.plain, self.autocast = plain or state.plain, entry.key.autocast
         self.started = state.losses.called(entry.starts)
 
     def __call__(
@@ -187,18 +193,16 @@ class Fallback:
         count = len(traced.state)
         for i in traced.mutated:
             leaves[i] = leaves[i].clone()
-        named = {e.name: t for e, t in zip(traced.state, leaves, strict=False)}
+        given = state_tensors(state.model, traced.state)
+        named = {e.name: as_distributed(t, g) for e, t, g in zip(traced.state, leaves, given, strict=False)}
         devices = [d for d in generators if d != "cpu"]
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), swapped_state(state.model, named):
             for device, generator in generators.items():
                 set_rng_state(generator.get_state(), device)
             with under_autocast(self.autocast):
-                outputs, _ = flatten(self.replay(unflatten(traced.input_template, leaves[count:])))
+                outputs, _ = flatten(self.plain(unflatten(traced.input_template, leaves[count:])))
         indices = [leaf.index for leaf in traced.outputs]
         started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]
         inputs = [t for t in leaves if t.requires_grad]
         found = iter(torch.autograd.grad([o for o, _ in started], inputs, [g for _, g in started], allow_unused=True))
         return [next(found) if t.requires_grad else None for t in leaves]
-
-
-_OTHER_STRIDES = " with a gradient in other strides"

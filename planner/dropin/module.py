@@ -16,9 +16,11 @@ from passes.trace.arguments import bind_call, call_signature, runs_hooks
 from passes.trace.capture import Traced
 from planner.decided import Decided
 from planner.pipeline import Replan
+from planner.ranks.wrapper import inner_module
 from solvers.errors import PlannerError
 
 from .cache import OPAQUE, PlanState
+from .forward import PlannedForward
 
 
 class PlannedModule(fx.GraphModule):
@@ -40,15 +42,16 @@ class PlannedModule(fx.GraphModule):
         loss_fn: Callable[..., Any] | None,
         on_new_shape: str,
     ) -> None:
+        inner = inner_module(model)
         object.__setattr__(self, "_plan_model", None)
         super().__init__(nn.Module(), fx.Graph())
         own = self.__dict__
         own["_plan_model"] = model
         own["_parameters"], own["_buffers"], own["_modules"] = model._parameters, model._buffers, model._modules
         own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
-        if not runs_hooks(model, loss_fn):
+        if inner is not model or not runs_hooks(model, loss_fn):
             own.update((name, getattr(model, name)) for name in _HOOKS)
-        own["_plan_state"] = PlanState(model, loss_fn, replan, on_new_shape, call_signature(model, loss_fn))
+        own["_plan_state"] = PlanState(inner, loss_fn, replan, on_new_shape, call_signature(inner, loss_fn))
         own["planned_step"] = _StepCall(self)
         self._plan_state.start(sample, planned)
         refer_weakly(self)  # the empty graph
@@ -71,6 +74,9 @@ class PlannedModule(fx.GraphModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own call: planned in training, the original forward under `eval()` or `no_grad`."""
         state = self._plan_state
+        if state.model is not self._plan_model:
+            with PlannedForward(self, state.model, state.model.__dict__.get("forward"), state).in_place():
+                return self._plan_model.forward(*args, **kwargs)
         if self.training and torch.is_grad_enabled():
             return state.run(bind_call(state.signature, args, kwargs), state.plain)
         state.notice_eval()
@@ -149,7 +155,7 @@ class PlannedModule(fx.GraphModule):
         """The same plans around another instance of the model."""
         state = self._plan_state
         module = PlannedModule(model, state.latest, {}, state.replan, state.loss_fn, state.on_new_shape)
-        module.__dict__["_plan_state"] = state.around(model)
+        module.__dict__["_plan_state"] = state.around(inner_module(model))
         return module
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from passes._torch import is_distributed, local_part
 from passes.run._torch import Autocast, active_autocast
 from passes.trace.structure import Constant, Template, Tree, outline, slots
 
@@ -30,6 +31,10 @@ def call_key(tensors: Sequence[torch.Tensor], template: Template) -> Key:
 
 
 def state_key(t: torch.Tensor) -> tuple[Any, ...]:
+    """What of a parameter, buffer or input decides; of one spread over ranks its part here, and how it is spread."""
+    if is_distributed(t):
+        spread: Any = t
+        return (*state_key(local_part(t)), tuple(map(str, spread.placements)), tuple(t.shape))
     return t.shape, t.dtype, home(t), t.requires_grad
 
 

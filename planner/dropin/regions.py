@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from passes.trace.arguments import bind_call, call_bound, call_signature, state_tensors
+from passes.trace.arguments import bind_call, call_bound, call_signature
 from passes.trace.structure import flatten
-from planner.decided import PlannedRun
+from planner.decided import Decided, PlannedRun
+from planner.regions.losses import LOSS, looking_at_losses, region_module
 
 from .entry import Entry, Fallback, Losses, starts_of
-from .plan_key import call_key, state_key
+from .plan_key import call_key
 
 
 class RegionForward:
@@ -32,9 +33,7 @@ class RegionForward:
         self.cache = [self._entry(run) for run in runs]
 
     def _entry(self, run: PlannedRun) -> Entry:
-        traced = run.planned.prepared.traced
-        state = [state_key(t) for t in state_tensors(self.model, traced.state)]
-        return Entry(run.key, state, run.planned, starts_of(traced))
+        return Entry(run.key, list(run.state), run.planned, starts_of(run.planned.prepared.traced))
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -55,9 +54,9 @@ class RegionForward:
         self._notice(number)
         return self.original(*args, **kwargs)
 
-    def replayer(self) -> Callable[[Mapping[str, Any]], Any]:
+    def plain(self, bound: Mapping[str, Any]) -> Any:
         """The region's own forward, for calls that are replayed."""
-        return lambda bound: call_bound(self.original, self.signature, bound)
+        return call_bound(self.original, self.signature, bound)
 
     def _notice(self, number: int) -> None:
         if not self.noticed:
@@ -75,8 +74,10 @@ def running_regions(regions: Sequence[RegionForward]) -> Iterator[None]:
     for region in regions:
         region.calls = 0
         region.model.__dict__["forward"] = region
+    loss = next((region.model for region in regions if region.path == LOSS), None)
     try:
-        yield
+        with looking_at_losses(loss) if loss is not None else nullcontext():
+            yield
     finally:
         for region in regions:
             own = region.model.__dict__
@@ -86,9 +87,14 @@ def running_regions(regions: Sequence[RegionForward]) -> Iterator[None]:
                 own["forward"] = region.previous
 
 
-def regions_of(model: nn.Module, runs: Sequence[PlannedRun]) -> list[RegionForward]:
-    """The regions of a plan, as they are in `model`."""
+def regions_of(model: nn.Module, planned: Decided) -> list[RegionForward]:
+    """The regions of a plan, as they are in `model`; one that the sample did not call runs like the most frugal."""
     found: dict[str, list[PlannedRun]] = {}
-    for run in runs:
+    for run in planned.runs:
         found.setdefault(run.path, []).append(run)
-    return [RegionForward(model.get_submodule(path), path, own) for path, own in found.items()]
+    frugal = sorted(planned.runs, key=lambda run: -run.planned.solution.added_cost)
+    regions = planned.prepared.regions
+    for path in regions.spare if regions is not None else ():
+        kind = type(region_module(model, path))
+        found[path] = [run for run in frugal if type(region_module(model, run.path)) is kind]
+    return [RegionForward(region_module(model, path), path, own) for path, own in found.items()]

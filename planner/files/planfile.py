@@ -8,6 +8,7 @@ solves.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -26,10 +27,11 @@ from planner.decided import Decided
 from planner.errors import PlanFileError
 from planner.hints import make_hints
 from planner.optimizer import Update
-from planner.options import GRADIENTS, ON_NEW_SHAPE, Options
-from planner.pipeline import emit
-from planner.prepared import Prepared, check_model, prepare
+from planner.options import GRADIENTS, ON_NEW_SHAPE, WHOLE, Options
+from planner.pipeline import emit, prepare_step
+from planner.prepared import Prepared, check_model
 from planner.progress import Progress
+from planner.ranks.wrapper import inner_module, wrapper_bytes
 from solvers.errors import MIB, PlannerError, ScheduleError
 from solvers.problem import Problem
 from solvers.schedule import Schedule, Step, computes, with_frees
@@ -46,16 +48,18 @@ OP_KEYS = ("op", "aten", "result", "bytes", "decision", "id")
 FIELDS: dict[str, dict[str, Any]] = {
     "model": {"class": str, "device": str, "torch": str, "fingerprint": str, "problem": str},
     "options": {"budget_bytes": int | None, "reserve_bytes": int, "cost": str, "loss_fn": str | None,
-                "on_new_shape": str, "differentiated": list,
+                "on_new_shape": str, "differentiated": list, "regions": list,
                 "keep_outputs": bool, "hints": dict, "gradients": str, "state_bytes": int, "step_bytes": int,
-                "hook_bytes": dict},
+                "hook_bytes": dict, "device": str},
     "result": {"peak_bytes": int, "plain_peak_bytes": int, "static_bytes": int, "added_cost": int, "step_cost": int,
                "bound": int | None, "bound_family": str, "status": str, "solver": str, "notes": list},
     "schedule": {"frees": str, "recompute": list, "steps": list},
 }  # fmt: skip
 LISTS = ("tensors", "ops")
 # Options that the first files do not have.
-SINCE: dict[str, Any] = {"gradients": "fresh", "state_bytes": 0, "step_bytes": 0, "hook_bytes": {}}
+SINCE: dict[str, Any] = {
+    "gradients": "fresh", "state_bytes": 0, "step_bytes": 0, "hook_bytes": {}, "device": "", "regions": [WHOLE],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,8 @@ def to_data(plan: Decided) -> dict[str, Any]:
             "state_bytes": options.update.state_bytes,
             "step_bytes": options.update.step_bytes,
             "hook_bytes": options.update.hook_bytes,
+            "device": options.device,
+            "regions": list(dict.fromkeys(run.path for run in plan.runs)) or [WHOLE],
             "differentiated": [leaf.path for leaf in prepared.traced.outputs if leaf.differentiated],
         },
         "result": _result(plan, plan.solution),
@@ -266,12 +272,13 @@ def load(
     """
     file = read(path)
     _check_loss(file, loss_fn)
-    options = _options(file, loss_fn, cost, progress)
+    options = replace(_options(file, loss_fn, cost, progress), wrapper_bytes=wrapper_bytes(model))
+    model = inner_module(model)
     check_model(model)
     arguments = bind_sample(model, sample, loss_fn)
     shown = Progress(progress)
     expected = tuple(file["options"]["differentiated"])
-    prepared = prepare(model, arguments, options, shown, differentiated=expected)
+    prepared = prepare_step(model, arguments, options, shown, differentiated=expected)
     _check_model(file, prepared)
     return emit(prepared, _solution(file, prepared), file["options"]["budget_bytes"], shown), arguments
 
@@ -294,7 +301,8 @@ def _check_types(file: PlanFile) -> None:
     _check_section(file, "options.hints", hints, dict.fromkeys(("save", "never_recompute", "recompute"), list))
     for kind, patterns in hints.items():
         _check_strings(file, f"options.hints.{kind}", patterns)
-    for section, key in (("schedule", "steps"), ("result", "notes"), ("options", "differentiated")):
+    for section, key in (("schedule", "steps"), ("result", "notes"), ("options", "differentiated"),
+                         ("options", "regions")):  # fmt: skip
         _check_strings(file, f"{section}.{key}", file[section][key])
     for i, group in enumerate(file["schedule"]["recompute"]):
         _check_section(file, f"schedule.recompute[{i}]", group, {"before": str, "run": list})
@@ -350,7 +358,8 @@ def _options(file: PlanFile, loss_fn: Any, cost: Any, progress: bool | None) -> 
         cost=cost if cost is not None else recorded, loss_fn=loss_fn, reserve_bytes=saved["reserve_bytes"],
         progress=progress, on_new_shape=saved["on_new_shape"], keep_outputs=saved["keep_outputs"],
         hints=make_hints(**saved["hints"]), gradients=saved["gradients"],
-        update=Update(saved["state_bytes"], saved["step_bytes"], saved["hook_bytes"]),
+        update=Update(saved["state_bytes"], saved["step_bytes"], saved["hook_bytes"]), device=saved["device"],
+        regions=WHOLE if saved["regions"] == [WHOLE] else tuple(glob.escape(path) for path in saved["regions"]),
     )  # fmt: skip
 
 

@@ -14,10 +14,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._guards import TracingContext, tracing
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.experimental.symbolic_shapes import find_symbol_binding_fx_nodes, free_symbols
 from torch.utils._python_dispatch import _disable_current_modes
+
+from ._torch_inductor import planned_order
 
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 # (joint graph, number of its outputs that belong to the forward) -> forward, backward
@@ -60,13 +62,12 @@ def compile_inductor(
     seen: Callable[[Callable[..., Any], bool], Callable[..., Any]],
 ) -> Callable[..., Any]:  # fmt: skip
     """Inductor with our partition; `seen(half, is_backward)` may wrap each compiled half."""
-    from torch._inductor.compile_fx import compile_fx_inner
-
     def inner(half: fx.GraphModule, half_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        compiled = compile_fx_inner(half, half_inputs, **kwargs)
+        with planned_order(half, options):  # a backward for sizes that vary is compiled when it is first run
+            compiled = compile_fx_inner(half, half_inputs, **kwargs)
         return seen(compiled, bool(kwargs.get("is_backward", False)))
 
-    patches = {**options, "custom_partitioner_fn": _Partitioner(partition), "fx_graph_cache": False}
+    patches = {**options, "custom_partitioner_fn": _Partitioner(partition)}
     with functorch_config.patch(enable_autograd_cache=False), inductor_config.patch(patches):
         compiled: Callable[..., Any] = cast(Any, compile_fx)(gm, list(inputs), inner_compile=inner)
     return compiled

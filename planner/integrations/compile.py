@@ -3,7 +3,8 @@
 Dynamo captures, AOT autograd traces forward and backward, the planner splits them under the budget, and Inductor
 compiles both halves (or, with `"inner": "eager"`, they run op by op, with the bits of `backend="aot_eager"`). Options:
 
-    budget_mb    MiB of the whole step's peak, or a size ("12GB"); None recomputes nothing
+    budget_mb    MiB of the whole step's peak, a size ("12GB"), or a share of its plain peak ("50%"); None recomputes
+                 nothing
     inner        "inductor" (default) or "eager"
     solver, time_limit, gap, cost    as in `auto_checkpoint`; the default cost is that of compiled code under Inductor
     reserve_mb   MiB to leave free, for what the graphs do not hold: optimizer state, tensors made between graphs
@@ -22,7 +23,7 @@ from torch import fx
 
 from passes.device import room_bytes
 from passes.profile import OpProfile
-from passes.rates import cost_function
+from passes.rates import check_cost, cost_function
 from planner.budget import Budget, reserve_to_bytes
 from solvers import get_solver
 from solvers.errors import PlannerError
@@ -55,19 +56,18 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         get_solver(self.solver)
+        Budget(self.budget_mb)
         if self.inner not in INNER:
             raise PlannerError(f"inner={self.inner!r} is unknown: it takes 'inductor' or 'eager'.")
-        if isinstance(self.cost, str):
-            cost_function(self.cost)
+        check_cost(self.cost)
 
     def settings(self, device: torch.device) -> Settings:
         """The same, ready for use on a device."""
         cost: Any = self.cost or (compiled_cost if self.inner == "inductor" else "roofline")
-        budget = Budget(self.budget_mb).to_bytes(None) or room_bytes(device)
         return Settings(
-            budget, self.inner == "inductor", self.solver, self.time_limit, self.gap,
-            cost if callable(cost) else cost_function(cost), cost == "measured", reserve_to_bytes(self.reserve_mb),
-            dict(self.inductor),
+            Budget(self.budget_mb), room_bytes(device), self.inner == "inductor", self.solver, self.time_limit,
+            self.gap, cost if callable(cost) else cost_function(cost, device), cost == "measured",
+            reserve_to_bytes(self.reserve_mb), dict(self.inductor),
         )  # fmt: skip
 
 

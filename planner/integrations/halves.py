@@ -25,6 +25,7 @@ from ._torch_compile import (
     saved_description,
     symbol_nodes,
 )
+from ._torch_inductor import HELD
 from .joint import Joint
 
 
@@ -162,6 +163,7 @@ class _Translation:
         taken = [n for n in self.rewritten.backward.graph.nodes if n.op == "placeholder"]
         for node, place in sorted(zip(saved, taken, strict=False), key=lambda pair: _unwatched(pair[0])):
             half.image[place] = half.placeholder(node)
+            half.image[place].meta[HELD] = place.meta.get(HELD)
         for node, place in zip((n for n in self.given if is_tangent(n)), taken[len(saved) :], strict=True):
             half.image[place] = half.placeholder(node)
         for node in self.rewritten.backward.graph.nodes:

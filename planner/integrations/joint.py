@@ -7,7 +7,7 @@ and new values as outputs, so they work on a second graph, node for node the fir
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from passes.trace.capture import Traced
 from ._torch_compile import concrete, is_plain_primal, is_symbolic, is_tangent, symbols_of
 
 aten = torch.ops.aten
-_UNUSED: Any = None  # a call's structure and reads are Dynamo's to guard
+UNUSED: Any = None  # a call's structure and reads are Dynamo's to guard
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class _Reader:
             if node.op in ("call_function", "get_attr"):
                 self._call(node)
         outputs = self._outputs()
-        self._mark_backward()
+        mark_backward(self.graph, [n for n in self.graph.nodes if n.op == "placeholder" and is_tangent(n)])
         image = fx.GraphModule(self.gm, self.graph)
         tensors = [self.image[n] for n in primals if isinstance(self.image[n], fx.Node)]
         mutated = tuple(tensors.index(self._of(n, 0)) for n in self.copies)
         traced = Traced(
-            graph_module=image, pristine=self.graph, state=(), input_template=_UNUSED, input_names=(),
-            num_inputs=len(tensors), output_template=_UNUSED, outputs=(), mutated=mutated,
-            num_outputs=outputs - len(mutated), reads=_UNUSED,
+            graph_module=image, pristine=self.graph, state=(), input_template=UNUSED, input_names=(),
+            num_inputs=len(tensors), output_template=UNUSED, outputs=(), mutated=mutated,
+            num_outputs=outputs - len(mutated), reads=UNUSED,
         )  # fmt: skip
         symbols = dict.fromkeys(s for n in nodes for s in _symbols(n))
         return Joint(self.gm, self.num_fwd_outputs, traced, tuple(self.copies), {s: self._size(s) for s in symbols})
@@ -150,28 +150,29 @@ class _Reader:
     def _primals(self) -> list[fx.Node]:
         return [n for n in self.gm.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
 
-    def _mark_backward(self) -> None:
-        """What reads a gradient, or serves no forward output, is of the backward; passes may have lost the tags."""
-        late: set[fx.Node] = set()
-        for node in self.graph.nodes:
-            if (node.op == "placeholder" and is_tangent(node)) or not late.isdisjoint(node.all_input_nodes):
-                late.add(node)
-        outputs: Any = self.graph.output_node().args[0]
-        needed = {n for n in outputs if isinstance(n, fx.Node) and n not in late}
-        for node in reversed(self.graph.nodes):
-            if node in needed:
-                needed.update(node.all_input_nodes)
-            elif node.op == "call_function" and "partitioner_tag" not in node.meta:
-                late.add(node)
-        for node in late:
-            node.meta["partitioner_tag"] = "is_backward"
-
     def _size(self, symbol: str) -> int:
         for node in self.gm.graph.nodes:
             value = node.meta.get("val")
             if isinstance(value, torch.SymInt) and str(value) == symbol:
                 return int(concrete(value, self.sizes))
         return 0
+
+
+def mark_backward(graph: fx.Graph, tangents: Sequence[fx.Node]) -> None:
+    """What reads a gradient, or serves no forward output, is of the backward; passes may have lost the tags."""
+    late: set[fx.Node] = set(tangents)
+    for node in graph.nodes:
+        if not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    outputs: Any = graph.output_node().args[0]
+    needed = {n for n in outputs if isinstance(n, fx.Node) and n not in late}
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+        elif node.op == "call_function" and "partitioner_tag" not in node.meta:
+            late.add(node)
+    for node in late:
+        node.meta["partitioner_tag"] = "is_backward"
 
 
 def _symbols(node: fx.Node) -> tuple[str, ...]:

@@ -11,21 +11,27 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.alias import device_of
 from passes.codegen import boxed
+from passes.lower import lower
 from passes.memory import granule, round_up
 from passes.profile import OpProfile
+from planner.budget import Budget
 from solvers.problem import Problem
 from solvers.schedule import Schedule
 
 from ._torch_compile import Halves, compile_eager, compile_inductor, is_profiling, reentered, tracing_context
-from .partition import Figures, Ready, prepare_joint
+from .halves import make_halves
+from .joint import read_joint
+from .partition import Figures, Ready, ready_for
 
 
 @dataclass(frozen=True, eq=False)
 class Settings:
     """The backend's options, resolved."""
 
-    budget_bytes: int | None
+    budget: Budget
+    room_bytes: int | None
     inductor: bool
     solver: str
     time_limit: float
@@ -89,14 +95,17 @@ class Program:
     def _partition(
         self, joint: fx.GraphModule, num_fwd_outputs: int, choose: Callable[[Program, Ready], Schedule]
     ) -> Halves:
-        settings = self.settings
-        ready = prepare_joint(
-            joint, num_fwd_outputs, settings.cost, self.sizes, timed=settings.timed, fusing=settings.inductor
-        )
+        read, settings = read_joint(joint, num_fwd_outputs, self.sizes), self.settings
+        device = device_of(next(n for n in read.traced.graph_module.graph.nodes if n.op != "output"))
+        ready = ready_for(
+            read.traced, lambda aliases, profiles, once: lower(
+                read.traced, aliases, profiles, settings.cost, device=device, once=once
+            ), timed=settings.timed, fusing=settings.inductor,
+        )  # fmt: skip
         self.ready, self.problem = ready, ready.problem
         self.schedule = choose(self, ready)
         self.predicted = ready.figures(self.schedule)
-        return ready.halves(self.schedule)
+        return make_halves(read, ready.rewritten(self.schedule))
 
     @property
     def figures(self) -> Figures | None:
@@ -136,8 +145,7 @@ class Program:
         known = self.measured or self.predicted
         if is_backward:
             tangents = self.ready.tangent_bytes if self.ready else 0
-            start = known.held + tangents
-            self.measured = replace(known, backward=start + peak, gradients=max(known.gradients, start + left))
+            self.measured = replace(known, backward=known.held + tangents + peak)
         else:
             self.measured = replace(known, forward=peak, held=left)
         return result.pop()

@@ -1,16 +1,18 @@
 """One budget over the graphs of a compiled model, which Dynamo hands over one by one.
 
 A step calls graphs 1..n forward and then n..1 backward. With H what a graph holds between its halves (saved tensors
-and outputs), F and B the highest points of its halves, G its gradients and S all parameters and inputs, the step's
-peak is the largest of
+and outputs), F and B the highest points of its halves, A(k) what the backwards before that of k leave (gradients of
+parameters and of what graphs before k made, and outputs) and S all parameters and inputs, the step's peak is the
+largest of
 
-    S + H(1) + ... + H(k-1) + F(k)    and    S + H(1) + ... + H(k-1) + B(k) + G(k+1) + ... + G(n).
+    S + H(1) + ... + H(k-1) + F(k)    and    S + H(1) + ... + H(k-1) + B(k) + A(k).
 
 What comes after a graph is not known when it is compiled. So in the first step each graph may use what its
 predecessors leave of the budget, or else runs at its lowest peak. When a step has run, its graphs are known and, under
-Inductor, measured. If the peak is then above the budget, all of them are planned anew at one level between
-the least that they can hold between their halves and what they hold without recompute, the highest at which the step
-fits. Promised from then on: the peak of what the graphs hold. What Python makes between graphs is `reserve_mb`'s.
+Inductor, measured. If the peak is then above the budget, each in turn is planned anew for what the others leave. Where
+that does not do, all start from one level between the least that they can hold between their halves and what they hold
+without recompute, the highest at which the step fits. Promised from then on: the peak of what the graphs hold. What
+Python makes between graphs is `reserve_mb`'s.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ ATTEMPTS = 6
 LEVELS = 5
 LONGEST_STEP = 10_000  # calls without a backward between them are no step
 SHARE_OF_TIME = 0.3
+SMALLEST_STEP = 200  # a target is lowered by at least this part of what was predicted
 
 
 class Share:
@@ -43,7 +46,8 @@ class Share:
         self.programs: list[Program] = []
         self.sequence: list[Program] = []
         self.leaves: dict[int, int] = {}
-        self.made: set[int] = set()
+        self.made: dict[int, int] = {}  # what graphs of this step made: by which
+        self.passed: list[dict[int, int]] = []  # for each graph of this step: what it reads of that, with its bytes
         self.backward_ran = False
         self.watching = True
         self.attempts = 0
@@ -64,10 +68,10 @@ class Share:
         self._tell(program)
 
     def _within_the_rest(self, program: Program, ready: Ready) -> Schedule:
-        budget = self._budget()
+        others = sum(self.leaves.values()) + _held(_figures(self.sequence))
+        budget = self._budget(others + ready.plain_peak)
         if budget is None:
             return self._decide(ready, None)
-        others = sum(self.leaves.values()) + sum(f.held for f in _figures(self.sequence))
         try:
             return self._decide(ready, budget - others)
         except BudgetError:
@@ -75,13 +79,17 @@ class Share:
                 raise
             return self._hold(ready, 0.0)
 
-    def _budget(self) -> int | None:
-        budget = self.settings.budget_bytes
-        return None if budget is None else budget - self.settings.reserve_bytes
-
-    def _decide(self, ready: Ready, budget: int | None) -> Schedule:
+    def _budget(self, plain_peak_bytes: int) -> int | None:
         settings = self.settings
-        return ready.decide(budget, solver=settings.solver, time_limit=settings.time_limit, gap=settings.gap)
+        budget = settings.budget.to_bytes(plain_peak_bytes) or settings.room_bytes
+        return None if budget is None else budget - settings.reserve_bytes
+
+    def _decide(self, ready: Ready, budget: int | None, between: int = 0, after: int = 0) -> Schedule:
+        settings = self.settings
+        return ready.decide(
+            budget, solver=settings.solver, time_limit=settings.time_limit, gap=settings.gap, between=between,
+            after=after,
+        )  # fmt: skip
 
     def _hold(self, ready: Ready, level: float) -> Schedule:
         settings = self.settings
@@ -113,7 +121,10 @@ class Share:
         result = program.run(*args)
         if program.predicted is not None and len(self.sequence) < LONGEST_STEP:
             self.sequence.append(program)
-        self.made.update(p for p, _ in _storages(result))
+            self.passed.append({p: size for p, size in _storages(args) if p in self.made})
+            self.made.update((p, len(self.passed) - 1) for p, _ in _storages(result) if p not in self.made)
+        else:
+            self.made.update((p, -1) for p, _ in _storages(result))
         return result
 
     def _see(self, args: Sequence[Any]) -> None:
@@ -124,7 +135,7 @@ class Share:
         self.backward_ran = True
 
     def _begin(self) -> None:
-        self.sequence, self.leaves, self.made, self.backward_ran = [], {}, set(), False
+        self.sequence, self.leaves, self.made, self.passed, self.backward_ran = [], {}, {}, [], False
 
     def _watch(self) -> None:
         self.watching = True
@@ -135,7 +146,8 @@ class Share:
 
     def _settle(self) -> None:
         """The step that has run fits, or its graphs are planned anew."""
-        budget, sequence = self._budget(), self.sequence
+        sequence = self.sequence
+        budget = self._budget(self._peak([ready.figures(ready.plain) for p in sequence if (ready := p.ready)]))
         peak = self._peak(_figures(sequence))
         self.lowest = min(self.lowest or peak, peak)
         if budget is None or not sequence or peak <= budget:
@@ -149,62 +161,89 @@ class Share:
             )  # fmt: skip
         else:
             self.attempts += 1
-            self.target = (self.target or budget) - self._surplus(peak, budget, sequence)
+            self.target = self._lower_target(peak, budget, self._peak(_told(sequence)))
             self._plan_together(sequence, self.target)
         for program in self.programs:
             program.watching = self.watching
 
-    def _surplus(self, peak: int, budget: int, sequence: list[Program]) -> int:
-        """By how much to aim lower: what was measured above the budget. What was predicted above it needs no more."""
-        return peak - max(budget, min(peak, self._peak(_told(sequence))))
+    def _lower_target(self, peak: int, budget: int, told: int) -> int:
+        """Below what was predicted this time by what was measured above the budget."""
+        target = self.target or budget
+        return target if told > target else min(told - (peak - budget), told - told // SMALLEST_STEP)
 
     def _peak(self, figures: Sequence[Figures]) -> int:
         """The step's peak (see above)."""
-        static, before, after = sum(self.leaves.values()), 0, sum(f.gradients for f in figures)
-        highest = static
-        for f in figures:
-            after -= f.gradients
-            highest = max(highest, static + before + f.forward, static + before + f.backward + after)
-            before += f.held
-        return highest
+        return sum(self.leaves.values()) + max(self._highest(figures), default=0)
+
+    def _highest(self, figures: Sequence[Figures]) -> list[int]:
+        """The highest point while either half of each graph runs, above parameters and inputs."""
+        return [
+            _held(figures[:k]) + max(f.forward, f.backward + self._left(figures, k)) for k, f in enumerate(figures)
+        ]
+
+    def _left(self, figures: Sequence[Figures], k: int) -> int:
+        """What the backwards of the graphs after the k-th leave: gradients of what it made itself are its own."""
+        later = self.passed[k + 1 :]
+        kept = sum(f.gradients + f.outputs for f in figures[k + 1 :]) - sum(sum(p.values()) for p in later)
+        waiting = {p: size for passed in later for p, size in passed.items() if self.made[p] < k}
+        return max(0, kept) + sum(waiting.values())
 
     def _plan_together(self, sequence: list[Program], target: int) -> None:
-        """Compile all graphs of the step at the highest common level at which it fits, or at their lowest."""
+        """Compile all graphs of the step anew, so that it fits, or at the lowest found."""
         distinct = list(dict.fromkeys(sequence))
-        for level in self._levels(distinct, target):
-            found = {p: self._at_level(p, *level) for p in distinct}
-            if self._peak([_ready(p).figures(found[p]) for p in sequence]) <= target:
+        found = self._each_in_turn({p: _schedule(p) for p in distinct}, target)
+        for level in range(LEVELS, -1, -1):
+            if self._foretold(found) <= target:
                 break
-        else:
-            self.exhausted = True
+            held = {p: self._hold(_ready(p), level / (LEVELS + 1)) for p in distinct}
+            found = held if self._foretold(held) <= target and level else self._each_in_turn(held, target)
+        self.exhausted = self._foretold(found) > target
         for program in distinct:
             schedule, problem = found[program], program.problem
             program.compile(lambda p, ready, s=schedule, q=problem: self._as_chosen(ready, q, s))  # type: ignore[misc]
             self._tell(program)
 
+    def _each_in_turn(self, found: dict[Program, Schedule], target: int) -> dict[Program, Schedule]:
+        """Each graph at its cheapest among the others as they are."""
+        found = dict(found)
+        for program in found:
+            figures = [_ready(p).figures(found[p]) for p in self.sequence]
+            try:
+                found[program] = self._decide(_ready(program), **self._room(program, figures, target))
+            except BudgetError:
+                continue
+        return found
+
+    def _room(self, program: Program, figures: Sequence[Figures], target: int) -> dict[str, int]:
+        """What a graph may use wherever it stands in the step, as arguments of `Ready.decide`."""
+        places = [k for k, p in enumerate(self.sequence) if p is program]
+        held = [_held(figures[:k]) for k in range(len(figures) + 1)]
+        highest = self._highest(figures)
+        return {
+            "budget": target - sum(self.leaves.values()) - held[places[-1]] + _ready(program).problem.static_bytes,
+            "between": max(max(highest[k + 1 :], default=held[k + 1]) - held[k + 1] for k in places),
+            "after": max(self._left(figures, k) for k in places),
+        }
+
+    def _foretold(self, found: dict[Program, Schedule]) -> int:
+        return self._peak([_ready(p).figures(found[p]) for p in self.sequence])
+
     def _as_chosen(self, ready: Ready, problem: Any, schedule: Schedule) -> Schedule:
         return schedule if ready.problem == problem else self._hold(ready, 0.0)
 
-    def _levels(self, programs: list[Program], target: int) -> Iterator[tuple[float, int]]:
-        """Shares of the way from the lowest to the plain peak, from above; one graph by itself is told its bytes."""
-        if len(programs) == 1 and len(self.sequence) == 1:
-            yield 1.0, target - sum(self.leaves.values()) + _ready(programs[0]).problem.static_bytes
-        for step in range(LEVELS, -1, -1):
-            yield step / (LEVELS + 1), -1
 
-    def _at_level(self, program: Program, level: float, exact: int) -> Schedule:
-        ready = _ready(program)
-        if exact < 0:
-            return self._hold(ready, level)
-        try:
-            return self._decide(ready, exact)
-        except BudgetError:
-            return self._hold(ready, 0.0)
+def _schedule(program: Program) -> Schedule:
+    assert program.schedule is not None
+    return program.schedule
 
 
 def _ready(program: Program) -> Ready:
     assert program.ready is not None
     return program.ready
+
+
+def _held(figures: Sequence[Figures]) -> int:
+    return sum(f.held for f in figures)
 
 
 def _figures(sequence: Sequence[Program]) -> list[Figures]:

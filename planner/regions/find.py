@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from planner.errors import RegionError
+
+from .losses import LOSS, CrossEntropy
 
 
 @dataclass
@@ -23,9 +25,14 @@ class Candidates:
     chosen: dict[str, nn.Module]
     descend: bool
 
-    def refine(self, refused: Sequence[str], called: Sequence[str]) -> bool:
-        """Leave out those that were refused or not called, for their children; whether that changes anything."""
-        leave = [path for path in self.chosen if path in refused or path not in called]
+    def refine(self, refused: Collection[str], called: Collection[str], kinds: Collection[type]) -> bool:
+        """Leave out those that were refused or not called, for their children; whether that changes anything.
+
+        Args:
+            kinds: classes of regions that are planned. One of them that was not called (layer drop) stays.
+        """
+        missed = [path for path, module in self.chosen.items() if path not in called and type(module) not in kinds]
+        leave = [path for path in self.chosen if path in refused or path in missed]
         for path in leave:
             module = self.chosen.pop(path)
             if self.descend or path not in called:
@@ -40,7 +47,7 @@ def candidates(model: nn.Module, patterns: Sequence[str]) -> Candidates:
         RegionError: a pattern matches no submodule.
     """
     if not patterns:
-        return Candidates(model, dict(children(model, "")), True)
+        return Candidates(model, {**dict(children(model, "")), LOSS: CrossEntropy()}, True)
     paths = [path for path, _ in model.named_modules() if path]
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in paths):
@@ -53,7 +60,7 @@ def candidates(model: nn.Module, patterns: Sequence[str]) -> Candidates:
         inside = any(path.startswith(f"{other}.") for other in chosen)
         if path and not inside and any(fnmatchcase(path, pattern) for pattern in patterns) and _runs(module):
             chosen[path] = module
-    return Candidates(model, chosen, False)
+    return Candidates(model, {**chosen, LOSS: CrossEntropy()}, False)
 
 
 def children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from passes.alias import Aliases, Storage, alias
+from passes.alias import Aliases, Storage
 from passes.lower import Lowered
 from passes.profile import OpProfile
 from passes.trace.arguments import StateEntry
@@ -61,10 +61,10 @@ class FlatGraph:
                 self.profiles[new] = part.profiles[node]
         self.nodes.append(copies)
 
-    def finish(self) -> tuple[fx.GraphModule, Aliases]:
-        """The graph, and what shares memory in it."""
+    def finish(self) -> fx.GraphModule:
+        """The graph with its constants."""
         self.graph.output(())
-        return _NeverRun(self.root, self.graph), alias(self.graph)
+        return _NeverRun(self.root, self.graph)
 
     def _placeholder(self, name: str, value: Any) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -85,6 +85,8 @@ def _below(path: str, meta: dict[str, Any]) -> dict[str, Any]:
         if meta.get(kind):
             inner = {f"{k}:{path}": (f"{path}.{p}" if p else path, name) for k, (p, name) in meta[kind].items()}
             new[kind] = inner
+    if not (meta.get(STACK) or meta.get(FORWARD_STACK)):  # an op of the region's own forward
+        new[STACK] = {path: (path, "")}
     return new
 
 

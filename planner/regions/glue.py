@@ -114,8 +114,7 @@ def _between(events: Sequence[int], marks: Sequence[Mark]) -> list[Stretch]:
 
 def _attribute(edge: Edge, stretches: Sequence[Stretch]) -> None:
     """Find where a storage that glue makes was allocated, and where freed, by its size."""
-    before = (e for stretch in reversed(stretches[: edge.born + 1]) for e in reversed(stretch))
-    birth = next((e for e in before if e.size == edge.size and e.edge is None), None)
+    birth = _birth(edge, stretches)
     if birth is None:
         edge.run = STATIC  # from before the step
         return
@@ -126,14 +125,26 @@ def _attribute(edge: Edge, stretches: Sequence[Stretch]) -> None:
             death.edge = edge
 
 
+def _birth(edge: Edge, stretches: Sequence[Stretch]) -> _Event | None:
+    """The latest allocation of that size which nothing freed before the edge was seen."""
+    freed = 0
+    for event in (e for stretch in reversed(stretches[: edge.born + 1]) for e in reversed(stretch)):
+        if event.edge is not None or abs(event.size) != edge.size:
+            continue
+        if event.size > 0 and not freed:
+            return event
+        freed += 1 if event.size < 0 else -1
+    return None
+
+
 STATIC = -1
 
 
 def _left_over(stretch: Stretch, granule: int) -> Stretch:
     """What changes within a region and is not the region's: seen once it is over."""
-    freed = [e for e in stretch if e.edge is not None and e.size < 0]
+    crossing = sorted((e for e in stretch if e.edge is not None), key=lambda e: e.size < 0)
     net = sum(_rounded(e.size, granule) for e in stretch if e.edge is None)
-    return [*([_Event(net)] if net else []), *freed]
+    return [*([_Event(net)] if net else []), *crossing]
 
 
 def _ops(stretch: Stretch, granule: int) -> list[GlueOp]:

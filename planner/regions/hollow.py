@@ -14,15 +14,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes._torch import StorageWeakRef, active_saving_hooks, swapped_state
+from passes._torch import StorageWeakRef, active_saving_hooks, local_part, swapped_state
 from passes.alias import Storage
 from passes.device import kind_of
 from passes.profile import Counting
 from passes.trace.arguments import bind_call, call_bound, call_signature, run_model, state_entries, state_tensors
 from passes.trace.capture import OutputLeaf, choose_differentiated
+from passes.trace.refuse import is_sharded
 from passes.trace.structure import flatten, slots, unflatten
 from planner.check.restore import Generators, Snapshot, put_back
+from planner.ranks.sharded import gathered_gradient_bytes, without_reducing, without_talking
 
+from .losses import LOSS, looking_at_losses, losses_set_aside
 from .parts import Part, Parts
 
 PAD = 7  # no ordinary tensor has such a size in bytes
@@ -76,12 +79,13 @@ class Hollow:
         events: signed sizes of the allocator's events.
         again: whether something was learned or refused, so that another run will differ.
         called: how often each candidate was called.
+        accumulated_bytes: whole gradients that sharded modules kept from a step before.
         outputs: what the model returned, and each of those tensors without its data.
     """
 
     def __init__(self, model: nn.Module, static: Sequence[torch.Tensor], parts: Parts, device: torch.device) -> None:
         self.model, self.parts, self.device = model, parts, device
-        self.static = {t.untyped_storage().data_ptr() for t in static}
+        self.static = {local_part(t).untyped_storage().data_ptr() for t in static}
         self.marks: list[Mark] = []
         self.edges: dict[int, Edge] = {}
         self.found: dict[int, Edge] = {}
@@ -90,6 +94,7 @@ class Hollow:
         self.again = self.inside = self.late = False
         self.counting: Counting | None = None
         self.called: dict[str, int] = {}
+        self.accumulated_bytes = 0
         self.outputs: list[tuple[OutputLeaf, torch.Tensor]] = []
         self.sizes: set[int] = set()
 
@@ -168,7 +173,7 @@ class HollowForward:
             return self.original(*args, **kwargs)
         run = Run(path, number, part, [])
         hollow.runs.append(run)
-        state = state_tensors(self.module, part.traced.state)
+        state = [local_part(t) for t in state_tensors(self.module, part.traced.state)]
         results, outputs = _HollowRun.apply(self, run, bound, *state, *tensors), part.traced.outputs
         hollow.mark("forward out", len(hollow.runs) - 1)
         primals = [*state, *tensors]
@@ -183,9 +188,9 @@ class HollowForward:
         if not self.module.training:
             why = "it is in eval mode"
         if why:
-            hollow.again = hollow.parts.refuse(self.path, self.module, why) or hollow.again
+            hollow.again = hollow.parts.refuse(self.path, why) or hollow.again
             return None
-        with self.set_aside():
+        with self.set_aside(), hollow.within(), losses_set_aside():
             part, new = hollow.parts.find(self.path, number, self.module, bound, tensors, template)
         hollow.again = hollow.again or new
         return part
@@ -310,30 +315,47 @@ class Sample:
         inputs, template = flatten(dict(self.arguments))
         indices = sorted({t.device.index or 0 for t in (*originals, *inputs) if t.device.type == "cuda"})
         snapshot = Snapshot([self.model, self.loss_fn], originals)
-        own = {e.name: _stand_in_of(t, e.is_parameter) for e, t in zip(entries, originals, strict=True)}
+        sharded = any(map(is_sharded, self.model.modules()))
+        own = {
+            e.name: t if sharded and e.is_parameter else _stand_in_of(t, e.is_parameter)
+            for e, t in zip(entries, originals, strict=True)
+        }
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
         hollow = Hollow(self.model, [*own.values(), *inputs], parts, self.device)
         before = [(p, p.grad) for p in self.model.parameters()]
-        with put_back(snapshot, Generators(tuple(indices))), swapped_state(self.model, own):
+        for held, _ in before:
+            held.grad = None
+        swapped = {name: t for name, t in own.items() if all(t is not o for o in originals)}
+        alone = without_talking(self.model)
+        with put_back(snapshot, Generators(tuple(indices))), swapped_state(self.model, swapped), alone:
             if not self.model.training:
                 self.model.train()
-            self._prepare_gradients([p for p in own.values() if p.requires_grad and p.is_leaf])
             signature = call_signature(self.model, self.loss_fn)
 
-            def step() -> None:
+            def step(hollow: Hollow = hollow) -> None:
                 self._step(hollow, signature, unflatten(template, inputs))
 
+            if not sharded:
+                self._prepare_gradients([p for p in own.values() if p.requires_grad and p.is_leaf])
+            elif self.gradients == "accumulated":
+                first = Hollow(self.model, [*own.values(), *inputs], parts, self.device)
+                with _hollowed(first, candidates), without_reducing(self.model):
+                    step(first)
+                hollow.sizes |= first.sizes  # what is left of it is told from this run's by its size
+            left = frozenset(hollow.sizes)
             with _hollowed(hollow, candidates):
+                hollow.accumulated_bytes = gathered_gradient_bytes(self.model)
                 if counting is None:
-                    hollow.events = kind_of(self.device).allocations(step, self.device)
+                    events = kind_of(self.device).allocations(step, self.device)
+                    hollow.events = [size for size in events if -size not in left]
                 else:
                     hollow.counting = counting
                     with counting:
                         step()
             for parameter in own.values():
                 parameter.grad = None
-        for parameter, gradient in before:
-            parameter.grad = gradient
+        for held, gradient in before:
+            held.grad = gradient
         return hollow
 
     def _prepare_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -344,7 +366,10 @@ class Sample:
                 parameter.register_post_accumulate_grad_hook(_consume)
 
     def _step(self, hollow: Hollow, signature: Any, bound: Any) -> None:
-        output = run_model(self.model, self.loss_fn, signature, bound)
+        if is_sharded(self.model) and self.loss_fn is None:
+            output = call_bound(self.model, signature, bound)  # with its hooks, which gather its own parameters
+        else:
+            output = run_model(self.model, self.loss_fn, signature, bound)
         leaves, template = flatten(output)
         paths: dict[int, str] = {}
         for path, i in slots(template):
@@ -359,11 +384,46 @@ class Sample:
             leaves = [t for i, t in enumerate(leaves) if i in wanted]
             wanted = set(range(len(leaves)))
         chosen = [leaves[i] for i in sorted(wanted)]
+        hollow.again = _refuse_other_sums(hollow, chosen) or hollow.again
         hollow.mark("backward")
         starts = [None if t.dim() == 0 else torch.ones_like(t) for t in chosen]
         torch.autograd.backward(chosen, starts)
         hollow.mark("end")
         hollow.late = True
+
+
+OTHER_SUM = (
+    "its input {name!r} is read more than once in it, and by code that comes after it: the gradient would be summed in "
+    "another order than the plain step's"
+)
+
+
+def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor]) -> bool:
+    """Leave to eager regions that sum a part of a gradient which the plain step adds, term by term, to others.
+
+    Autograd runs what was recorded last first, so that terms from a later reader come before the region's own.
+    """
+    latest: dict[tuple[Any, int], int] = {}
+    regions: list[Any] = []
+    waiting, seen = [t.grad_fn for t in outputs if t.grad_fn is not None], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        regions += [node] if isinstance(getattr(node, "run", None), Run) else []
+        for edge in node.next_functions:
+            latest[edge] = max(latest.get(edge, 0), node._sequence_nr())
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    new = False
+    for node in regions:
+        part, edges = node.run.part, node.next_functions
+        for i in sorted(part.summed):
+            if edges[i][0] is not None and latest[edges[i]] > node._sequence_nr():
+                names = [*(e.name for e in part.traced.state), *part.traced.input_names]
+                why = OTHER_SUM.format(name=names[i])
+                new = hollow.parts.refuse(node.run.path, why) or new
+    return new
 
 
 def _consume(parameter: torch.Tensor) -> None:
@@ -384,6 +444,7 @@ def _hollowed(hollow: Hollow, candidates: Mapping[str, nn.Module]) -> Iterator[N
             forward = HollowForward(hollow, path, module)
             module.__dict__["forward"] = forward
             stack.callback(_put_back, module, forward.previous)
+        stack.enter_context(looking_at_losses(candidates.get(LOSS)))
         yield
 
 

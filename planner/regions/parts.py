@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from passes._torch import is_dense
-from passes.alias import Aliases, Storage, alias
+from passes.alias import Aliases, Storage, alias, is_view
 from passes.errors import CaptureError, Unsupported
 from passes.profile import Measured, OpProfile, profile
 from passes.run.tensors import is_laid_out
@@ -19,6 +19,7 @@ from passes.trace.arguments import state_tensors
 from passes.trace.capture import EVERY_OUTPUT, Traced, capture
 from passes.trace.layouts import Layouts, gradient_key, learned
 from passes.trace.matching import Differs, match
+from passes.trace.refuse import refuse_sharded
 from planner.dropin.plan_key import Key, call_key, state_key
 from planner.progress import Progress
 
@@ -57,6 +58,19 @@ class Part:
         """For each primal its gradient, if it has one."""
         found: list[fx.Node | None] = list(self.results[self.traced.num_forward_outputs :])
         return found
+
+    @cached_property
+    def summed(self) -> frozenset[int]:
+        """Primals whose gradient may be a sum, as the region reads them more than once."""
+        graph = self.traced.pristine
+        gradients: Any = graph.output_node().args[0]
+        found = []
+        for i, gradient in enumerate(gradients[self.traced.num_forward_outputs :]):
+            while isinstance(gradient, fx.Node) and is_view(gradient):
+                gradient = gradient.args[0]
+            if isinstance(gradient, fx.Node) and gradient.target is torch.ops.aten.add.Tensor:
+                found.append(i)
+        return frozenset(found)
 
     @cached_property
     def position(self) -> dict[Any, int]:
@@ -127,12 +141,13 @@ class Parts:
             part = self._capture(module, bound, key, asked)
         except (CaptureError, Unsupported) as error:
             self.errors[type(module)] = error
-            self.refuse(path, module, str(error))
+            self.refuse(path, str(error))
             return None, True
         self.known.append(part)
         return part, True
 
     def _capture(self, module: nn.Module, bound: Mapping[str, Any], key: Key, asked: Asked) -> Part:
+        refuse_sharded(module)
         layouts = {**self.layouts, **dict(asked.strides)}
         with self.progress.stage("capture"):
             starts = EVERY_OUTPUT if asked.starts is None else asked.starts
@@ -141,7 +156,7 @@ class Parts:
         state = list(map(state_key, state_tensors(module, traced.state)))
         return Part(type(module), key, state, asked, traced, aliases)
 
-    def refuse(self, path: str, module: nn.Module, why: str) -> bool:
+    def refuse(self, path: str, why: str) -> bool:
         """Leave a region to eager; whether that is new."""
         new = path not in self.refused
         self.refused.setdefault(path, why)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from passes._torch import local_part
+from passes.alias import alias
 from passes.errors import CaptureError, Unsupported
 from passes.lower import UPDATE
 from passes.memory import granule, round_up
@@ -18,29 +20,68 @@ from passes.trace.arguments import state_entries, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
 from passes.trace.reads import Known, Reads
-from passes.trace.refuse import is_quantized_weight
+from passes.trace.refuse import is_quantized_weight, is_sharded
 from passes.trace.structure import Constant, flatten, slots
 from planner.errors import RegionError
 from planner.hints import resolve
+from planner.optimizer import NO_UPDATE
 from planner.options import Options
 from planner.prepared import Prepared, Regions, lower_step, model_device
 from planner.progress import Progress
+from solvers.order import plain_peak
 from solvers.problem import Op, Problem
-from solvers.schedule import plain_order, with_frees
-from solvers.simulate import simulate
 
-from .compose import compose
+from .compose import Composed, compose
 from .find import Candidates, candidates
 from .flat import FlatGraph, lowered_of
 from .hollow import Hollow, Sample
 from .parts import Part, Parts
 
+Refusal = CaptureError | Unsupported
 MOST_RUNS = 30  # hollow ones; each teaches something
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What hollow runs have shown of a step.
+
+    Attributes:
+        hollow: the last of them, which taught nothing new.
+        why: why the model is not planned as a whole, where that was tried.
+    """
+
+    model: nn.Module
+    arguments: Mapping[str, Any]
+    options: Options
+    device: torch.device
+    chosen: Candidates
+    parts: Parts
+    hollow: Hollow
+    glue_cost: int
+    why: Refusal | None
+
+    @property
+    def suffixes(self) -> list[str]:
+        return [f"_r{r}" for r in range(len(self.hollow.runs))]
+
+    @property
+    def eager(self) -> dict[str, str]:
+        return {**({"": str(self.why)} if self.why else {}), **self.parts.refused}
+
+    @property
+    def spare(self) -> tuple[str, ...]:
+        return tuple(path for path in self.chosen.chosen if path not in self.hollow.called)
+
+    def regions(self, composed: Composed, prepared: Sequence[Prepared]) -> Regions:
+        runs = self.hollow.runs
+        paths, keys = tuple((r.path, r.number) for r in runs), tuple(r.part.key for r in runs)
+        states = tuple(tuple(r.part.state) for r in runs)
+        return Regions(composed, paths, keys, states, tuple(prepared), self.eager, self.spare)
 
 
 def prepare_regions(
     model: nn.Module, arguments: Mapping[str, Any], options: Options, progress: Progress, *,
-    layouts: Layouts | None = None, required_hints: bool = True, why: CaptureError | Unsupported | None = None,
+    layouts: Layouts | None = None, required_hints: bool = True, why: Refusal | None = None,
 ) -> Prepared:  # fmt: skip
     """Everything before the decision, for a step by regions.
 
@@ -52,8 +93,8 @@ def prepare_regions(
         RegionError: nothing can be planned.
     """
     device = model_device(model)
-    if device.type == "meta" or any(p.device.type == "meta" for p in model.parameters()):
-        raise RegionError("regions of a model on the meta device: what runs between them cannot be measured there.")
+    if any(p.device.type == "meta" for p in model.parameters()):
+        raise why or RegionError("regions of a model on the meta device: what runs between them cannot be measured.")
     if any(map(is_quantized_weight, (*model.parameters(), *model.buffers()))):
         raise why or RegionError("regions of a model with quantized weights (tensor subclasses) are not planned.")
     parts = Parts({} if layouts is None else layouts, progress)
@@ -62,13 +103,10 @@ def prepare_regions(
     hollow = _settled_run(sample, chosen, parts, options)
     if not hollow.runs:
         raise why or RegionError(f"no region can be planned: {_first(parts.refused)}")
-    counting = Counting(options.cost_function)
+    counting = Counting(options.cost_function(device))
     sample.run(chosen.chosen, parts, counting)
-    own = {id(p): _prepared(p, options, device) for p in parts.known}
-    prepared = tuple(own[id(run.part)] for run in hollow.runs)
-    eager = {**({"": str(why)} if why else {}), **parts.refused}
-    glue_cost = round(counting.total)
-    return _composed(model, arguments, options, hollow, prepared, eager, device, parts, required_hints, glue_cost)
+    found = _Found(model, arguments, options, device, chosen, parts, hollow, round(counting.total), why)
+    return _prepared(found, required_hints)
 
 
 def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Options) -> Hollow:
@@ -77,8 +115,9 @@ def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Opti
         hollow = sample.run(chosen.chosen, parts)
         for run in hollow.runs:
             if not run.ended:
-                hollow.again = parts.refuse(run.path, chosen.chosen[run.path], "no gradient reaches it") or hollow.again
-        if chosen.refine(tuple(parts.refused), tuple(hollow.called)) or hollow.again:
+                hollow.again = parts.refuse(run.path, "no gradient reaches it") or hollow.again
+        kinds = {part.kind for part in parts.known}
+        if chosen.refine(parts.refused, hollow.called, kinds) or hollow.again:
             continue
         if not parts.profile(True, options.cost == "measured"):
             return hollow
@@ -89,72 +128,80 @@ def _first(refused: Mapping[str, str]) -> str:
     return next((f"{path}: {why}" for path, why in refused.items()), "no submodule is called")
 
 
-def _prepared(part: Part, options: Options, device: torch.device) -> Prepared:
-    """A part's own step; what is set aside counts for the whole."""
-    assert part.profiles is not None
-    alone = replace(options, keep_outputs=False, reserve_bytes=0, loss_fn=None)
-    lowered = lower_step(part.traced, part.aliases, part.profiles, device, alone, region=True)
-    problem = lowered.problem
-    plain = simulate(problem, with_frees(problem, plain_order(problem))).peak_bytes
-    return Prepared(
-        part.traced, part.aliases, part.profiles, lowered, device, plain, alone, {}, printable(part.kind.__name__),
-        part.traced.layouts,
-    )  # fmt: skip
-
-
-def _composed(
-    model: nn.Module, arguments: Mapping[str, Any], options: Options, hollow: Hollow, prepared: Sequence[Prepared],
-    eager: Mapping[str, str], device: torch.device, parts: Parts, required_hints: bool, glue_cost: int,
-) -> Prepared:  # fmt: skip
-    entries = state_entries(model)
-    tensors = state_tensors(model, entries)
-    inputs, template = flatten(dict(arguments))
-    suffixes = [f"_r{r}" for r in range(len(hollow.runs))]
+def _prepared(found: _Found, required_hints: bool) -> Prepared:
+    options, device, hollow = found.options, found.device, found.hollow
+    own = {id(p): _of_part(p, options, device) for p in found.parts.known}
+    prepared = [own[id(run.part)] for run in hollow.runs]
     lowered = [p.lowered for p in prepared]
-    multiple = granule(device)
-    resident = sum(_distinct([*tensors, *inputs], multiple).values())
-    grads = [t for t in tensors if t.requires_grad] if options.gradients == "accumulated" else []
-    accumulated = sum(round_up(t.numel() * t.element_size(), multiple) for t in grads)
+    traced, flat = _flat(found)
+    accumulated = _accumulated_bytes(found)
     composed = compose(
-        hollow, lowered, suffixes, granule=multiple, static_bytes=resident + accumulated + options.set_aside_bytes,
-        glue_cost=glue_cost,
+        hollow, lowered, found.suffixes, granule=granule(device), static_bytes=_resident_bytes(found) + accumulated,
+        glue_cost=found.glue_cost,
     )  # fmt: skip
     composed = replace(composed, problem=_with_update(composed.problem, options.update.step_bytes))
-    flat = FlatGraph(entries, tensors, inputs, [t for leaf, t in hollow.outputs if leaf.differentiated])
-    for run, suffix in zip(hollow.runs, suffixes, strict=True):
-        flat.add(run.part, run.path, suffix)
-    graph_module, aliases = flat.finish()
-    reads = Reads(tuple(entries), (Known(type(model), "", True),), {}, (), None, frozenset())
-    traced = Traced(
-        graph_module, graph_module.graph, tuple(entries), template, tuple(path for path, _ in slots(template)),
-        len(inputs), Constant(None), tuple(leaf for leaf, _ in hollow.outputs), (), 0, reads,
-    )  # fmt: skip
+    aliases = alias(flat.graph)
     view = lowered_of(composed, lowered, flat, aliases, accumulated)
     hinted = resolve(options.hints, traced, aliases, device, required=required_hints)
     once = {view.node_op[n] for n, hint in hinted.items() if hint.once and n in view.node_op}
-    if once:
-        composed = replace(composed, problem=_run_once(composed.problem, once))
-        view = replace(view, problem=composed.problem)
-    problem = composed.problem
-    plain = simulate(problem, with_frees(problem, plain_order(problem))).peak_bytes
-    runs = hollow.runs
-    regions = Regions(
-        composed, tuple((r.path, r.number) for r in runs), tuple(r.part.key for r in runs), tuple(prepared), dict(eager)
-    )
-    name = printable(type(model).__name__)
+    composed = replace(composed, problem=_run_once(composed.problem, once))
+    view = replace(view, problem=composed.problem)
     return Prepared(
-        traced, aliases, flat.profiles, view, device, plain, options, hinted, name, parts.layouts, None, regions
+        traced, aliases, flat.profiles, view, device, plain_peak(composed.problem), options, hinted,
+        printable(type(found.model).__name__), found.parts.layouts, None, found.regions(composed, prepared),
+    )  # fmt: skip
+
+
+def _of_part(part: Part, options: Options, device: torch.device) -> Prepared:
+    """A part's own step; what is set aside counts for the whole."""
+    assert part.profiles is not None
+    alone = replace(options, keep_outputs=False, reserve_bytes=0, update=NO_UPDATE, loss_fn=None)
+    lowered = lower_step(part.traced, part.aliases, part.profiles, device, alone, region=True)
+    return Prepared(
+        part.traced, part.aliases, part.profiles, lowered, device, plain_peak(lowered.problem), alone, {},
+        printable(part.kind.__name__), part.traced.layouts,
+    )  # fmt: skip
+
+
+def _flat(found: _Found) -> tuple[Traced, FlatGraph]:
+    """The runs' graphs as one, and the step that it stands for."""
+    entries = state_entries(found.model)
+    inputs, template = flatten(dict(found.arguments))
+    outputs = found.hollow.outputs
+    flat = FlatGraph(
+        entries, [local_part(t) for t in state_tensors(found.model, entries)], inputs, [t for leaf, t in outputs if leaf.differentiated]
     )
+    for run, suffix in zip(found.hollow.runs, found.suffixes, strict=True):
+        flat.add(run.part, run.path, suffix)
+    module = flat.finish()
+    reads = Reads(tuple(entries), (Known(type(found.model), "", True),), {}, (), None, frozenset())
+    leaves, names = tuple(leaf for leaf, _ in outputs), tuple(path for path, _ in slots(template))
+    traced = Traced(
+        module, flat.graph, tuple(entries), template, names, len(inputs), Constant(None), leaves, (), 0, reads
+    )
+    return traced, flat
 
 
-def _distinct(tensors: Sequence[torch.Tensor], multiple: int) -> dict[int, int]:
-    """Bytes by storage."""
+def _resident_bytes(found: _Found) -> int:
+    """Parameters, buffers and inputs, and what is set aside."""
+    inputs, _ = flatten(dict(found.arguments))
+    tensors = (*map(local_part, state_tensors(found.model, state_entries(found.model))), *inputs)
     storages = [t.untyped_storage() for t in tensors]
-    return {s.data_ptr(): round_up(s.nbytes(), multiple) for s in storages}
+    sizes = {s.data_ptr(): round_up(s.nbytes(), granule(found.device)) for s in storages}
+    return sum(sizes.values()) + found.options.set_aside_bytes
 
 
-def _run_once(problem: Problem, once: set[int]) -> Problem:
-    ops = (replace(op, recomputable=False) if i in once else op for i, op in enumerate(problem.ops))
+def _accumulated_bytes(found: _Found) -> int:
+    """Gradients from before the step."""
+    gathered = found.hollow.accumulated_bytes
+    if found.options.gradients != "accumulated" or any(map(is_sharded, found.model.modules())):
+        return gathered
+    trained = [p for p in found.model.parameters() if p.requires_grad]
+    return gathered + sum(round_up(p.numel() * p.element_size(), granule(found.device)) for p in trained)
+
+
+def _run_once(problem: Problem, once: Collection[int]) -> Problem:
+    ops = (replace(op, recomputable=op.recomputable and i not in once) for i, op in enumerate(problem.ops))
     return replace(problem, ops=tuple(ops))
 
 

@@ -20,6 +20,7 @@ from torch import fx, nn
 from passes._torch import TORCH_VERSION, pytree
 from passes.printable import brief
 from passes.run import _torch, exported, exported_errors, gradients, kernels, random, replay, step, tensors
+from passes.run._torch import Autocast
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import OutputLeaf, Traced
 from passes.trace.refuse import is_quantized_weight
@@ -64,6 +65,12 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
         PlannerError: the folder exists and is not empty, an op is not torch's own, the weights have no data, or an
             input cannot be described without the model's library.
     """
+    if plan.runs:
+        raise PlannerError(
+            f"a plan by regions ({len({run.path for run in plan.runs})} here) cannot be exported: between them runs the "
+            "model's own code, which a folder without the model's library does not have. Export a plan made with "
+            'regions="whole", or share the plan itself: plan.save(...), and Plan.load beside the model.'
+        )
     _refuse_quantized(module._plan_state.model)
     spec, tensors, constants = _spec(plan, module)
     forward, backward = _halves(plan)
@@ -178,8 +185,8 @@ def _spec(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tensors
         "constants": [_described(name, value, "constant") for name, value in constants.items()],
         **{name: getattr(plan.step, name) for name in exported.STEP_FIELDS},
         "answers": [] if traced.guard is None else list(traced.guard.answers),
-        "autocast": [[kind, str(dtype)] for kind, dtype in state.first.key.autocast],
-        "backward_autocast": [[kind, str(dtype)] for kind, dtype in plan.step.autocast],
+        "autocast": _autocast(state.first.key.autocast),
+        "backward_autocast": _autocast(plan.step.autocast),
     }
     return spec, {n: t.contiguous() for n, t in tensors.items()}, {n: t.contiguous() for n, t in constants.items()}
 
@@ -188,9 +195,13 @@ def _refuse_quantized(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_quantized_weight(tensor):
             raise PlannerError(
-                f"{brief(name)} is of class {type(tensor).__name__}, which an exported folder cannot hold: export a model "
-                "with plain weights, or keep the plan with plan.save."
+                f"{brief(name)} is of class {type(tensor).__name__}, which an exported folder cannot hold: export a "
+                "model with plain weights, or keep the plan with plan.save."
             )
+
+
+def _autocast(autocast: Autocast) -> list[list[str]]:
+    return [[kind, str(dtype).removeprefix("torch.")] for kind, dtype in autocast]
 
 
 def _leaf(leaf: OutputLeaf) -> dict[str, Any]:

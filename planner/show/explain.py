@@ -8,6 +8,7 @@ from planner.units import show_bytes
 from solvers.schedule import computes, with_frees
 from solvers.simulate import simulate
 
+from . import regions
 from .tables import OpRow, live_at_peak, op_rows, place, unknown_module, within
 
 SHOWN = 40
@@ -28,6 +29,8 @@ def explain(plan: Decided, name: str = "") -> str:
     lines += [f"- {line}" for line in told[:SHOWN]]
     if len(told) > SHOWN:
         lines.append(f"- ... and {len(told) - SHOWN} more: name a module or an op to see them.")
+    if not name:
+        lines += ["", *regions.lines(plan)]
     return "\n".join([*lines, "", *at_peak(plan)])
 
 
@@ -126,10 +129,11 @@ def _why_saved(plan: Decided, i: int, row: OpRow) -> str:
     readers = [j for t in problem.ops[i].outputs for j in problem.readers[t] if j >= problem.num_forward]
     reader = f", read by {place(plan, problem.ops[readers[0]].name)}" if readers else ", read by recomputes"
     node = lowered.nodes[i]
-    reason = None if node is None else must_run_once(node, plan.prepared.device)
+    reason = None if node is None else must_run_once(node, plan.prepared.options.target(plan.prepared.device))
     if not problem.ops[i].recomputable:
         hint = _hint(plan, i)
-        because = reason or (f"the hint {hint}" if hint else "it reads what the forward changes")
+        returned = "a region's result is computed once" if plan.prepared.regions else ""
+        because = reason or (f"the hint {hint}" if hint else returned or "it reads what the forward changes")
         return f"{show_bytes(row.saved_bytes)} saved{reader}: it may not run again ({because})."
     share = row.cost / (problem.step_cost or 1)
     text = f"{show_bytes(row.saved_bytes)} saved{reader}: computing it again would cost {share:.2%} of the step."

@@ -11,6 +11,7 @@ from planner.timeline import CATEGORIES
 from planner.units import show_bytes
 from solvers.errors import MIB
 
+from . import regions
 from .curve import plain_curve, planned_curve, thin
 from .explain import at_peak
 from .plots import BUDGET, COLORS, PLAIN
@@ -47,7 +48,7 @@ def body(plan: Decided, chart: str | None = None) -> str:
     notes = (f"<p>{escape(note)}</p>" for note in plan.notes)
     checked = f"<p>{escape(plan.checked.line)}</p>"
     parts = [f'<p class="cp-v">{escape(verdict(plan).sentence)}</p>', *notes, checked]
-    return "".join([*parts, chart or svg(plan), legend(plan), _peak(plan), table(plan)])
+    return "".join([*parts, chart or svg(plan), legend(plan), _regions(plan), _peak(plan), table(plan)])
 
 
 def legend(plan: Decided) -> str:
@@ -57,6 +58,13 @@ def legend(plan: Decided) -> str:
         items.append(("var(--budget)", "budget"))
     spans = "".join(f'<span><i style="background:{color}"></i>{name}</span>' for color, name in items)
     return f'<p class="cp-l">{spans}</p>'
+
+
+def _regions(plan: Decided) -> str:
+    if not (found := regions.lines(plan)):
+        return ""
+    items = "".join(f"<li>{escape(line.removeprefix('- '))}</li>" for line in found[1:])
+    return f"<details><summary>{escape(found[0])}</summary><ul>{items}</ul></details>"
 
 
 def _peak(plan: Decided) -> str:
@@ -143,6 +151,10 @@ def _marks(plan: Decided, scale: _Scale, backward_at: float, starts: Sequence[fl
     if plan.budget_bytes is not None and plan.budget_bytes <= scale.top:
         y = scale.y(plan.budget_bytes)
         yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" stroke="var(--budget)" stroke-width="1.5"/>'
+    for left, right, path in regions.bands(plan, starts):
+        x, width = scale.x(left), max(0.5, scale.x(right) - scale.x(left) - 1)
+        box = f'x="{x}" y="{HEIGHT - BOTTOM + 1}" width="{width:.1f}" height="4"'
+        yield f'<rect {box} fill="var(--soft)" opacity="0.6"><title>{escape(path)}</title></rect>'
     yield from _peak_mark(plan, scale, starts)
 
 

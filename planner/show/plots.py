@@ -10,6 +10,7 @@ from planner.units import show_bytes
 from solvers.errors import MIB
 
 from .curve import plain_curve, planned_curve, thin
+from .regions import bands
 from .tables import OpRow, module_rows, op_rows, place, unknown_module, within
 from .words import verdict
 
@@ -42,6 +43,8 @@ def plot(plan: Decided, width: float = 9.0, height: float = 4.6) -> Figure:
     if plan.budget_bytes is not None and plan.budget_bytes / MIB < 2 * top:
         label = f"budget {show_bytes(plan.budget_bytes)}"
         axes.axhline(plan.budget_bytes / MIB, color=BUDGET, linewidth=1.2, label=label)
+    for left, right, _ in bands(plan, planned.starts):
+        axes.axvspan(left, right, ymax=0.012, color=TEXT, alpha=0.6, linewidth=0)
     _mark_peak(axes, plan, planned.starts, top)
     axes.set_xlim(0, max(planned.end, plain.end))
     axes.set_ylim(0, top * 1.22)

@@ -68,6 +68,11 @@
     columns(plain, totals[1], inner).forEach((step, x) => c.lineTo(left + x, toY(totals[1][step])));
     c.stroke();
     c.setLineDash([]);
+    c.fillStyle = color("--soft");
+    data.regions.forEach(([from, to]) => {
+      const x = Math.max(left, toX(from)), until = Math.min(width - right, toX(to));
+      if (until > x) c.fillRect(x, height - bottom + 1, Math.max(0.5, until - x - 1), 4);
+    });
     marks(c, width, height, toY);
   }
 

@@ -15,6 +15,7 @@ from planner.timeline import CATEGORIES
 from .curve import Curve, plain_curve, planned_curve
 from .page import STYLE, body
 from .plots import COLORS
+from .regions import bands
 from .tables import place
 
 PAGE = """<!doctype html>
@@ -59,6 +60,7 @@ def _data(plan: Decided) -> dict[str, Any]:
         "colors": [COLORS[c] for c in CATEGORIES],
         "budget": plan.budget_bytes,
         "peak": plan.timeline.peak[0],
+        "regions": [[round(a, 7), round(b, 7), path] for a, b, path in bands(plan, planned_curve(plan).starts)],
         "planned": _series(plan, planned_curve(plan)),
         "plain": _series(plan, plain_curve(plan)),
     }

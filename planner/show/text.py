@@ -11,6 +11,7 @@ from planner.units import show_bytes
 
 from .curve import Curve, plain_curve, planned_curve, thin
 from .explain import at_peak
+from .regions import lines
 from .tables import ModuleRow, module_rows, op_rows
 from .words import verdict
 
@@ -38,8 +39,15 @@ def renderable(plan: Decided, width: int = 100) -> Group:
     parts: list[Any] = [Text(verdict(plan).sentence, style="bold"), *(Text(f"note: {n}") for n in plan.notes)]
     parts += [Text(plan.checked.line), Text("")]
     parts += [Text(line, no_wrap=True) for line in curves(plan, width - 20)]
-    parts += [Text(""), module_table(plan), Text(""), *(Text(line) for line in at_peak(plan))]
+    parts += [Text(""), module_table(plan), Text(""), *(Text(line) for line in _regions(plan))]
+    parts += [Text(line) for line in at_peak(plan)]
     return Group(*parts)
+
+
+def _regions(plan: Decided, most: int = 20) -> list[str]:
+    found = lines(plan)
+    more = [f"- ... and {len(found) - most} more: plan.regions lists all of them"] if len(found) > most else []
+    return [*found[:most], *more, ""] if found else []
 
 
 def curves(plan: Decided, columns: int) -> list[str]:

@@ -1,8 +1,13 @@
 """The backend of torch.compile against plain Inductor and torch's own activation_memory_budget, on the CPU.
 
-    python -m tests.bench.compiled [gpt2 llama vit resnet] [--shares 0.8 0.6 0.45] [--knobs 0.5 0.0] [--steps 10]
+    python -m tests.bench.compiled [gpt2 llama vit resnet] [--shares 0.8 0.6 0.45] [--knobs 0.5 0.0] [--plans 0.8]
+        [--steps 10]
 
-Peaks are measured by allocator events, parameters and inputs included; times are the shortest of interleaved steps.
+`--shares` are budgets for the backend, of compiled plain's peak; `--knobs` values of activation_memory_budget, each
+beside the backend at the peak that it was measured at; `--plans` budgets of `auto_checkpoint`, of eager plain's peak,
+uncompiled and after `plan.compile()`. Peaks are measured by allocator events, parameters and inputs included; times are
+the shortest of interleaved steps; gradients are compared, as one vector, with eager ones in float64 where no random op
+is in the way.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import torch
 from torch import nn
 
 from passes.memory import measure_peak
+from planner import auto_checkpoint
 from planner.integrations.compile import checkpoint_planner, plans
 from solvers.errors import MIB, BudgetError
 
@@ -59,7 +65,7 @@ def vit() -> Case:
 def resnet() -> Case:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    inputs = {"pixel_values": torch.randn(8, 3, 96, 96), "labels": torch.arange(8)}
+    inputs = {"pixel_values": torch.randn(48, 3, 64, 64), "labels": torch.arange(48) % 10}
     return ResNetForImageClassification(ResNetConfig(num_labels=10)), inputs
 
 
@@ -67,35 +73,52 @@ CASES: dict[str, Callable[[], Case]] = {"gpt2": gpt2, "llama": llama, "vit": vit
 
 
 class _Run:
-    """A compiled model and its first steps."""
+    """A model and how its steps are run."""
 
-    def __init__(self, model: nn.Module, inputs: dict[str, Any], compiled: Any) -> None:
-        self.model, self.inputs, self.compiled = model, inputs, compiled
+    def __init__(
+        self, model: nn.Module, inputs: dict[str, Any], run: Any, options: dict[str, Any] | None = None
+    ) -> None:
+        self.model, self.inputs, self.run = model, inputs, run
         self.static = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *set(inputs.values())))
-        start = time.perf_counter()
-        for _ in range(9):
+        start, steps = time.perf_counter(), 0
+        while steps < 2 or (options is not None and steps < 9 and any(p.watching for p in plans(options))):
             self.step()
+            steps += 1
         self.seconds = time.perf_counter() - start
 
     def step(self) -> None:
         self.model.zero_grad()
-        self.compiled(**self.inputs).loss.backward()
+        self.run(**self.inputs).loss.backward()
 
     def peak(self) -> float:
         def once() -> None:
-            self.compiled(**self.inputs).loss.backward()
+            self.run(**self.inputs).loss.backward()
 
         self.model.zero_grad()
         return (measure_peak(once) + self.static) / MIB
 
+    def error(self) -> str:
+        """How far the gradients are from those of eager in float64."""
+        self.step()
+        if any(isinstance(m, nn.Dropout) and m.p for m in self.model.modules()):
+            return "random"
+        exact = copy.deepcopy(self.model).double()
+        exact.zero_grad()
+        given = {k: v.double() if v.is_floating_point() else v for k, v in self.inputs.items()}
+        exact(**given).loss.backward()
+        pairs = zip(self.model.parameters(), exact.parameters(), strict=True)
+        squares = [(((p.grad - q.grad) ** 2).sum(), (q.grad**2).sum()) for p, q in pairs if q.grad is not None]  # type: ignore[operator]
+        return f"{(sum(d for d, _ in squares) / sum(s for _, s in squares)) ** 0.5:.1e}"
+
 
 def _ours(model: nn.Module, inputs: dict[str, Any], budget_mb: float) -> tuple[_Run, Any]:
+    torch._dynamo.reset()
     options = {"budget_mb": budget_mb, "time_limit": 15.0}
     try:
-        run = _Run(model, inputs, torch.compile(model, backend=checkpoint_planner, options=options))
+        run = _Run(model, inputs, torch.compile(model, backend=checkpoint_planner, options=options), options)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         raise error.inner_exception from None
-    return run, plans(options)[-1]
+    return run, plans(options)
 
 
 def _fastest(runs: list[_Run], steps: int) -> list[float]:
@@ -105,47 +128,68 @@ def _fastest(runs: list[_Run], steps: int) -> list[float]:
             start = time.perf_counter()
             run.step()
             best[i] = min(best[i], time.perf_counter() - start)
-    return best
+    return [1e3 * b for b in best]
 
 
-def measure(name: str, shares: list[float], knobs: list[float], steps: int) -> None:
-    """Print a table for one model."""
+def _share(plain: _Run, peak: float, share: float, steps: int) -> str:
+    try:
+        run, programs = _ours(copy.deepcopy(plain.model), plain.inputs, share * peak)
+    except BudgetError as error:
+        return f"refused: {error}"
+    ours, theirs = _fastest([run, plain], steps)
+    cost = max(p.overhead for p in programs)
+    return (
+        f"budget {share * peak:.1f}, measured {run.peak():.1f} MiB, {ours / theirs:.2f}x compiled plain's "
+        f"{theirs:.0f} ms, recompute {cost:.1%}, gradients' error {run.error()}, {len(programs)} graphs in "
+        f"{run.seconds:.0f} s; the last time: planning {sum(p.planning_seconds for p in programs):.1f} s, compiling "
+        f"{sum(p.compile_seconds for p in programs):.1f} s"
+    )
+
+
+def _knob(plain: _Run, knob: float, steps: int) -> str:
+    torch._dynamo.reset()
+    other = copy.deepcopy(plain.model)
+    with torch._functorch.config.patch(activation_memory_budget=knob):
+        theirs = _Run(other, plain.inputs, torch.compile(other))
+    peak = theirs.peak()
+    try:
+        ours, _ = _ours(copy.deepcopy(plain.model), plain.inputs, peak)
+    except BudgetError as error:
+        return f"{peak:.1f} MiB; ours refused: {error}"
+    a, b = _fastest([theirs, ours], steps)
+    return f"{peak:.1f} MiB, {a:.0f} ms; ours {ours.peak():.1f} MiB, {b:.0f} ms ({b / a:.2f}x)"
+
+
+def _plan(plain: _Run, share: float, steps: int) -> str:
+    model = copy.deepcopy(plain.model)
+    plan = auto_checkpoint(model, plain.inputs, f"{share:%}", progress=False, check=False)
+    try:
+        compiled = plan.compile()
+    except BudgetError as error:
+        return f"refused: {error}"
+    runs = [_Run(model, plain.inputs, p.module) for p in (plan, compiled)]
+    a, b = _fastest(runs, steps)
+    return (
+        f"budget {(plan.budget_bytes or 0) / MIB:.1f}, measured {runs[0].peak():.1f} MiB, {a:.0f} ms; compiled "
+        f"{runs[1].peak():.1f} MiB, {b:.0f} ms ({b / a:.2f}x) in {compiled.seconds['compile']:.0f} s, gradients' error "
+        f"{runs[1].error()}"
+    )
+
+
+def measure(name: str, asked: argparse.Namespace) -> None:
+    """Print what is asked for about one model."""
     torch.manual_seed(0)
+    torch._dynamo.reset()
     model, inputs = CASES[name]()
-    model.train()
-    plain = _Run(model, inputs, torch.compile(model))
+    plain = _Run(model.train(), inputs, torch.compile(model))
     peak = plain.peak()
-    print(f"{name}: compiled plain {peak:.1f} MiB, {min(_fastest([plain], steps)) * 1e3:.1f} ms", flush=True)
-    for share in shares:
-        torch._dynamo.reset()
-        fresh = copy.deepcopy(model)
-        try:
-            run, program = _ours(fresh, inputs, share * peak)
-        except BudgetError as error:
-            print(f"  {share:.0%}: refused: {error}", flush=True)
-            continue
-        found, fastest = run.peak(), min(_fastest([run], steps)) * 1e3
-        print(
-            f"  {share:.0%}: budget {share * peak:.1f}, measured {found:.1f} MiB, {fastest:.1f} ms, "
-            f"recompute {program.overhead:.1%}, nine first steps {run.seconds:.1f} s, of the last program: planning "
-            f"{program.planning_seconds:.1f} s, compiling {program.compile_seconds:.1f} s", flush=True,
-        )  # fmt: skip
-    for knob in knobs:
-        torch._dynamo.reset()
-        other = copy.deepcopy(model)
-        with torch._functorch.config.patch(activation_memory_budget=knob):
-            theirs = _Run(other, inputs, torch.compile(other))
-        their_peak = theirs.peak()
-        try:
-            ours, _ = _ours(copy.deepcopy(model), inputs, their_peak)
-        except BudgetError as error:
-            print(f"  activation_memory_budget={knob}: {their_peak:.1f} MiB; ours refused: {error}", flush=True)
-            continue
-        a, b = _fastest([theirs, ours], steps)
-        print(
-            f"  activation_memory_budget={knob}: {their_peak:.1f} MiB, {a * 1e3:.1f} ms; ours {ours.peak():.1f} MiB, "
-            f"{b * 1e3:.1f} ms ({b / a:.2f}x)", flush=True,
-        )  # fmt: skip
+    print(f"{name}: compiled plain {peak:.1f} MiB, {min(_fastest([plain], asked.steps)):.0f} ms", flush=True)
+    for share in asked.shares:
+        print(f"  {share:.0%}: {_share(plain, peak, share, asked.steps)}", flush=True)
+    for knob in asked.knobs:
+        print(f"  activation_memory_budget={knob}: {_knob(plain, knob, asked.steps)}", flush=True)
+    for share in asked.plans:
+        print(f"  plan of {share:.0%}: {_plan(plain, share, asked.steps)}", flush=True)
 
 
 def main() -> None:
@@ -153,12 +197,12 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(CASES))
     parser.add_argument("--shares", nargs="*", type=float, default=[0.8, 0.6, 0.45])
     parser.add_argument("--knobs", nargs="*", type=float, default=[0.5, 0.0])
+    parser.add_argument("--plans", nargs="*", type=float, default=[0.8])
     parser.add_argument("--steps", type=int, default=10)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     for name in asked.models:
-        torch._dynamo.reset()
-        measure(name, asked.shares, asked.knobs, asked.steps)
+        measure(name, asked)
 
 
 if __name__ == "__main__":

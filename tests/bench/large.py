@@ -251,7 +251,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every case")
     parser.add_argument("--shares", default="", help="budgets in percent, e.g. 50,25")
     parser.add_argument("--time-limit", type=float, help="seconds per solve; default 50 (synthetic), 30 (7B), 90 (70B)")
-    parser.add_argument("--cost", default="roofline")
+    parser.add_argument("--cost", default="roofline:flops=1e13,bytes=1e12")
     parser.add_argument("--here", action="store_true", help="one case in this process, its rows as JSON")
     options = parser.parse_args()
     known = ("synthetic", *SHAPES)

@@ -29,7 +29,8 @@ from passes.fuse import match, normal_form, records, rules
 from passes.fuse.fused import Fused
 from passes.fuse.meaning import run as run_meaning
 from passes.lower import lower
-from passes.profile import COSTS, profile
+from passes.profile import profile
+from passes.rates import cost_function
 from passes.trace.arguments import bind_sample, state_tensors
 from passes.trace.capture import capture
 from planner.options import Options
@@ -416,7 +417,7 @@ def make_case(name: str) -> Case:
     traced = capture(model, bind_sample(model, sample), keep_outputs=False)
     graph, cpu = traced.graph_module.graph, torch.device("cpu")
     aliases, profiles = alias(graph), profile(graph, measure=False)
-    lowered = lower(traced, aliases, profiles, COSTS["roofline"], device=cpu, keep_outputs=False)
+    lowered = lower(traced, aliases, profiles, cost_function("roofline"), device=cpu, keep_outputs=False)
     options = Options(keep_outputs=False, progress=False)
     prepared = Prepared(traced, aliases, profiles, lowered, cpu, 0, options, {}, name, {})
     schedule = with_frees(lowered.problem, plain_order(lowered.problem))

@@ -21,14 +21,14 @@ import torch
 from torch import fx, nn
 
 from passes.device import kind_of
-from passes.errors import Unsupported
+from passes.errors import Unsupported, VerificationError
 from passes.memory import measure_peak
 from passes.run import kernels
 from passes.run.tensors import laid_out
 from passes.trace.arguments import bind_sample
 from passes.trace.structure import flatten
 from planner import BudgetError, auto_checkpoint
-from planner.options import Options
+from planner.options import GRADIENTS, Options
 from planner.pipeline import emit_schedule
 from planner.plan import Plan
 from planner.prepared import Prepared, prepare
@@ -194,13 +194,19 @@ def check(program: Program, schedule_pick: Pick) -> Outcome:
     """
     model = copy.deepcopy(program.model)
     bound = bind_sample(model, program.sample)
-    prepared = prepare(model, bound, OPTIONS, Progress(False))
+    gradients = GRADIENTS[schedule_pick(0, len(GRADIENTS) - 1)]
+    prepared = prepare(model, bound, replace(OPTIONS, gradients=gradients), Progress(False))
     program = as_planned_for(program, prepared)
     schedule = draw_schedule(schedule_pick, prepared.lowered.problem)
-    planned = emit_schedule(prepared, schedule)
+    try:
+        planned = emit_schedule(prepared, schedule)
+    except VerificationError as error:
+        if "once its gradient has left" not in str(error):
+            raise
+        raise Rejected("a recompute that nothing needs comes after its parameter's hook") from error
     module = Plan.of(model, bound, planned).module
     _compare(program, module, model)
-    return _memory(prepared, schedule, _measure(program, module, model))
+    return _memory(prepared, schedule, _measure(program, module, model, gradients))
 
 
 def as_planned_for(program: Program, prepared: Prepared) -> Program:
@@ -327,13 +333,22 @@ def _step(program: Program, module: nn.Module, inputs: tuple[torch.Tensor, ...])
     return tensors
 
 
-def _measure(program: Program, module: nn.Module, state_of: nn.Module) -> int:
-    """Bytes above static at the highest point of a step from cleared gradients, the outputs being held."""
+def _measure(program: Program, module: nn.Module, state_of: nn.Module, gradients: str = "fresh") -> int:
+    """Bytes above static at the highest point of a step, the outputs being held."""
     inputs = _fresh(program.sample)
-    for parameter in state_of.parameters():
-        parameter.grad = None
+    trained = [p for p in state_of.parameters() if p.grad is not None]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter) if gradients == "accumulated" else None
+    hooks = [p.register_post_accumulate_grad_hook(_consume) for p in trained if gradients == "consumed"]
     kept: list[Any] = []
-    return measure_peak(lambda: kept.append(_step(program, module, inputs)))
+    measured = measure_peak(lambda: kept.append(_step(program, module, inputs)))
+    for hook in hooks:
+        hook.remove()
+    return measured
+
+
+def _consume(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 def run_seed(seed: int) -> tuple[str, Outcome | None]:

@@ -47,6 +47,6 @@ def test_attention_on_the_cpu_counts_what_its_matrix_products_would() -> None:
     counter = FlopCounterMode(display=False)
     with counter:
         torch.softmax(q @ q.mT, -1) @ q
-    assert forward.flops == 0
+    assert forward.flops in (0, forward.work), "listed since torch 2.14: all or nothing"
     assert forward.work == counter.get_total_flops()
     assert any(p.work > forward.work for p in fused)

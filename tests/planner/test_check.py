@@ -428,7 +428,7 @@ def test_meta_device() -> None:
 
 def sabotage(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on every plan scales what its first gelu gives."""
-    real = pipeline._bind_step
+    real = pipeline.bind_step
 
     def make(*arguments: Any) -> Any:
         step = real(*arguments)
@@ -437,7 +437,7 @@ def sabotage(monkeypatch: pytest.MonkeyPatch) -> None:
         step.forward.recompile()
         return step
 
-    monkeypatch.setattr(pipeline, "_bind_step", make)
+    monkeypatch.setattr(pipeline, "bind_step", make)
 
 
 def test_no_wrong_plan_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,7 +237,7 @@ def test_optimizer_state_is_part_of_the_peak(optimizer: Any, copies: int, instan
     assert plan(model, sample, optimizer=given).static_bytes - free.static_bytes == copies * size
 
 
-@pytest.mark.parametrize("cost", ["flops", "roofline", "measured", lambda op: 1.0])
+@pytest.mark.parametrize("cost", ["flops", "roofline", "measured", "device", lambda op: 1.0])
 def test_costs(cost: Any) -> None:
     chosen = tight(*perceptron(), 0.5, cost=cost)
     assert chosen.overhead > 0 or cost == "flops"

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from passes.rates import Roofline
 from planner import BudgetError, HintError, Plan, PlanFileError, auto_checkpoint, frontier, minimum_budget
 from planner.command.cli import main
 from planner.files.planfile import _checksum, read, render
@@ -67,11 +68,11 @@ def budget_bytes(share: float | None) -> int | None:
     return None if share is None else static + int(share * (plain - static))
 
 
-def hinted(share: float | None = 0.7, **hints: Any) -> Plan:
+def hinted(share: float | None = 0.7, cost: Any = "roofline", **hints: Any) -> Plan:
     """A plan of `Net` under hints, from one capture for all tests."""
     base = session()
     p = base.prepared
-    options = replace(p.options, hints=make_hints(**hints))
+    options = replace(p.options, hints=make_hints(**hints), cost=cost)
     found = resolve(options.hints, p.traced, p.aliases, p.device)
     lowered = lower_step(p.traced, p.aliases, p.profiles, p.device, options, [n for n in found if found[n].once])
     prepared = replace(p, lowered=lowered, options=options, hinted=found)
@@ -161,7 +162,8 @@ def test_what_should_be_recomputed_is_without_a_budget() -> None:
 
 
 def test_what_should_be_recomputed_comes_first_under_a_budget() -> None:
-    free, chosen = hinted(0.8), hinted(0.8, recompute=["aten.gelu"])
+    dear = Roofline(1e12, {"bytes": 1e11, "gelu.bytes": 1e10})  # a gelu, so that nobody would choose it
+    free, chosen = hinted(0.8, dear), hinted(0.8, dear, recompute=["aten.gelu"])
     preferred = {"gelu", "gelu_1", "gelu_2"}
     assert not preferred & set(free.recomputed) and preferred <= set(chosen.recomputed)
     assert len(set(chosen.recomputed) - preferred) < len(free.recomputed)

@@ -130,7 +130,7 @@ def test_torchaos_int8_weights_under_lora() -> None:
     model = nn.Sequential(nn.Linear(64, 64), base.requires_grad_(False), nn.Dropout(0.1))
     plain, x = copy.deepcopy(model), torch.randn(64, 64)
     made = tight(model, x, check=True)
-    for called, each in ((made.module, model), (plain, plain)):
+    for called in (made.module, plain):
         torch.manual_seed(1)
         squares(called(x)).backward()
     assert_same_gradients(model, plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 
 from solvers import Problem
+from solvers.auto import Auto
 from solvers.base import Effort
+from solvers.descent import Taste, descend
 from solvers.greedy import Greedy
 from solvers.live import Live
 from solvers.parts import Parts, solve_parts
-from solvers.repeats import repeats
+from solvers.repeats import Run, backward_of, repeats
 from solvers.schedule import computes
 from tests.bench.families import FAMILIES, lstm, transformer
 from tests.bench.problems import plain_peak_bytes
@@ -76,7 +79,7 @@ def test_figures_of_options_are_those_of_a_naive_replay(name: str) -> None:
     for kind in parts.kinds.values():
         for rung in kind.ladder(kind.highest)[::3]:
             kind.ask(rung, 10, time.monotonic() + 100)
-    menus = [list(parts._menu(part)) for part in parts.parts]
+    menus = [list(parts._menu(part, key)) for part, key in zip(parts.parts, parts.keys, strict=True)]
     for _ in range(6):
         taken = [rng.choice(menu) for menu in menus]
         live = Live(problem)
@@ -102,3 +105,33 @@ def test_a_composed_plan_is_close_to_its_bound(name: str, share: int) -> None:
     assert again.peak_bytes == found.peak_bytes <= budget
     assert again.added_cost == found.added_cost <= greedy.added_cost
     assert problem.overhead(found.added_cost - found.bound) < 0.02
+
+
+def test_a_warm_start_is_a_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = small("transformer")
+    budget = plain_peak_bytes(problem) * 60 // 100
+    start = Greedy().solve(problem, budget)
+    lowest = Live(problem)
+    descend(lowest, 0, Taste(0.0))
+    monkeypatch.setattr(Parts, "search", lambda self, deadline: lowest)
+    monkeypatch.setattr(Parts, "deepen", lambda self, deadline: None)
+    found = solve_parts(problem, repeats(problem), budget, Effort(10.0, 1.0, (start.schedule,)))
+    assert found is not None
+    assert found.added_cost <= start.added_cost < lowest.cost
+
+
+def test_auto_takes_runs_that_are_known() -> None:
+    """The blocks by themselves, their outputs run once: as regions of a model are."""
+    problem = small("transformer")
+    ends = range(14, 16 * 14 + 1, 14)
+    ops = tuple(replace(op, recomputable=op.recomputable and i not in ends) for i, op in enumerate(problem.ops))
+    regions = replace(problem, ops=ops)
+    pieces = [range(end - 13, end + 1) for end in ends]
+    runs = tuple(Run(piece, ops, 0) for piece, ops in zip(pieces, backward_of(regions, pieces), strict=True))
+    budget = plain_peak_bytes(regions) // 2
+    lines: list[str] = []
+    found = Auto(runs=runs).solve(regions, budget, gap=0.02, report=lines.append)
+    assert lines[0].startswith("repeated parts")
+    assert found.bound is not None
+    assert regions.overhead(found.added_cost - found.bound) <= 0.02
+    assert replay(regions, found.schedule).peak_bytes <= budget

@@ -1,0 +1,1 @@
+"""Planning a model that several processes train together."""

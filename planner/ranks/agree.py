@@ -1,0 +1,120 @@
+"""One plan for all ranks: the first rank's, after all have compared the steps that they captured.
+
+Every rank captures, profiles, rewrites, proves and checks by itself; what to save and what to recompute is decided
+once. Ranks talk after each of these, so that one that fails is heard of by all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from passes.ops import is_collective
+from passes.printable import brief
+from planner.budget import Budget
+from planner.decided import Decided
+from planner.errors import RankError
+from planner.files.fingerprint import fingerprint, op_lines, tensor_lines
+from planner.files.planfile import decode_schedule, encode_schedule, problem_digest
+from planner.pipeline import decide, emit
+from planner.plan import Plan
+from planner.prepared import Prepared
+from planner.session import Session
+from solvers.solution import Solution, solution
+
+from .talk import Message, Ranks
+
+REMEDY = (
+    "Ranks that train one model share a plan: give all of them a sample of the same shapes (drop_last=True; padding "
+    "to one length), and the same model and options."
+)
+
+
+def plan_together(group: Any, open_session: Callable[[], Session], budget: Budget) -> Plan:
+    """The plan of this rank's step, with the decisions of the first rank of `group`.
+
+    The budget is the smallest of what the ranks ask for.
+
+    Raises:
+        RankError: another rank cannot plan, ended, or has another step; all ranks raise.
+    """
+    ranks = Ranks(group)
+
+    def opened() -> tuple[Session, Message]:
+        session = open_session()
+        return session, {**_outline(session.prepared), "budget": budget.to_bytes(session.plain_peak_bytes)}
+
+    session, said = ranks.together(opened)
+    _compare(said)
+    limit = min((words["budget"] for words in said if words["budget"] is not None), default=None)
+
+    def decided() -> tuple[Decided | None, Message]:
+        if ranks.rank:
+            return None, {}
+        found = decide(session.prepared, limit, session.progress)
+        return found, {"plan": _to_data(found)}
+
+    mine, said = ranks.together(decided)
+
+    def finished() -> tuple[Plan, Message]:
+        own = mine or _adopt(session, said[0]["plan"], limit)
+        return Plan.of(session.model, session.arguments, own), {}
+
+    return ranks.together(finished)[0]
+
+
+def _outline(prepared: Prepared) -> Message:
+    """What has to be equal on all ranks, in words.
+
+    A rank's number may be a constant of a step that talks to the others (which rows of a table it has), so of such a
+    step only the ops and the shapes are compared.
+    """
+    traced, lines = prepared.traced, op_lines(prepared)
+    shared = any(map(is_collective, traced.graph_module.graph.nodes))
+    return {
+        "fingerprint": "" if shared else fingerprint(traced), "tensors": list(tensor_lines(traced)),
+        "ops": [f"{o.name} = {o.aten} -> {o.result}{'' if shared else f' [{o.id}]'}" for o in lines],
+        "options": {"gradients": prepared.options.gradients, "keep_outputs": prepared.options.keep_outputs},
+    }  # fmt: skip
+
+
+def _compare(said: list[Message]) -> None:
+    """Raise on every rank the same error about the first rank whose step is not that of rank 0."""
+    first = said[0]
+    for rank, words in enumerate(said):
+        if all(words[key] == first[key] for key in first if key != "budget"):
+            continue
+        lines = zip((*words["tensors"], *words["ops"]), (*first["tensors"], *first["ops"]), strict=False)
+        other = next((pair for pair in lines if pair[0] != pair[1]), ("other constants or options", "those asked for"))
+        differs = f"rank {rank} has {brief(other[0], 200)}, rank 0 has {brief(other[1], 200)}"
+        raise RankError(f"the ranks' steps differ: {differs}. {REMEDY}", rank=rank)
+
+
+def _to_data(decided: Decided) -> Message:
+    found, problem = decided.solution, decided.problem
+    return {
+        "schedule": encode_schedule(problem, decided.schedule, op_lines(decided.prepared)),
+        "problem": problem_digest(problem), "solver": found.solver, "bound": found.bound, "family": found.family,
+        "notes": list(found.notes),
+    }  # fmt: skip
+
+
+def _adopt(session: Session, data: Message, limit: int | None) -> Decided:
+    """The first rank's decisions, in this rank's own step."""
+    found = _solution(session.prepared, data)
+    if limit is not None and found.peak_bytes > limit:
+        raise RankError(
+            f"the plan of rank 0 peaks at {found.peak_bytes} bytes on this rank, over the budget of {limit}, as ops "
+            "need other workspaces here: run all ranks on equal devices, or leave room with reserve_mb.", rank=0,
+        )  # fmt: skip
+    return emit(session.prepared, found, limit, session.progress)
+
+
+def _solution(prepared: Prepared, data: Message) -> Solution:
+    problem = prepared.problem
+    schedule = decode_schedule(problem, [line.name for line in op_lines(prepared)], data["schedule"])
+    same = problem_digest(problem) == data["problem"]
+    return solution(
+        problem, schedule, data["solver"], bound=data["bound"] if same else None, family=data["family"],
+        notes=tuple(data["notes"]),
+    )  # fmt: skip

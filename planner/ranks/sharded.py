@@ -1,0 +1,133 @@
+"""Models whose parameters `fully_shard` scattered: gathered for a plan, or run by one rank alone to be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes._torch import is_distributed, pytree
+from passes.errors import Unsupported
+from passes.memory import granule, round_up
+from passes.trace.refuse import is_sharded, sharded_inside
+from solvers.errors import PlannerError
+
+
+@contextmanager
+def gathered(model: nn.Module, sample: Any) -> Iterator[Any]:
+    """What `fully_shard` scattered is whole in the block, which gets the sample as the module's forward will get it.
+
+    Gathering is done by all ranks together. A model with sharded modules inside is planned by regions, as it is.
+    """
+    if not is_sharded(model) or next(sharded_inside(model), None) is not None:
+        yield sample
+        return
+    sharded: Any = model
+    policy = sharded._get_fsdp_state()._mp_policy
+    dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    sharded.unshard()
+    try:
+        yield sample if dtype is None else pytree.tree_map_only(torch.Tensor, lambda t: _cast(t, dtype), sample)
+    finally:
+        sharded.reshard()
+
+
+def check_gathered(model: nn.Module) -> None:
+    """Refuse to look at a sharded module's parts as if they were its parameters.
+
+    Raises:
+        Unsupported: the module is one step, and its parameters are scattered.
+    """
+    one = is_sharded(model) and next(sharded_inside(model), None) is None
+    if one and any(map(is_distributed, model.parameters(recurse=True))):
+        raise Unsupported(
+            "fully_shard", "the model itself", "its parameters are scattered over the ranks",
+            "Call its unshard() before, and reshard() after; auto_checkpoint does so itself.",
+        )  # fmt: skip
+
+
+def _cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return t.detach().to(dtype).requires_grad_(t.requires_grad) if t.is_floating_point() else t
+
+
+@contextmanager
+def without_talking(model: nn.Module) -> Iterator[None]:
+    """Let the model's sharded modules gather from and reduce to this rank alone, in memory as with all of them.
+
+    Raises:
+        Unsupported: the parameters are replicated as well as sharded.
+    """
+    groups = _groups(model)
+    if gathered_gradient_bytes(model):
+        raise PlannerError(
+            "the model holds gradients that were accumulated without being reduced, which measuring a step would lose: "
+            "plan before the first backward, or after optimizer.step() and zero_grad()."
+        )
+    if any(group._is_hsdp for group in groups):
+        raise Unsupported(
+            "fully_shard over a mesh of two dimensions", "the model", "its replicas are summed up in a way that cannot "
+            "be measured by one rank alone", "Shard over a mesh of one dimension.",
+        )  # fmt: skip
+    before = [(group, group._all_gather_comm, group._reduce_scatter_comm) for group in groups]
+    try:
+        for group, gather, reduce in before:
+            group._all_gather_comm, group._reduce_scatter_comm = _Alone(gather, _gather), _Alone(reduce, _reduce)
+        yield
+    finally:
+        for group, gather, reduce in before:
+            group._all_gather_comm, group._reduce_scatter_comm = gather, reduce
+
+
+@contextmanager
+def without_reducing(model: nn.Module) -> Iterator[None]:
+    """Let gradients accumulate where they are, as `set_requires_gradient_sync(False)` does."""
+    before = [(group, group.reduce_grads) for group in _groups(model)]
+    try:
+        for group, _ in before:
+            group.reduce_grads = False
+        yield
+    finally:
+        for group, reduces in before:
+            group.reduce_grads = reduces
+
+
+def gathered_gradient_bytes(model: nn.Module) -> int:
+    """Whole gradients that sharded modules keep until they are reduced."""
+    parameters = [p for group in _groups(model) for p in group.fsdp_params]
+    found = [p.unsharded_accumulated_grad for p in parameters]
+    found += [p.unsharded_param.grad for p in parameters if hasattr(p, "_unsharded_param")]
+    return sum(round_up(g.untyped_storage().nbytes(), granule(g.device)) for g in found if g is not None)
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    states = [m._get_fsdp_state() for m in model.modules() if is_sharded(m)]  # type: ignore[operator]
+    return [group for state in states for group in state._fsdp_param_groups]
+
+
+class _Alone:
+    """In the place of what talks to other ranks: the same memory, as if all ranks had this one's numbers."""
+
+    def __init__(self, true: Any, run: Any) -> None:
+        self.true, self.run = true, run
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = self.true.allocate(*args, **kwargs)
+        return made
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if input_tensor.device.type == "cpu":
+            torch.empty_like(input_tensor)  # gloo copies what it sends
+        self.run(output_tensor, input_tensor)
+
+
+def _gather(whole: torch.Tensor, part: torch.Tensor) -> None:
+    for place in whole.view(-1, part.numel()):
+        if place.data_ptr() != part.data_ptr():  # the part may lie in its own place already
+            place.copy_(part.view(-1))
+
+
+def _reduce(part: torch.Tensor, whole: torch.Tensor) -> None:
+    part.view(-1).copy_(whole.view(-1)[: part.numel()])

@@ -1,0 +1,66 @@
+"""What a model is wrapped in for training on several ranks, and what that holds besides the step's own tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from passes.errors import Unsupported
+
+COPIES = {default_hooks.fp16_compress_hook: 2, default_hooks.bf16_compress_hook: 2}  # bytes of an element
+NO_COPY = (default_hooks.allreduce_hook,)
+UNKNOWN_HOOK = "what the communication hook {} holds is not known: set reserve_mb to its MiB"
+
+
+def inner_module(model: nn.Module) -> nn.Module:
+    """The module whose forward is the step: what DistributedDataParallel wraps, or the model itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def group_of(model: nn.Module) -> Any:
+    """The process group that trains the model, where the model tells; else None."""
+    if isinstance(model, DistributedDataParallel):
+        return model.process_group
+    mesh = next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None)
+    return mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
+
+
+def wrapper_bytes(model: nn.Module) -> int:
+    """What the wrapper holds throughout: the buckets in which gradients travel, and the copies that a hook makes."""
+    if not isinstance(model, DistributedDataParallel):
+        return 0
+    reduced = _reduced(model)
+    sizes = [COPIES[hook] for hook, _ in _hooks(model) if hook in COPIES]
+    return sum(p.nbytes for p in reduced) + sum(p.numel() * size for size in sizes for p in reduced)
+
+
+def wrapper_notes(model: nn.Module) -> tuple[str, ...]:
+    """What of the wrapper's memory is not counted, in words."""
+    unknown = [hook for hook, _ in _hooks(model) if hook not in COPIES and hook not in NO_COPY]
+    return tuple(UNKNOWN_HOOK.format(getattr(hook, "__qualname__", hook)) for hook in unknown)
+
+
+def check_wrapper(model: nn.Module) -> None:
+    """Refuse a wrapper that changes what the forward computes with.
+
+    Raises:
+        Unsupported: the wrapper casts parameters and inputs.
+    """
+    if getattr(model, "mixed_precision", None) is not None and isinstance(model, DistributedDataParallel):
+        raise Unsupported(
+            "DistributedDataParallel(mixed_precision=...)", "the model itself", "it casts parameters and inputs in "
+            "hooks of its own, between which the planned step would run on others than it was planned for",
+            "Use torch.autocast, around planning and training alike.",
+        )  # fmt: skip
+
+
+def _reduced(model: DistributedDataParallel) -> list[nn.Parameter]:
+    ignored = model.parameters_to_ignore
+    return [p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
+
+
+def _hooks(model: nn.Module) -> list[tuple[Any, Any]]:
+    return list(getattr(model, "_comm_hooks", ())) if isinstance(model, DistributedDataParallel) else []

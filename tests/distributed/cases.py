@@ -1,0 +1,244 @@
+"""Training on two ranks, plain and planned: what is compared, and what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
+
+from passes._torch import local_part
+from passes.memory import measure_peak
+from planner import Plan, auto_checkpoint
+from planner.session import open_session
+
+from . import models
+
+QUICK: dict[str, Any] = {"time_limit": 2.0, "gap": 0.2, "progress": False}
+STEPS = 4
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One case on one rank.
+
+    Attributes:
+        same: whether losses and parameters are those of the unplanned training, bit for bit.
+        overhead: recompute over the step's cost.
+        predicted, measured: bytes of the step's peak.
+    """
+
+    same: bool
+    overhead: float
+    budget: int
+    predicted: int
+    measured: int
+
+    @property
+    def off(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def train(model: nn.Module, call: Call, micro_batches: int = 1, sync: Call | None = None) -> tuple[list[float], Any]:
+    """Four steps of AdamW; losses, and each parameter as a whole."""
+    torch.manual_seed(7)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
+    losses = []
+    for _ in range(STEPS):
+        for i in range(micro_batches):
+            with sync(i == micro_batches - 1) if sync else nullcontext():
+                loss = call()
+                loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, whole(model)
+
+
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    """The parameters, gathered where ranks have parts of them."""
+    return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in model.parameters()]
+
+
+def equal(got: Any, want: Any) -> bool:
+    return got[0] == want[0] and all(map(torch.equal, got[1], want[1]))
+
+
+def peak(model: nn.Module, step: Call, given: Iterator[torch.Tensor] | tuple[torch.Tensor, ...], times: int = 4) -> int:
+    """The step's peak with what is there before it. The least of several: what gloo's thread frees is not seen."""
+    step()
+    model.zero_grad()
+    held = sum(local_part(t).untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), *given))
+    found = []
+    for _ in range(times):
+        found.append(held + measure_peak(step))
+        model.zero_grad()
+    return min(found)
+
+
+def compared(
+    plain: nn.Module, model: nn.Module, plan: Plan, call: nn.Module, batch: torch.Tensor, **loop: Any
+) -> Compared:
+    """Train `plain`, and `model` by calling `call`."""
+    want = train(plain, lambda: plain(batch, batch), **loop)
+    got = train(model, lambda: call(batch, batch), **loop)
+    aside = plan.prepared.options.wrapper_bytes
+
+    def step() -> None:
+        count = loop.get("micro_batches", 1)
+        for i in range(count):
+            with loop["sync"](i == count - 1) if "sync" in loop else nullcontext():
+                call(batch, batch).backward()
+
+    measured = peak(model, step, (batch,)) + aside
+    return Compared(equal(got, want), plan.overhead, plan.budget_bytes or 0, plan.peak_bytes, measured)
+
+
+# DistributedDataParallel ----------------------------------------------------------------------------------------------
+
+
+def ddp_planned(rank: int, share: str = "75%", **options: Any) -> Compared:
+    """The wrapped model is planned, and `plan.module` trained."""
+    batch = models.tokens(rank)
+    plain, model = (DistributedDataParallel(models.language(), **options) for _ in range(2))
+    plan = auto_checkpoint(model, (batch, batch), share, **QUICK)
+    return compared(plain, model, plan, plan.module, batch)
+
+
+def ddp_around(rank: int, share: str = "75%") -> Compared:
+    """The model is planned, and `plan.module` wrapped."""
+    batch, model = models.tokens(rank), models.language()
+    plan = auto_checkpoint(model, (batch, batch), share, reserve_mb=_mb(model), group=dist.group.WORLD, **QUICK)
+    wrapped = DistributedDataParallel(plan.module)
+    found = compared(DistributedDataParallel(models.language()), wrapped, plan, wrapped, batch)
+    return Compared(found.same, found.overhead, found.budget, found.predicted, found.measured + _size(model))
+
+
+def ddp_no_sync(rank: int, share: str = "80%") -> Compared:
+    """Two micro-batches, the first without communication; the plan is applied to the wrapped model."""
+    batch = models.tokens(rank)
+    plain, model = (DistributedDataParallel(models.language()) for _ in range(2))
+    plan = auto_checkpoint(model, (batch, batch), share, gradients="accumulated", **QUICK)
+    want = train(plain, lambda: plain(batch, batch), 2, lambda last: nullcontext() if last else plain.no_sync())
+    plan.apply(model)
+    loop = {"micro_batches": 2, "sync": lambda last: nullcontext() if last else model.no_sync()}
+    found = compared(models.language(), model, plan, model, batch, **loop)
+    again = DistributedDataParallel(models.language())
+    plan.apply(again)
+    got = train(again, lambda: again(batch, batch), 2, lambda last: nullcontext() if last else again.no_sync())
+    return Compared(equal(got, want), found.overhead, found.budget, found.predicted, found.measured)
+
+
+def _size(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters())
+
+
+def _mb(model: nn.Module) -> float:
+    return _size(model) / 2**20
+
+
+# FSDP2 ----------------------------------------------------------------------------------------------------------------
+
+
+def fsdp_after(rank: int, share: str = "85%", **options: Any) -> Compared:
+    """The sharded model is planned, and `plan.module` trained."""
+    batch, model = models.tokens(rank), models.shard(models.language(), **options)
+    plan = auto_checkpoint(model, (batch, batch), share, **QUICK)
+    return compared(models.shard(models.language(), **options), model, plan, plan.module, batch)
+
+
+def fsdp_before(rank: int, share: str = "85%") -> Compared:
+    """The plan is made and applied before the model is sharded; its budget is that of the model unsharded."""
+    batch, model = models.tokens(rank), models.language()
+    plan = auto_checkpoint(model, (batch, batch), share, regions="blocks.*", group=dist.group.WORLD, **QUICK)
+    plan.apply(model)
+    models.shard(model)
+    return compared(models.shard(models.language()), model, plan, model, batch)
+
+
+def fsdp_accumulated(rank: int, share: str = "85%") -> Compared:
+    """Two micro-batches, gradients reduced at the second."""
+    batch, model, plain = models.tokens(rank), *(models.shard(models.language()) for _ in range(2))
+    plan = auto_checkpoint(model, (batch, batch), share, gradients="accumulated", **QUICK)
+    both: Any = (model, plain)
+
+    def sync(last: bool) -> Any:
+        for each in both:
+            each.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    return compared(plain, model, plan, plan.module, batch, micro_batches=2, sync=sync)
+
+
+# Tensor parallel ------------------------------------------------------------------------------------------------------
+
+
+def tensor_parallel(rank: int, share: str = "80%", spread: Call = models.spread) -> Compared:
+    """Parameters are DTensors; both ranks have the same batch."""
+    batch, model = models.tokens(0), spread(models.language())
+    plan = auto_checkpoint(model, (batch, batch), share, **QUICK)
+    return compared(spread(models.language()), model, plan, plan.module, batch)
+
+
+# Pipelines ------------------------------------------------------------------------------------------------------------
+
+MICRO_BATCHES = 4
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def pipeline(rank: int, kind: Call, share: float = 0.8) -> Compared:
+    """Two stages, each with a budget of its own (its minimum, where that is more)."""
+    batch = models.tokens(0, 16)
+    inputs = batch[:4].clone() if rank == 0 else torch.randn(4, 32, models.WIDTH, requires_grad=True)
+    plain, plain_schedule = _stage(rank, kind)
+    model, schedule = _stage(rank, kind)
+    logits = 4 * 32 * models.WORDS * 4
+    waiting = MICRO_BATCHES - 1 if rank and kind.__name__ == "ScheduleGPipe" else 0  # whose loss is kept
+    session = open_session(model, inputs, pipeline=schedule, reserve_mb=waiting * logits / 2**20, **QUICK)
+    plan = session.plan(max(session.minimum().minimum_bytes, int(session.plain_peak_bytes * share)))
+    plan.apply(model)
+    want = _train_stage(rank, plain, plain_schedule, batch)
+    same = equal(_train_stage(rank, model, schedule, batch), want)
+    stage = schedule._stage
+    received = [i.buffer for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()) for i in infos
+                if getattr(i, "buffer", None) is not None]  # fmt: skip
+    given = (*received, *stage.output_chunks, *([batch] if rank == 0 else []))
+    measured = peak(model, lambda: _run(rank, schedule, batch), given)
+    return Compared(same, plan.overhead, plan.budget_bytes or 0, plan.peak_bytes, measured)
+
+
+def _stage(rank: int, kind: Call) -> tuple[nn.Module, Any]:
+    torch.manual_seed(rank)
+    model = (models.First, models.Last)[rank]()
+    return model, kind(PipelineStage(model, rank, 2, torch.device("cpu")), MICRO_BATCHES, loss_fn=loss_of)
+
+
+def _run(rank: int, schedule: Any, batch: torch.Tensor) -> list[float]:
+    losses: list[torch.Tensor] = []
+    if rank == 0:
+        schedule.step(batch)
+    else:
+        schedule.step(target=batch, losses=losses)
+    return [loss.item() for loss in losses]
+
+
+def _train_stage(rank: int, model: nn.Module, schedule: Any, batch: torch.Tensor) -> tuple[list[float], Any]:
+    torch.manual_seed(5 + rank)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
+    losses = []
+    for _ in range(STEPS):
+        losses += _run(rank, schedule, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, whole(model)

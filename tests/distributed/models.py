@@ -1,0 +1,111 @@
+"""The models that ranks train in the tests, and how they are spread over two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+WORDS, WIDTH = 100, 64
+
+
+class Block(nn.Module):
+    """A residual feed-forward block with dropout."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.wide, self.back = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.back(F.gelu(self.wide(self.norm(x)))))
+
+
+class Language(nn.Module):
+    """Embedding, blocks, head and loss."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class First(nn.Module):
+    """The first stage of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.blocks = nn.Embedding(WORDS, WIDTH), nn.Sequential(Block(), Block())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.blocks(self.words(tokens))
+
+
+class Last(nn.Module):
+    """The last stage of a pipeline, without its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(Block(), Block()), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x))
+
+
+def language(layers: int = 3) -> Language:
+    """The same numbers each time."""
+    torch.manual_seed(0)
+    return Language(layers)
+
+
+def tokens(rank: int, rows: int = 8) -> torch.Tensor:
+    """A batch of this rank's own."""
+    return torch.randint(0, WORDS, (rows, 32), generator=torch.Generator().manual_seed(rank))
+
+
+def shard(model: nn.Module, **options: Any) -> nn.Module:
+    """`fully_shard` each block, and the rest."""
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def spread(model: nn.Module) -> nn.Module:
+    """Tensor parallel: each block's two products, the table and the head."""
+    styles: dict[str, Any] = {
+        "words": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate()),
+        "blocks.*.wide": ColwiseParallel(), "blocks.*.back": RowwiseParallel(),
+    }  # fmt: skip
+    return parallelize_module(model, init_device_mesh("cpu", (2,)), styles)
+
+
+def spread_sequence(model: nn.Module) -> nn.Module:
+    """Tensor and sequence parallel."""
+    along = Shard(1)
+    styles: dict[str, Any] = {
+        "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=along, use_local_output=False),
+        "head": ColwiseParallel(input_layouts=along, output_layouts=Replicate()),
+        "blocks.*.norm": SequenceParallel(use_local_output=False),
+        "blocks.*.wide": ColwiseParallel(input_layouts=along),
+        "blocks.*.back": RowwiseParallel(output_layouts=along, use_local_output=False),
+    }  # fmt: skip
+    return parallelize_module(model, init_device_mesh("cpu", (2,)), styles)

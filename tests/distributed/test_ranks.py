@@ -1,0 +1,115 @@
+"""Two ranks train as they do unplanned, bit for bit, each under its budget; and hear of each other's failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
+
+from planner import RankError, auto_checkpoint
+
+from . import cases, models
+from .harness import Failed, try_ranks
+
+CASES: dict[str, Callable[[int], cases.Compared]] = {
+    "DDP, planned wrapped": cases.ddp_planned,
+    "DDP around plan.module": cases.ddp_around,
+    "DDP, no_sync": cases.ddp_no_sync,
+    "FSDP2, planned sharded": cases.fsdp_after,
+    "FSDP2, applied before": cases.fsdp_before,
+    "FSDP2, accumulated": cases.fsdp_accumulated,
+    "tensor parallel": cases.tensor_parallel,
+    "pipeline, GPipe": partial(cases.pipeline, kind=ScheduleGPipe),
+    "pipeline, 1F1B": partial(cases.pipeline, kind=Schedule1F1B),
+}
+OTHER_BUDGET = ("FSDP2, applied before",)  # planned for the model as it was before it was sharded
+
+
+def run_all(rank: int) -> dict[str, Any]:
+    """Every case, one after the other; what one raises is its answer, on both ranks alike."""
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        try:
+            found[name] = case(rank)
+        except Exception:  # noqa: BLE001
+            found[name] = Failed(traceback.format_exc())
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[Any]:
+    return try_ranks(run_all, seconds=600.0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_parameters_are_those_of_the_unplanned_training(answers: list[Any], name: str) -> None:
+    for answer in answers:
+        assert not isinstance(answer, Failed), answer
+        found = answer[name]
+        assert isinstance(found, cases.Compared), found
+        assert found.same
+        assert found.overhead > 0
+        if name not in OTHER_BUDGET:
+            assert abs(found.off) < 0.02
+            assert found.measured <= found.budget * 1.005
+
+
+# Ranks that cannot go on ----------------------------------------------------------------------------------------------
+
+
+class BrokenOnOneRank(models.Language):
+    """A model that one rank cannot run."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if torch.distributed.get_rank() == 1:
+            raise ValueError("there is no such table")
+        return super().forward(tokens, labels)
+
+
+def fail(rank: int, how: str) -> tuple[str, str, float]:
+    """Plan while one rank does something else; the error's type and text, and how long it took to hear of it."""
+    model = DistributedDataParallel(BrokenOnOneRank() if how == "broken" else models.language())
+    batch = models.tokens(rank, 4 if how == "other shape" and rank else 8)
+    if how == "killed" and rank:
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        auto_checkpoint(model, (batch, batch), "1%" if how == "no budget" else "80%", **cases.QUICK)
+    except Exception as error:  # noqa: BLE001
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "", 0.0
+
+
+def test_a_rank_with_another_batch_shape_says_so_on_all() -> None:
+    for name, text, seconds in try_ranks(fail, "other shape"):
+        assert name == RankError.__name__
+        assert "rank 1 has input ['tokens']: i64[4, 32], rank 0 has input ['tokens']: i64[8, 32]" in text
+        assert "drop_last" in text and seconds < 30
+
+
+def test_a_rank_that_fails_to_plan_is_heard_of_by_the_others() -> None:
+    first, second = try_ranks(fail, "broken")
+    assert first[0] == RankError.__name__ and "rank 1 of 2" in first[1] and "no such table" in first[1]
+    assert second[0] != RankError.__name__ and "no such table" in second[1] and first[2] < 30
+
+
+def test_a_budget_that_nothing_fits_is_an_error_on_all() -> None:
+    first, second = try_ranks(fail, "no budget")
+    assert first[0] == "BudgetError" and second[0] == RankError.__name__
+    assert "smallest budget known to work" in second[1] and second[2] < 30
+
+
+def test_a_killed_rank_is_an_error_on_the_others() -> None:
+    first, second = try_ranks(fail, "killed")
+    assert isinstance(second, Failed)
+    assert first[0] == RankError.__name__ and "rank 1 of 2" in first[1] and first[2] < 30

@@ -30,7 +30,7 @@ try:
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.utils.stateless import _reparametrize_module
     from torch.utils import _pytree as pytree
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
     from torch.utils.flop_counter import flop_registry
     from torch.utils.weak import WeakIdKeyDictionary
@@ -92,6 +92,7 @@ __all__ = [
     "suggest_memory_format",
     "swapped_state",
     "without_sources",
+    "wrapped_tensors",
 ]
 
 TORCH_VERSION: str = torch.__version__
@@ -163,6 +164,14 @@ def export_joint(
         output_kinds=tuple(info.output_type.name for info in infos),
         output_bases=tuple(info.base_idx for info in infos),
     )
+
+
+def wrapped_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a tensor of a class such as torchao's is made of; none for any other tensor."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return []
+    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [inner for part in parts for inner in (wrapped_tensors(part) or [part])]
 
 
 def swapped_state(module: nn.Module, state: dict[str, torch.Tensor]) -> contextlib.AbstractContextManager[None]:

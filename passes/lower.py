@@ -176,6 +176,7 @@ class _Lowering:
         accumulated = sum(fate.bytes for fate in self.fates.values() if fate.kind == "accumulated")
         resident = primals[: len(self.traced.state)] if self.region else primals
         static = sum(self._bytes(self.aliases.of[p]) for p in self._distinct(resident)) + accumulated + reserve_bytes
+        static += self._constant_bytes()
         static += kept_bytes(forward, self.profiles) + kept_bytes(backward, self.profiles)
         problem = Problem(tuple(self.ops), tuple(self.tensors), num_forward, tuple(pinned), static)
         order = backward_order(problem, self._movable(num_forward))
@@ -424,6 +425,13 @@ class _Lowering:
         if measured is not None and storage.index < len(measured):
             size = max(size, measured[storage.index])
         return round_up(size, self.granule)
+
+    def _constant_bytes(self) -> int:
+        """What the step reads that is neither parameter, buffer nor input: quantized weights, tables."""
+        module = self.traced.graph_module
+        nodes = module.graph.find_nodes(op="get_attr")
+        held = {getattr(module, str(n.target)).untyped_storage().data_ptr(): self.aliases.of[n] for n in nodes}
+        return sum(map(self._bytes, held.values()))
 
     @staticmethod
     def _distinct(primals: list[fx.Node]) -> list[fx.Node]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import PlannerError, Unsupported
 from .hidden import refuse_hidden
-from .refuse import storage_kind
+from .refuse import is_quantized_weight, storage_kind
 from .structure import Template, argument_path, constants, slots
 
 Sample = Any
@@ -136,12 +136,14 @@ def _of_torch(hook: object) -> bool:
 
 
 def state_entries(model: nn.Module) -> list[StateEntry]:
-    """Parameters then buffers, each object once, with the names tied to it."""
+    """Parameters then buffers, each object once, with the names tied to it; quantized weights are constants."""
     entries: list[StateEntry] = []
     for named, is_parameter in ((model.named_parameters, True), (model.named_buffers, False)):
         names: dict[int, list[str]] = {}
         tensors: dict[int, torch.Tensor] = {}
         for name, tensor in named(remove_duplicate=False):
+            if is_quantized_weight(tensor):
+                continue
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
         entries += [StateEntry(n[0], tuple(n[1:]), is_parameter, tensors[i].requires_grad) for i, n in names.items()]

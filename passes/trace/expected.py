@@ -13,6 +13,8 @@ import numpy
 import torch
 from torch import nn
 
+from passes._torch import wrapped_tensors
+
 
 class Missing:
     """Stands for a name that is not there."""
@@ -118,6 +120,7 @@ _PARTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
     (types.SimpleNamespace, lambda n: [vars(n)]),
     (slice, lambda s: [s.start, s.stop, s.step]),
     (numpy.ndarray, lambda a: [a.dtype.str, a.shape, a.tobytes()]),
+    (torch.Tensor, lambda t: [t.requires_grad, *wrapped_tensors(t)]),
 )
 _PLAIN = frozenset({"builtins", "collections", "functools", "types", "numpy"})
 

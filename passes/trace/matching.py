@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
-from passes._torch import plain_class
+from passes._torch import plain_class, wrapped_tensors
 
 from .expected import (
     MISSING,
@@ -59,6 +60,11 @@ def match(reads: Reads, model: nn.Module, loss_fn: Any) -> Matched:
         Differs: something that was read has changed.
     """
     return _Matching(reads, model).run(model, loss_fn)
+
+
+def _wrapped(value: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    """What a wrapper of tensors is made of now."""
+    return value.requires_grad, *map(id, wrapped_tensors(value))
 
 
 class _Matching:
@@ -190,6 +196,8 @@ class _Matching:
             return True  # a container that holds itself
         self.open.add((id(value), id(expected)))
         now = parts_of(value) or []
+        if isinstance(value, torch.Tensor):
+            self.matched.computed.append((partial(_wrapped, value), "", _wrapped(value)))
         if isinstance(value, (list, dict, set, deque, numpy.ndarray)):
             by_value = isinstance(value, (set, numpy.ndarray))
             if by_value or len(value):

@@ -27,7 +27,7 @@ from torch import fx, nn
 from torch.nn.modules import module as module_file
 from torch.overrides import TorchFunctionMode
 
-from passes._torch import TORCH_FOLDER
+from passes._torch import TORCH_FOLDER, wrapped_tensors
 
 from .arguments import StateEntry, state_tensors
 from .expected import (
@@ -136,6 +136,8 @@ class Recorder:
         if isinstance(value, torch.Tensor):
             if id(value) in self.state:
                 return State(self.state[id(value)])
+            if wrapped_tensors(value):
+                return self._contents(value, parts_of(value) or [], path, depth)
             return Constant(value) if type(value) in (torch.Tensor, nn.Parameter, nn.Buffer) else None
         if id(value) in self.numbers:
             return Object(self.numbers[id(value)])

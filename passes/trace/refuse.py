@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from passes._torch import is_distributed, plain_class
+from passes._torch import is_distributed, plain_class, wrapped_tensors
 from passes.errors import Unsupported
 
 
@@ -41,8 +41,16 @@ def _sparse_gradients(model: nn.Module) -> Iterator[str]:
 def _subclasses(model: nn.Module) -> Iterator[str]:
     plain = (torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if type(tensor) not in plain and not is_distributed(tensor):
+        if type(tensor) not in plain and not is_distributed(tensor) and not is_quantized_weight(tensor):
             yield f"{name} ({type(tensor).__name__})"
+
+
+def is_quantized_weight(tensor: torch.Tensor) -> bool:
+    """Whether it is frozen, and made of plain tensors in a way that torch can trace, as torchao's are.
+
+    Its parts are constants of a plan. Tensors of `torch.distributed` are not: what they are made of changes.
+    """
+    return not tensor.requires_grad and not is_distributed(tensor) and bool(wrapped_tensors(tensor))
 
 
 def storage_kind(tensor: torch.Tensor) -> str:
@@ -144,7 +152,8 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(
         "tensor subclass", "what it stores cannot be seen from the graph",
-        "Convert the parameter to a plain tensor before planning.", _subclasses,
+        "Convert the parameter to a plain tensor before planning. A frozen one of a class that torch can trace "
+        "(__tensor_flatten__, as torchao's quantized weights) may stay.", _subclasses,
     ),
     Refusal(
         "sparse, nested or quantized parameter or buffer", "its memory is not one dense block",

@@ -20,7 +20,7 @@ from passes.trace.arguments import state_entries, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
 from passes.trace.reads import Known, Reads
-from passes.trace.refuse import is_sharded
+from passes.trace.refuse import is_quantized_weight, is_sharded
 from passes.trace.structure import Constant, flatten, slots
 from planner.errors import RegionError
 from planner.hints import resolve
@@ -101,6 +101,8 @@ def prepare_regions(
             'model\'s own device. Plan there, or with regions="whole".'
         )
     options = options.priced_on(device)
+    if any(map(is_quantized_weight, (*model.parameters(), *model.buffers()))):
+        raise why or RegionError("regions of a model with quantized weights (tensor subclasses) are not planned.")
     parts = Parts({} if layouts is None else layouts, progress)
     chosen = candidates(model, options.patterns)
     sample = Sample(model, options.loss_fn, arguments, options.keep_outputs, options.gradients, device)

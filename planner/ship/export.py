@@ -23,6 +23,7 @@ from passes.run import _torch, exported, exported_errors, gradients, kernels, ra
 from passes.run._torch import Autocast
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import OutputLeaf, Traced
+from passes.trace.refuse import is_quantized_weight
 from passes.trace.structure import Constant, Opaque, Slot, Template, Tree
 from planner.decided import Decided
 from planner.dropin.module import PlannedModule
@@ -70,6 +71,7 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
             "without the model's library does not have. Export a plan made with "
             'regions="whole", or share the plan itself: plan.save(...), and Plan.load beside the model.'
         )
+    _refuse_quantized(module._plan_state.model)
     spec, tensors, constants = _spec(plan, module)
     forward, backward = _halves(plan)
     with new_folder(path) as folder:
@@ -187,6 +189,15 @@ def _spec(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tensors
         "backward_autocast": _autocast(plan.step.autocast),
     }
     return spec, {n: t.contiguous() for n, t in tensors.items()}, {n: t.contiguous() for n, t in constants.items()}
+
+
+def _refuse_quantized(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_quantized_weight(tensor):
+            raise PlannerError(
+                f"{brief(name)} is of class {type(tensor).__name__}, which an exported folder cannot hold: export a "
+                "model with plain weights, or keep the plan with plan.save."
+            )
 
 
 def _autocast(autocast: Autocast) -> list[list[str]]:

@@ -119,6 +119,11 @@ class Ready:
         return replace(self.problem, ops=tuple(ops))
 
     @cached_property
+    def lowest(self) -> Schedule:
+        """The schedule with the smallest peak known to work."""
+        return minimum_budget(self.problem, time_limit=SECONDS_FOR_MINIMUM).schedule
+
+    @cached_property
     def _held_range(self) -> tuple[int, int]:
         """The smallest peak known to work, and the plain one, with as much again in use between the halves."""
         strained = self._among(self.plain_peak, 0)

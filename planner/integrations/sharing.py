@@ -192,7 +192,9 @@ class Share:
         """Compile all graphs of the step anew, so that it fits, or at the lowest found."""
         distinct = list(dict.fromkeys(sequence))
         found = self._each_in_turn({p: _schedule(p) for p in distinct}, target)
-        for level in range(LEVELS, -1, -1):
+        if len(sequence) == 1 and self._foretold(found) > target:
+            found = {p: _ready(p).lowest for p in distinct}
+        for level in range(LEVELS, -1, -1) if len(sequence) > 1 else ():
             if self._foretold(found) <= target:
                 break
             held = {p: self._hold(_ready(p), level / (LEVELS + 1)) for p in distinct}

@@ -51,6 +51,10 @@ class ResumedCodeGen(BoxedCodeGen):
         super().__init__()
         self.handovers = tuple(handovers)
         self.outputs: Sequence[Any] = ()
+        self._body_transformer = self.insert
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ResumedCodeGen:
+        return ResumedCodeGen(self.handovers)  # a copied graph has outputs of its own
 
     def generate_output(self, output_args: Any, *args: Any, **kwargs: Any) -> str:
         self.outputs = output_args  # as they are now: a graph may be changed and compiled again
@@ -84,9 +88,7 @@ def boxed(graph: fx.Graph, root: Any, name: str) -> fx.GraphModule:
 
 def resumed(graph: fx.Graph, root: Any, name: str, handovers: Sequence[Handover]) -> fx.GraphModule:
     """A GraphModule of `graph` whose `forward` takes one list and yields lists (see `ResumedCodeGen`)."""
-    codegen = ResumedCodeGen(handovers)
-    graph.set_codegen(codegen)
-    graph.on_generate_code(lambda _: codegen.insert)
+    graph.set_codegen(ResumedCodeGen(handovers))
     return _module(graph, root, name)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -86,9 +87,13 @@ class PlannedModule(fx.GraphModule):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The model's, for those who ask `isinstance`: trainers choose by it how to save a model, and its loss."""
+        """The model's, for those who ask `isinstance`: trainers choose by it how to save a model, and its loss.
+
+        Dynamo, which would look for the forward there, is told what this is.
+        """
         model = self.__dict__.get("_plan_model")
-        return type(self) if model is None else model.__class__
+        compiling = sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo")
+        return type(self) if model is None or compiling else model.__class__
 
     @property
     def training(self) -> bool:

@@ -24,6 +24,8 @@ def group_of(model: nn.Module) -> Any:
     """The process group that trains the model, where the model tells; else None."""
     if isinstance(model, DistributedDataParallel):
         return model.process_group
+    if not isinstance(model, nn.Module):
+        return None
     mesh = next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None)
     return mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
 

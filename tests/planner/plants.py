@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from passes.codegen import ResumedCodeGen
 from passes.run.random import run_with_rng_state
 from passes.trace.structure import Constant, Tree
 from planner.decided import Decided
@@ -92,6 +93,15 @@ def on_op(name: str, half: str, target: str, value: Value, number: int = 0) -> N
     PLANTS[name] = lambda planned, *_: edited(planned, half, lambda g: after(g, op(g, target, number), value))
 
 
+def leave_late(graph: fx.Graph) -> None:
+    """Let the gradients leave in the same groups, but at the end, when all of them are there."""
+    code = graph._codegen
+    if isinstance(code, ResumedCodeGen):
+        with graph.inserting_before(graph.output_node()):
+            places = [graph.call_function(int).name for _ in code.handovers]
+        code.handovers = tuple(h._replace(after=name) for h, name in zip(code.handovers, places, strict=True))
+
+
 def on_result(name: str, half: str, index: int, value: Callable[[Any], Any]) -> None:
     """A wrong result: number `index` of what a half returns."""
 
@@ -101,6 +111,7 @@ def on_result(name: str, half: str, index: int, value: Callable[[Any], Any]) -> 
         with graph.inserting_before(output):
             results[index] = graph.call_function(value, (results[index],))
         output.args = (tuple(results),)
+        leave_late(graph)
 
     PLANTS[name] = lambda planned, *_: edited(planned, half, edit)
 
@@ -111,6 +122,7 @@ def swapped(name: str, half: str, first: int, second: int) -> None:
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         results[first], results[second] = results[second], results[first]
         output.args = (tuple(results),)
+        leave_late(graph)
 
     PLANTS[name] = lambda planned, *_: edited(planned, half, edit)
 
@@ -258,6 +270,17 @@ on_result("logits in another layout", FORWARD, 5, strided)
 on_result("the last logits on their own", FORWARD, 7, lambda t: torch.empty_strided(t.shape, t.stride()).copy_(t))
 on_result("a negative zero", FORWARD, 6, lambda t: torch.where(t == 0, -0.0, t))
 on_result("zeros for no gradient", BACKWARD, 0, lambda _: torch.zeros(3))
+_with_zeros = PLANTS["zeros for no gradient"]
+
+
+@plant("zeros for no gradient")
+def _(planned: Decided, *others: Any) -> Decided:
+    damaged = _with_zeros(planned, *others)
+    *early, last = planned.step.leaves
+    rewritten, step = damaged.rewritten, damaged.step
+    return replace(damaged, halves=(rewritten, replace(step, leaves=(*early, (0, *last)), others=())))
+
+
 on_result("no gradient", BACKWARD, 3, lambda _: None)
 on_result("a gradient one bit off", BACKWARD, 5, ulp)
 on_result("a gradient transposed", BACKWARD, 2, torch.Tensor.t)

@@ -340,9 +340,12 @@ def _refuse_distributed(tensors: list[torch.Tensor], template: Template) -> None
 
 
 def _make_leaves(parameters: Sequence[torch.Tensor]) -> None:
-    """Torch hands them over as if something had computed them, and autocast keeps its casts of leaves alone."""
+    """Torch hands them over as if something had computed them, and autocast keeps its casts of leaves alone.
+
+    One that the forward changes is a copy, through which the gradient goes.
+    """
     for parameter in parameters:
-        if parameter.requires_grad:
+        if parameter.requires_grad and type(parameter.grad_fn).__name__ != "CloneBackward0":
             parameter.detach_().requires_grad_()
 
 

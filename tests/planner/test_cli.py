@@ -201,7 +201,7 @@ def test_ctrl_c_is_told_and_has_its_code(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("planner.session.prepare", interrupted)
+    monkeypatch.setattr("planner.session.prepare_step", interrupted)
     code, out, err = run(capsys, "plan", "mine:small", "--budget", "80%", "--out", "p.json")
     assert (code, out, err) == (130, "", "interrupted\n")
     assert not Path("p.json").exists()

@@ -169,9 +169,8 @@ class _Lowering:
         for node in backward:
             self._add_node(node, False, mutated)
         outputs = self._outputs(keep_outputs and not self.region)
-        self.fates = self._fates(primals, hook_bytes)
-        if self.region:  # between regions others account for gradients, as they find them at a region's end
-            self.fates = {i: f for i, f in self.fates.items() if self.gradients == "fresh" and f.kind == "kept"}
+        # Between regions others account for gradients, as they find them at a region's end.
+        self.fates = {} if self.region else self._fates(primals, hook_bytes)
         pinned = dict.fromkeys([*kept, *(t for t in outputs if t not in self._let_go()), *tangent_tensors])
         accumulated = sum(fate.bytes for fate in self.fates.values() if fate.kind == "accumulated")
         resident = primals[: len(self.traced.state)] if self.region else primals

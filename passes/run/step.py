@@ -20,7 +20,7 @@ import torch
 from ._torch import Autocast, active_autocast, below_autograd, under_transform
 from .errors import PlannerError
 from .replay import as_tensor, copy_generator, old_value
-from .tensors import alone, distinct, is_laid_out, laid_out
+from .tensors import alone, apart, distinct, is_laid_out, laid_out
 
 
 class BackwardTwice(PlannerError, RuntimeError):
@@ -232,7 +232,7 @@ class _Run:
         assert self.program is not None
         with below_autograd():
             handed = next(self.program)
-        found = tuple(handed)
+        found = apart(handed)
         handed.clear()
         if place == len(self.owned) - 1:
             self.program, self.held, self.read = None, None, {}

@@ -26,6 +26,18 @@ def distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(result)
 
 
+def apart(gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Gradients each in memory of its own: autograd keeps what it is given as `.grad`, which is clipped in place."""
+    seen: set[int] = set()
+    result = []
+    for gradient in gradients:
+        place = gradient.untyped_storage().data_ptr()
+        result.append(gradient.clone() if place in seen else gradient)
+        if place:
+            seen.add(place)
+    return tuple(result)
+
+
 def laid_out(gradient: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """The gradient in the layout that was traced; where there is one index only, the steps between indices are free."""
     if is_laid_out(gradient, stride):

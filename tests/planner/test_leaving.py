@@ -65,19 +65,6 @@ def test_hooks_run_while_the_backward_does() -> None:
         assert planned[0] < 0.45 and len({round(s, 1) for s in planned}) > 4
 
 
-def test_hooks_run_while_the_backward_of_a_region_does() -> None:
-    model, x = perceptron()
-    outer = nn.Sequential(model[:8], model[8:])
-    plan = auto_checkpoint(outer, x, "85%", loss_fn=loss_of, regions="*", progress=False)
-    assert [r.path for r in plan.regions if r.runs] == ["0", "1"]
-    planned = shares(outer, plan.module(x))
-    assert planned[0] < 0.45 and len({round(s, 1) for s in planned}) > 4
-    expected = [p.grad for p in outer.parameters()]
-    outer.zero_grad()
-    loss_of(outer(x)).backward()
-    assert all(torch.equal(p.grad, g) for p, g in zip(outer.parameters(), expected, strict=True))
-
-
 def test_buckets_of_ddp_start_during_the_backward() -> None:
     model, x = perceptron()
     plan = auto_checkpoint(model, x, "75%", loss_fn=loss_of, progress=False)

@@ -6,6 +6,7 @@ methods), and puts it back in code that an interrupt may cut short. Both go on u
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import os
 import signal
 import sys
@@ -43,7 +44,14 @@ def exclusive() -> Iterator[None]:
 
 def alone() -> bool:
     """Whether no other thread of the program runs: then the generators that all threads share move here alone."""
-    return all(thread is threading.current_thread() or thread.daemon for thread in threading.enumerate())
+    now = sys._current_frames()
+    others = [t for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon]
+    return all(_waits_for_work(now.get(t.ident or 0)) for t in others)
+
+
+def _waits_for_work(frame: FrameType | None) -> bool:
+    """Whether a thread is one of a pool's, with nothing to do: compilers leave such pools behind."""
+    return frame is not None and frame.f_code is concurrent.futures.thread._worker.__code__
 
 
 def interrupt_point() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import gc
 import linecache
@@ -21,7 +22,7 @@ from torch import nn
 
 from passes import exclusive as deferral
 from passes._torch import compiling_flags, eager_kernels, private_generator
-from passes.exclusive import exclusive, interrupt_point
+from passes.exclusive import alone, exclusive, interrupt_point
 from planner import Plan, auto_checkpoint
 from tests.planner import interrupts, mutations
 from tests.planner.residue import left_behind, state
@@ -306,3 +307,14 @@ def test_the_compiling_flag_is_an_ordinary_answer() -> None:
         assert (flag | False) is (False | flag) is True and (flag & True) is (True & flag) is True
         assert flag and flag == True  # noqa: E712
     assert torch.compiler.is_compiling() is False
+
+
+def test_a_pool_without_work_is_no_other_thread() -> None:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        time.sleep(0.05)
+        assert alone()
+        busy = pool.submit(time.sleep, 0.3)
+        time.sleep(0.05)
+        assert not alone()
+        busy.result()

@@ -51,7 +51,14 @@ class ResumedCodeGen(BoxedCodeGen):
         super().__init__()
         self.handovers = tuple(handovers)
         self.outputs: Sequence[Any] = ()
-        self._body_transformer = self.insert
+
+    @property
+    def _body_transformer(self) -> Any:  # bound anew each time: a cycle would keep a dropped plan
+        return self.insert
+
+    @_body_transformer.setter
+    def _body_transformer(self, given: Any) -> None:
+        """There is none but `insert`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ResumedCodeGen:
         return ResumedCodeGen(self.handovers)  # a copied graph has outputs of its own

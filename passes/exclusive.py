@@ -44,13 +44,13 @@ def exclusive() -> Iterator[None]:
 
 def alone() -> bool:
     """Whether no other thread of the program runs: then the generators that all threads share move here alone."""
-    now = sys._current_frames()
     others = [t for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon]
-    return all(_waits_for_work(now.get(t.ident or 0)) for t in others)
+    return all(_waits_for_work(t) for t in others)
 
 
-def _waits_for_work(frame: FrameType | None) -> bool:
+def _waits_for_work(thread: threading.Thread) -> bool:
     """Whether a thread is one of a pool's, with nothing to do: compilers leave such pools behind."""
+    frame = sys._current_frames().get(thread.ident or 0)  # not kept: our own frame is in it, a cycle
     return frame is not None and frame.f_code is concurrent.futures.thread._worker.__code__
 
 

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -27,7 +27,11 @@ OWN = tuple(str(ROOT / folder) for folder in ("planner", "passes", "solvers"))
 
 def children() -> list[int]:
     """Processes that this one started and did not reap (Linux)."""
-    return [int(p) for f in Path("/proc/self/task").glob("*/children") for p in f.read_text().split()]
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has ended since
+            found += [int(p) for p in (task / "children").read_text().split()]
+    return found
 
 
 def state(model: nn.Module) -> dict[str, Any]:

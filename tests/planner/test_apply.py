@@ -274,8 +274,10 @@ def test_a_copy_runs_the_plan_on_its_own() -> None:
 def test_a_pickle_holds_the_model_without_its_plan(tmp_path: Path) -> None:
     model, x = gpt(), tokens()
     _, plain = applied(model, x)
-    for read in (pickle.loads(pickle.dumps(model)),  # noqa: S301
-                 _saved(model, tmp_path / "model.pt")):
+    for read in (
+        pickle.loads(pickle.dumps(model)),  # noqa: S301
+        _saved(model, tmp_path / "model.pt"),
+    ):
         assert type(read) is SmallGPT and inspect.ismethod(read.forward)
         assert_same_state(read, plain)
         assert torch.equal(step(read, x), step(plain, x))
@@ -306,7 +308,7 @@ def test_a_forward_of_the_instance_is_kept_and_put_back() -> None:
 
 def test_what_is_put_around_an_applied_forward_stays_around_it() -> None:
     """As trainers do for autocast: one plan for the forward inside, whatever is outside."""
-    model, x = mlp(), torch.randn(8, 32)
+    model, x = mlp(), torch.randn(64, 32)
     plan, plain = applied(model, x)
     for each in (model, plain):
         inner = each.forward
@@ -321,7 +323,7 @@ def test_what_is_put_around_an_applied_forward_stays_around_it() -> None:
 
 
 def test_a_plan_is_applied_inside_what_was_put_around_the_forward() -> None:
-    model, x = mlp(), torch.randn(8, 32)
+    model, x = mlp(), torch.randn(64, 32)
     plan, plain = tight(model, x), copy.deepcopy(model)
     for each in (model, plain):
         each.forward = torch.autocast("cpu", torch.bfloat16)(each.forward)

@@ -11,7 +11,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from solvers.mip import Worker
 from solvers.solution import plain_solution
 from solvers.staged import StagedModel, first_ends
 from tests.bench.problems import plain_peak_bytes, synthetic
+from tests.planner.residue import children
 from tests.solvers.chains import even_chain
 from tests.solvers.oracles import replay
 
@@ -130,15 +130,6 @@ def alarm() -> Iterator[Callable[[float], None]]:
     signal.signal(signal.SIGALRM, before)
 
 
-def children() -> list[str]:
-    """Process ids of this process's children."""
-    found: list[str] = []
-    for task in os.listdir("/proc/self/task"):
-        with suppress(FileNotFoundError):  # a thread that has ended since
-            found += Path(f"/proc/self/task/{task}/children").read_text().split()
-    return found
-
-
 def interrupted(run: Callable[[], Any], alarm: Callable[[float], None], seconds: float) -> float:
     """Ctrl-C `run` after that many seconds; returns how long it took to give up."""
     alarm(seconds)
@@ -149,9 +140,7 @@ def interrupted(run: Callable[[], Any], alarm: Callable[[float], None], seconds:
 
 
 @pytest.mark.parametrize("after", [0.3, 1.0])
-def test_ctrl_c_in_highs_leaves_nothing_behind(
-    after: float, temporary: Path, alarm: Callable[[float], None]
-) -> None:
+def test_ctrl_c_in_highs_leaves_nothing_behind(after: float, temporary: Path, alarm: Callable[[float], None]) -> None:
     """A program that HiGHS works on for many seconds, interrupted while it does."""
     problem, model = chain(40), hard_model()
     small = StagedModel(problem, problem.static_bytes, first_ends(problem, 2, problem.static_bytes))

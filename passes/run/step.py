@@ -19,6 +19,7 @@ import torch
 
 from ._torch import Autocast, active_autocast, below_autograd, under_transform
 from .errors import PlannerError
+from .mixing import watch_sum
 from .replay import as_tensor, copy_generator, old_value
 from .tensors import alone, apart, distinct, is_laid_out, laid_out
 
@@ -64,6 +65,7 @@ class Step:
             does.
         leaves: groups of primals whose gradients the backward hands over together, in this order, the last at its end.
         reads: which parameters the backward reads on its way to each of the groups.
+        sums: primals that the forward reads more than once, so that their gradients are sums; with their names.
         others: primals that get a gradient only where the backward starts from other outputs than planned for.
         starts: what to call the `expected` outputs.
         autocast: what the backward was traced under. Under another one the plain backward casts in other places.
@@ -82,6 +84,7 @@ class Step:
     hold_outputs: bool = True
     leaves: tuple[tuple[int, ...], ...] = ((),)
     reads: tuple[tuple[int, ...], ...] = ((),)
+    sums: tuple[tuple[int, str], ...] = ()
     others: tuple[int, ...] = ()
     starts: tuple[str, ...] = ()
     autocast: Autocast = ()
@@ -250,7 +253,11 @@ class _Owner(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor) -> tuple[Any, ...]:
-        return (None, None, token, *ctx.run.resume(ctx.place))
+        found, sums = ctx.run.resume(ctx.place), dict(ctx.run.step.sums)
+        for i, gradient, reader in zip(ctx.run.owned[ctx.place], found, ctx.next_functions[1:], strict=True):
+            if i in sums and gradient is not None:
+                watch_sum(reader, gradient, sums[i])
+        return (None, None, token, *found)
 
 
 class _Result(torch.autograd.Function):

@@ -31,11 +31,16 @@ def apart(gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     seen: set[int] = set()
     result = []
     for gradient in gradients:
-        place = gradient.untyped_storage().data_ptr()
+        place = memory_of(gradient)
         result.append(gradient.clone() if place in seen else gradient)
         if place:
             seen.add(place)
     return tuple(result)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Where the tensor's memory is; 0 for one without any: empty, or zeros that autograd has not written out yet."""
+    return 0 if tensor._is_zerotensor() else tensor.untyped_storage().data_ptr()
 
 
 def laid_out(gradient: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

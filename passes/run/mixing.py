@@ -18,16 +18,15 @@ from .tensors import memory_of
 
 
 def watch_sum(reader: tuple[Any, int], gradient: torch.Tensor, name: str) -> None:
-    """Warn if the gradient, a sum, is added to another one.
+    """Warn if the gradient, a sum, is added to another one that came before it.
 
     Args:
         reader: the node of autograd's graph that it goes to, and in which of its places.
     """
     node, place = reader
-    leaf = getattr(node, "variable", None)
-    if node is None or not all(isinstance(h, _Look) for h in (getattr(leaf, "_backward_hooks", None) or {}).values()):
-        return  # hooks of others give tensors of their own
-    look = _Look(name, memory_of(gradient))
+    if node is None:
+        return
+    leaf, look = getattr(node, "variable", None), _Look(name, memory_of(gradient))
     if leaf is not None:
         handle = leaf.register_hook(look)
     else:
@@ -45,7 +44,7 @@ class _Look:
             warnings.warn(
                 f"the gradient of {self.name} is a sum, as the planned step reads it more than once, and this backward "
                 "adds it to a gradient from outside of the step (a penalty on parameters, another call of the model): "
-                "maybe in another order than the plain step, which shows in the last bits. For the same bits call "
+                "in another order than the plain step, which shows in the last bits. For the same bits call "
                 "backward for each, or let all of it be one module, or its loss_fn, that is planned.",
                 stacklevel=2,
             )

@@ -120,6 +120,7 @@ class _Run:
         token: what chains the nodes: an empty tensor on the device on which autograd is to run them.
         program: the backward, which yields the gradients of one node after another.
         read: the parameters that it reads.
+        sums: as of the step, but for tensors with hooks, after which a gradient is another tensor.
         replayed: all gradients, where the fallback found them.
     """
 
@@ -128,6 +129,7 @@ class _Run:
         self.owned = (*step.leaves[:-1], (*step.leaves[-1], *step.others))
         self.token = torch.empty(0, device=next((p.device for p in primals if p.requires_grad), None))
         self.versions = [p._version for p in primals]
+        self.sums = {i: name for i, name in step.sums if not primals[i]._backward_hooks}
         self.generators = {device: copy_generator(device) for device in step.rng_devices}
         self.overwritten = {i: old_value(primals[i]) for i in step.keep_primals}
         self.saved: list[torch.Tensor] | None = None
@@ -253,10 +255,12 @@ class _Owner(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor) -> tuple[Any, ...]:
-        found, sums = ctx.run.resume(ctx.place), dict(ctx.run.step.sums)
-        for i, gradient, reader in zip(ctx.run.owned[ctx.place], found, ctx.next_functions[1:], strict=True):
-            if i in sums and gradient is not None:
-                watch_sum(reader, gradient, sums[i])
+        run = ctx.run
+        found = list(run.resume(ctx.place))
+        for place, i in enumerate(run.owned[ctx.place]):
+            if i in run.sums and found[place] is not None:
+                found[place] = alone(found[place])
+                watch_sum(ctx.next_functions[1 + place], found[place], run.sums[i])
         return (None, None, token, *found)
 
 

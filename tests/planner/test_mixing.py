@@ -42,6 +42,11 @@ def _called_twice(call: Call, model: nn.Module, x: torch.Tensor) -> None:
     (call(x) + call(x.flip(0))).backward()
 
 
+def _penalty_first(call: Call, model: nn.Module, x: torch.Tensor) -> None:
+    penalty = _penalty(model)  # what is recorded first is added last
+    (call(x) + penalty).backward()
+
+
 def _one_after_the_other(call: Call, model: nn.Module, x: torch.Tensor) -> None:
     call(x).backward()
     call(x.flip(0)).backward()
@@ -70,7 +75,8 @@ def test_a_sum_that_goes_on_outside_of_the_step_is_said(step: Callable[..., None
 
 
 @pytest.mark.parametrize(("tied", "step"), [
-    (False, _with_penalty), (False, _called_twice), (True, _one_after_the_other), (True, _alone),
+    (False, _with_penalty), (False, _called_twice), (True, _penalty_first), (True, _one_after_the_other),
+    (True, _alone),
 ])  # fmt: skip
 def test_what_is_the_same_sum_has_the_same_bits_and_nothing_is_said(tied: bool, step: Callable[..., None]) -> None:
     plan, model, plain, x = _planned(tied)
@@ -79,6 +85,27 @@ def test_what_is_the_same_sum_has_the_same_bits_and_nothing_is_said(tied: bool, 
         warnings.simplefilter("error")
         step(plan.module, model, x)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_a_hook_on_an_input_is_no_sum() -> None:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(16, 16), nn.GELU())
+    model = nn.ModuleList([layer, layer])
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.layers[1](self.layers[0](x)) + x).square().mean()
+
+    plan = auto_checkpoint(Twice(), torch.randn(4, 16, requires_grad=True), progress=False)
+    x = torch.eye(16, requires_grad=True).sin()[:4]
+    x.register_hook(lambda gradient: gradient * 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan.module(x).backward()
 
 
 def test_an_input_that_is_read_outside_too_is_said() -> None:

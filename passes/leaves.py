@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from solvers.problem import Problem
 from solvers.stages import reach
 
-from .alias import Aliases, Storage
+from .alias import Aliases, Storage, is_view
 from .trace.capture import Traced
 
 MAX_GROUPS = 64  # about so many nodes in autograd's graph: small gradients wait for others
@@ -56,6 +57,18 @@ def leaves(
             found.append(Leave(final[t], tuple(waiting)))
             waiting, size = [], 0
     return tuple(found)
+
+
+def sums(traced: Traced) -> dict[int, str]:
+    """The primals whose gradient may be a sum, as the step reads them more than once, and their names."""
+    gradients: Any = traced.pristine.output_node().args[0]
+    names, found = [*(e.name for e in traced.state), *traced.input_names], {}
+    for i, gradient in enumerate(gradients[traced.num_forward_outputs :]):
+        while isinstance(gradient, fx.Node) and is_view(gradient):
+            gradient = gradient.args[0]
+        if isinstance(gradient, fx.Node) and gradient.target is torch.ops.aten.add.Tensor:
+            found[i] = names[i]
+    return found
 
 
 def _owners(

@@ -10,6 +10,7 @@ from torch import nn
 from passes.alias import device_of
 from passes.errors import CaptureError, NoBackward, Unsupported
 from passes.exclusive import exclusive
+from passes.leaves import sums
 from passes.lower import stateful_primals
 from passes.ops import is_random
 from passes.rewrite import Rewritten, reads, rewrite
@@ -135,6 +136,7 @@ def bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
         hold_outputs=prepared.options.keep_outputs,
         leaves=rewritten.leaves,
         reads=reads(traced, rewritten),
+        sums=tuple(sums(traced).items()),
         autocast=traced.backward_autocast,
         others=tuple(without) if elsewhere else (),
     )

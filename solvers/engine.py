@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,7 +98,7 @@ class _HighsRun:
         self.deadline = deadline
         solver = pulp.HiGHS(msg=False, mip=False, threads=2)
         solver.createAndConfigureSolver(model.program)
-        solver.buildSolverModel(model.program)
+        _shielded(lambda: solver.buildSolverModel(model.program))
         self.highs: Any = model.program.solverModel
         self.highs.HandleUserInterrupt = True
         self.index = model.column
@@ -206,11 +207,13 @@ class _HighsRun:
         lower = np.full(count, -highspy.kHighsInf)
         starts, columns = rows.starts[:-1].astype(np.int32), rows.columns.astype(np.int32)
         values = rows.coefficients.astype(float)
-        status = self.highs.addRows(
-            count, lower, rows.limits.astype(float), len(columns), starts, columns, values
-        )
-        if status == highspy.HighsStatus.kError:
-            raise SolverUnavailable("HiGHS did not take the peak rows of the program", solver="ilp")
+        def add() -> None:
+            upper = rows.limits.astype(float)
+            status = self.highs.addRows(count, lower, upper, len(columns), starts, columns, values)
+            if status == highspy.HighsStatus.kError:
+                raise SolverUnavailable("HiGHS did not take the peak rows of the program", solver="ilp")
+
+        _shielded(add)
 
     def _run(self) -> None:
         self.highs.setOptionValue("time_limit", self.highs.getRunTime() + max(0.05, self.deadline - time.monotonic()))
@@ -246,6 +249,30 @@ class _HighsRun:
 
 def _larger(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else max(a, b)
+
+
+def _shielded(act: Callable[[], None]) -> None:
+    """Act in a thread: HiGHS's bindings take what Ctrl-C raises while they look at an argument for a wrong one."""
+    done, errors = threading.Event(), list[Exception]()
+
+    def run() -> None:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - raised again
+            errors.append(error)
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    try:
+        thread.start()
+        done.wait()
+    except BaseException:
+        while thread.ident is not None and not done.is_set():
+            done.wait(0.05)
+        raise
+    if errors:
+        raise errors[0]
 
 
 def _interruptible(highs: Any, deadline: float) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._pytree import register_pytree_node
 
 __all__ = [
-    "Autocast", "active_autocast", "below_autograd", "num_owners", "register_pytree_node", "under_autocast",
-    "under_transform", "with_autograd",
+    "Autocast", "active_autocast", "after_backward", "backward_number", "below_autograd", "num_owners",
+    "register_pytree_node", "under_autocast", "under_transform", "with_autograd",
 ]  # fmt: skip
 
 _C: Any = torch._C
@@ -60,6 +60,16 @@ def under_transform() -> bool:
     """Whether a `torch.func` transform (grad, vmap, jvp, ...) is running this code."""
     level = getattr(getattr(_C, "_functorch", None), "maybe_current_level", lambda: None)()
     return level is not None
+
+
+def backward_number() -> int:
+    """Tells the backward that is running from others; -1 outside of any."""
+    return int(_C._current_graph_task_id())
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call this once the backward that is running is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def num_owners(storage: torch.UntypedStorage) -> int | None:

@@ -19,6 +19,7 @@ import torch
 
 from ._torch import Autocast, active_autocast, below_autograd, under_transform
 from .errors import PlannerError
+from .mixing import watch_sum
 from .replay import as_tensor, copy_generator, old_value
 from .tensors import alone, apart, distinct, is_laid_out, laid_out
 
@@ -64,6 +65,7 @@ class Step:
             does.
         leaves: groups of primals whose gradients the backward hands over together, in this order, the last at its end.
         reads: which parameters the backward reads on its way to each of the groups.
+        sums: primals that the forward reads more than once, so that their gradients are sums; with their names.
         others: primals that get a gradient only where the backward starts from other outputs than planned for.
         starts: what to call the `expected` outputs.
         autocast: what the backward was traced under. Under another one the plain backward casts in other places.
@@ -82,6 +84,7 @@ class Step:
     hold_outputs: bool = True
     leaves: tuple[tuple[int, ...], ...] = ((),)
     reads: tuple[tuple[int, ...], ...] = ((),)
+    sums: tuple[tuple[int, str], ...] = ()
     others: tuple[int, ...] = ()
     starts: tuple[str, ...] = ()
     autocast: Autocast = ()
@@ -117,6 +120,7 @@ class _Run:
         token: what chains the nodes: an empty tensor on the device on which autograd is to run them.
         program: the backward, which yields the gradients of one node after another.
         read: the parameters that it reads.
+        sums: as of the step, but for tensors with hooks, after which a gradient is another tensor.
         replayed: all gradients, where the fallback found them.
     """
 
@@ -125,6 +129,7 @@ class _Run:
         self.owned = (*step.leaves[:-1], (*step.leaves[-1], *step.others))
         self.token = torch.empty(0, device=next((p.device for p in primals if p.requires_grad), None))
         self.versions = [p._version for p in primals]
+        self.sums = {i: name for i, name in step.sums if not primals[i]._backward_hooks}
         self.generators = {device: copy_generator(device) for device in step.rng_devices}
         self.overwritten = {i: old_value(primals[i]) for i in step.keep_primals}
         self.saved: list[torch.Tensor] | None = None
@@ -250,7 +255,13 @@ class _Owner(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor) -> tuple[Any, ...]:
-        return (None, None, token, *ctx.run.resume(ctx.place))
+        run = ctx.run
+        found = list(run.resume(ctx.place))
+        for place, i in enumerate(run.owned[ctx.place]):
+            if i in run.sums and found[place] is not None:
+                found[place] = alone(found[place])
+                watch_sum(ctx.next_functions[1 + place], found[place], run.sums[i])
+        return (None, None, token, *found)
 
 
 class _Result(torch.autograd.Function):

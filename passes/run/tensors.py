@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -31,11 +32,21 @@ def apart(gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     seen: set[int] = set()
     result = []
     for gradient in gradients:
-        place = gradient.untyped_storage().data_ptr()
+        place = memory_of(gradient)
         result.append(gradient.clone() if place in seen else gradient)
         if place:
             seen.add(place)
     return tuple(result)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Where the tensor's memory begins; 0 for one without any: empty, or zeros that are not written out yet.
+
+    Its storage is not asked: autograd adds nothing in place to a tensor whose storage Python has once seen.
+    """
+    if not tensor.numel() or tensor._is_zerotensor():
+        return 0
+    return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def laid_out(gradient: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
@@ -62,6 +73,8 @@ def held_once(tensor: torch.Tensor) -> bool:
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory and layout in a tensor that keeps no other tensor alive, as a view would."""
-    return tensor.new_empty(0).set_(
-        tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-    )
+    new: Any = tensor.new_empty(0)
+    with torch.no_grad():
+        new.set_(tensor)
+    result: torch.Tensor = new
+    return result

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from passes._torch import swapped_state
+from passes.exclusive import interrupt_point
 from passes.memory import span
 from passes.run._torch import under_autocast
 from passes.trace.arguments import argument_names, call_signature, run_model, state_tensors
@@ -103,6 +104,7 @@ class Case:
             if not self.model.training:
                 self.model.train()
             while len(observed) < steps and not (observed and enough()):
+                interrupt_point()
                 if observed:
                     self.remembers = self.remembers or bool(self.snapshot.changed())
                     self._move_on(tensors)

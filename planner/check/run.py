@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from passes.exclusive import alone
+from passes.exclusive import alone, exclusive
 from passes.ops import is_collective
 from passes.trace.refuse import is_sharded
 from planner.decided import Decided
@@ -24,6 +24,7 @@ STEPS = 2
 COST = 2.2  # of one compared step, in plain steps: the planned one recomputes
 
 
+@exclusive()
 def check_step(
     model: nn.Module, planned: Decided, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None, check: Check
 ) -> Checked:

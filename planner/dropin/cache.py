@@ -30,7 +30,7 @@ from solvers.errors import MIB, PlannerError
 
 from .entry import Entry, Fallback, Losses, Plain, starts_of
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
-from .regions import regions_of, running_regions
+from .regions import are_of, regions_of, running_regions
 
 CACHE_SIZE = 32
 SLOW_REPLANS = 5  # after so many, and each time they have doubled, it is said what they cost
@@ -97,7 +97,8 @@ class PlanState:
                 return plain(bound)
         if entry.planned.runs:
             self._notice_gradients(entry.planned, self.model.parameters())
-            entry.regions = entry.regions or regions_of(self.model, entry.planned)
+            if not entry.regions or not are_of(entry.regions, self.model):
+                entry.regions = regions_of(self.model, entry.planned)
             with running_regions(entry.regions):
                 return plain(bound)
         return self._execute(entry, [*state, *tensors])

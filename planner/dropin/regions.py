@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes._torch import active_saving_hooks
 from passes.trace.arguments import bind_call, call_bound, call_signature
 from passes.trace.structure import flatten
 from planner.decided import Decided, PlannedRun
@@ -20,13 +21,17 @@ from .plan_key import call_key
 
 
 class RegionForward:
-    """The `forward` of a region: each call runs the plan of that call, and what has none runs plain."""
+    """The `forward` of a region: each call runs the plan of that call, and what has none runs plain.
+
+    Attributes:
+        traced: the module's own `forward` when it was planned (None: its class's); `previous` is the one of now.
+    """
 
     runs_plan = True
 
     def __init__(self, module: nn.Module, path: str, runs: Sequence[PlannedRun]) -> None:
         self.model, self.path = module, path
-        self.previous = module.__dict__.get("forward")
+        self.traced = self.previous = module.__dict__.get("forward")
         self.signature = call_signature(module)
         self.__signature__ = self.signature
         self.losses, self.calls, self.noticed = Losses(), 0, False
@@ -45,18 +50,32 @@ class RegionForward:
         number, self.calls = self.calls, self.calls + 1
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        bound = bind_call(self.signature, args, kwargs)
-        inputs, template = flatten(bound)
-        key = call_key(inputs, template)
-        for entry in (*self.cache[number : number + 1], *self.cache):
-            if entry.key == key and (state := entry.holds(self.model, None, inputs)) is not None:
-                return entry.planned.run([*state, *inputs], Fallback(self, entry))
+        if self.previous is self.traced and not active_saving_hooks():  # a checkpoint would run the plain one again
+            bound = bind_call(self.signature, args, kwargs)
+            inputs, template = flatten(bound)
+            key = call_key(inputs, template)
+            for entry in (*self.cache[number : number + 1], *self.cache):
+                if entry.key == key and (state := entry.holds(self.model, None, inputs)) is not None:
+                    return entry.planned.run([*state, *inputs], Fallback(self, entry))
         self._notice(number)
         return self.original(*args, **kwargs)
 
     def plain(self, bound: Mapping[str, Any]) -> Any:
         """The region's own forward, for calls that are replayed."""
         return call_bound(self.original, self.signature, bound)
+
+    def start(self) -> None:
+        """Be the module's forward."""
+        current = self.model.__dict__.get("forward")
+        self.calls, self.previous = 0, self.previous if current is self else current
+        self.model.__dict__["forward"] = self
+
+    def end(self) -> None:
+        """Undo `start`."""
+        if self.previous is None:
+            self.model.__dict__.pop("forward", None)
+        else:
+            self.model.__dict__["forward"] = self.previous
 
     def _notice(self, number: int) -> None:
         if not self.noticed:
@@ -72,19 +91,19 @@ class RegionForward:
 def running_regions(regions: Sequence[RegionForward]) -> Iterator[None]:
     """Let the regions' modules run their plans in the block."""
     for region in regions:
-        region.calls = 0
-        region.model.__dict__["forward"] = region
+        region.start()
     loss = next((region.model for region in regions if region.path == LOSS), None)
     try:
         with looking_at_losses(loss) if loss is not None else nullcontext():
             yield
     finally:
-        for region in regions:
-            own = region.model.__dict__
-            if region.previous is None:
-                own.pop("forward", None)
-            else:
-                own["forward"] = region.previous
+        for region in reversed(regions):
+            region.end()
+
+
+def are_of(regions: Sequence[RegionForward], model: nn.Module) -> bool:
+    """Whether these regions are still modules of the model, and none of their paths leads to another one."""
+    return all(region.path == LOSS or _module_at(model, region.path) is region.model for region in regions)
 
 
 def regions_of(model: nn.Module, planned: Decided) -> list[RegionForward]:
@@ -95,6 +114,15 @@ def regions_of(model: nn.Module, planned: Decided) -> list[RegionForward]:
     frugal = sorted(planned.runs, key=lambda run: -run.planned.solution.added_cost)
     regions = planned.prepared.regions
     for path in regions.spare if regions is not None else ():
-        kind = type(region_module(model, path))
-        found[path] = [run for run in frugal if type(region_module(model, run.path)) is kind]
-    return [RegionForward(region_module(model, path), path, own) for path, own in found.items()]
+        kind = type(_module_at(model, path))
+        found[path] = [run for run in frugal if type(_module_at(model, run.path)) is kind]
+    modules = {path: _module_at(model, path) for path in found}
+    return [RegionForward(module, path, found[path]) for path, module in modules.items() if module is not None]
+
+
+def _module_at(model: nn.Module, path: str) -> nn.Module | None:
+    """The module that a region's path stands for, unless it was taken out of the model."""
+    try:
+        return region_module(model, path)
+    except AttributeError:
+        return None

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from passes._torch import StorageWeakRef, active_saving_hooks, local_part, swapped_state
+from passes._torch import StorageWeakRef, active_saving_hooks, disable_current_modes, local_part, swapped_state
 from passes.alias import Storage
 from passes.device import kind_of
 from passes.profile import Counting
+from passes.run._torch import backward_number
 from passes.trace.arguments import bind_call, call_bound, call_signature, run_model, state_entries, state_tensors
 from passes.trace.capture import OutputLeaf, choose_differentiated
 from passes.trace.refuse import is_sharded
@@ -28,6 +29,7 @@ from planner.ranks.sharded import gathered_gradient_bytes, without_reducing, wit
 
 from .losses import LOSS, looking_at_losses, losses_set_aside
 from .parts import Part, Parts
+from .writes import undone_writes
 
 PAD = 7  # no ordinary tensor has such a size in bytes
 
@@ -192,12 +194,14 @@ class HollowForward:
         why = "the hollow run is over" if hollow.late else ""
         if owner := active_saving_hooks():
             why = f"it runs under {owner}"
+        if backward_number() >= 0:
+            why = "it runs within a backward (a reentrant torch.utils.checkpoint)"
         if not self.module.training:
             why = "it is in eval mode"
         if why:
             hollow.again = hollow.parts.refuse(self.path, why) or hollow.again
             return None
-        with self.set_aside(), hollow.within(), losses_set_aside():
+        with self.set_aside(), hollow.within(), losses_set_aside(), disable_current_modes():
             part, new = hollow.parts.find(self.path, number, self.module, bound, tensors, template)
         hollow.again = hollow.again or new
         return part
@@ -313,6 +317,8 @@ class Sample:
 
     Attributes:
         gradients: "fresh", "accumulated" or "consumed"; see `auto_checkpoint`.
+        written: parameters (and inputs, by their numbers) that the step changes in place, as its first run shows:
+            later ones have copies.
     """
 
     model: nn.Module
@@ -321,6 +327,7 @@ class Sample:
     keep_outputs: bool
     gradients: str
     device: torch.device
+    written: set[str] = field(default_factory=set)
 
     def run(
         self, candidates: Mapping[str, nn.Module], parts: Parts, counting: Counting | None = None
@@ -337,17 +344,20 @@ class Sample:
         snapshot = Snapshot([self.model, self.loss_fn], originals)
         sharded = any(map(is_sharded, self.model.modules()))
         own = {
-            e.name: t if sharded and e.is_parameter else _stand_in_of(t, e.is_parameter)
+            e.name: t if sharded and e.is_parameter else _stand_in_of(t, e.is_parameter, e.name in self.written)
             for e, t in zip(entries, originals, strict=True)
         }
-        inputs = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
+        copied = [t.detach().clone() if str(i) in self.written else t.detach() for i, t in enumerate(inputs)]
+        inputs = [c.requires_grad_(t.requires_grad) for c, t in zip(copied, inputs, strict=True)]
         hollow = Hollow(self.model, [*own.values(), *inputs], parts, self.device)
         before = [(p, p.grad) for p in self.model.parameters()]
         for held, _ in before:
             held.grad = None
         swapped = {name: t for name, t in own.items() if all(t is not o for o in originals)}
         alone = without_talking(self.model)
-        with put_back(snapshot, Generators(tuple(indices))), swapped_state(self.model, swapped), alone:
+        numbered = {str(i): t for i, t in enumerate(inputs)}
+        first_look = nullcontext() if parts.known else undone_writes({**own, **numbered}, self.written)
+        with put_back(snapshot, Generators(tuple(indices))), swapped_state(self.model, swapped), alone, first_look:
             if not self.model.training:
                 self.model.train()
             signature = call_signature(self.model, self.loss_fn)
@@ -438,10 +448,9 @@ def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor]) -> bool:
     new = False
     for node in regions:
         part, edges = node.owner.part, node.next_functions[1:]  # without the token's
-        for i in sorted(part.summed):
+        for i, name in part.sums.items():
             if edges[i][0] is not None and latest[edges[i]] > node._sequence_nr():
-                names = [*(e.name for e in part.traced.state), *part.traced.input_names]
-                why = OTHER_SUM.format(name=names[i])
+                why = OTHER_SUM.format(name=name)
                 new = hollow.parts.refuse(node.owner.path, why) or new
     return new
 
@@ -462,10 +471,10 @@ def _consume(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def _stand_in_of(tensor: torch.Tensor, is_parameter: bool) -> torch.Tensor:
-    """A parameter's data without its hooks and gradient; a copy of a buffer, which the step may change."""
+def _stand_in_of(tensor: torch.Tensor, is_parameter: bool, written: bool) -> torch.Tensor:
+    """A parameter's data without its hooks and gradient; a copy of what the step may change."""
     if is_parameter:
-        return nn.Parameter(tensor.detach(), tensor.requires_grad)
+        return nn.Parameter(tensor.detach().clone() if written else tensor.detach(), tensor.requires_grad)
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import fx, nn
 
 from passes._torch import is_dense
-from passes.alias import Aliases, Storage, alias, is_view
+from passes.alias import Aliases, Storage, alias
 from passes.errors import CaptureError, Unsupported
+from passes.leaves import sums
 from passes.profile import Measured, OpProfile, profile
 from passes.run.tensors import is_laid_out
 from passes.trace.arguments import state_tensors
@@ -60,17 +61,9 @@ class Part:
         return found
 
     @cached_property
-    def summed(self) -> frozenset[int]:
-        """Primals whose gradient may be a sum, as the region reads them more than once."""
-        graph = self.traced.pristine
-        gradients: Any = graph.output_node().args[0]
-        found = []
-        for i, gradient in enumerate(gradients[self.traced.num_forward_outputs :]):
-            while isinstance(gradient, fx.Node) and is_view(gradient):
-                gradient = gradient.args[0]
-            if isinstance(gradient, fx.Node) and gradient.target is torch.ops.aten.add.Tensor:
-                found.append(i)
-        return frozenset(found)
+    def sums(self) -> dict[int, str]:
+        """Primals whose gradient may be a sum."""
+        return sums(self.traced)
 
     @cached_property
     def position(self) -> dict[Any, int]:

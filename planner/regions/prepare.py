@@ -12,6 +12,7 @@ from torch import nn
 from passes._torch import local_part
 from passes.alias import alias
 from passes.errors import CaptureError, Unsupported
+from passes.exclusive import exclusive, interrupt_point
 from passes.lower import UPDATE
 from passes.memory import granule, round_up
 from passes.printable import printable
@@ -86,6 +87,7 @@ def _with_regions_tried(why: Refusal | None, chosen: Candidates) -> Refusal | No
     return why
 
 
+@exclusive()
 def prepare_regions(
     model: nn.Module, arguments: Mapping[str, Any], options: Options, progress: Progress, *,
     layouts: Layouts | None = None, required_hints: bool = True, why: Refusal | None = None,
@@ -130,6 +132,7 @@ def prepare_regions(
 def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Options) -> Hollow:
     """The last of several hollow runs, which taught nothing new."""
     for _ in range(MOST_RUNS):
+        interrupt_point()
         hollow = sample.run(chosen.chosen, parts)
         for run in hollow.runs:
             if not run.ended:

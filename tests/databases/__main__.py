@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import sys
 import time
 import warnings
@@ -26,6 +27,7 @@ def main() -> int:
     faulthandler.enable()
     options = _options()
     warnings.simplefilter("ignore")
+    gc.freeze()  # the databases are large, and nothing of them is ever dropped
     console, results, start = Console(width=180), [], time.perf_counter()
     part, parts = options.part
     for position, case in enumerate(cases(DTYPES[options.dtype], options.forms, options.samples, options.names)):

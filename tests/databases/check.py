@@ -10,8 +10,9 @@ import torch
 
 from passes.errors import VerificationError
 from passes.memory import measure_peak
-from planner import BudgetError, CheckError, Plan, PlannerError, auto_checkpoint
-from solvers.errors import MIB
+from planner import BudgetError, CheckError, Plan, PlannerError
+from planner.budget import Budget
+from planner.session import open_session
 from tests.databases.cases import Case, Step
 from tests.zoo.compare import StepResult, differences
 
@@ -59,11 +60,11 @@ def check(case: Case) -> Result:
 
 def plan_at_minimum(step: Step) -> Plan:
     """The plan at the smallest budget that the refusal of an impossible one names."""
-    options: Any = {"progress": False}
+    session = open_session(step, tuple(step.sample), progress=False, time_limit=5, check="auto")
     try:
-        return auto_checkpoint(step, tuple(step.sample), 1 / MIB, time_limit=1, **options)
+        return session.plan(1)
     except BudgetError as error:
-        return auto_checkpoint(step, tuple(step.sample), error.minimum_mb, time_limit=10, **options)
+        return session.plan(Budget(error.minimum_mb).to_bytes(session.plain_peak_bytes))
 
 
 def plain_step(step: Step) -> tuple[StepResult, list[torch.Tensor]]:

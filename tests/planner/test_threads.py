@@ -24,6 +24,7 @@ from passes import exclusive as deferral
 from passes._torch import compiling_flags, eager_kernels, private_generator
 from passes.exclusive import alone, exclusive, interrupt_point
 from planner import Plan, auto_checkpoint
+from planner.check import restore
 from tests.planner import interrupts, mutations
 from tests.planner.residue import left_behind, state
 from tests.planner.small import python
@@ -251,6 +252,25 @@ def test_mutated_plan_files_are_refused_or_right() -> None:
 @pytest.mark.slow
 def test_many_mutated_plan_files_are_refused_or_right() -> None:
     assert mutations.run(2000)[1] == []
+
+
+@pytest.mark.parametrize("options", [{"check": True}, {"check": False, "regions": ["blocks.*"]}], ids=str)
+def test_an_interrupt_while_a_run_is_undone_waits_until_it_is(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, sample = SmallGPT(), torch.randint(0, 64, (2, 16))
+    undo = restore.Snapshot.restore
+
+    def pressed(self: restore.Snapshot) -> None:
+        signal.raise_signal(signal.SIGINT)
+        undo(self)
+
+    monkeypatch.setattr(restore.Snapshot, "restore", pressed)
+    before = state(model)
+    with pytest.raises(KeyboardInterrupt):
+        plan(model, sample, **options)
+    assert left_behind(model, before) == []
 
 
 # What stays -----------------------------------------------------------------------------------------------------------

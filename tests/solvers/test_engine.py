@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from solvers import BudgetError, Problem, Status, floor_bytes, solve
-from solvers.engine import solve_staged
+from solvers.engine import _shielded, solve_staged
 from solvers.mip import Worker
 from solvers.solution import plain_solution
 from solvers.staged import StagedModel, first_ends
@@ -214,3 +214,19 @@ def test_what_the_clock_ended_says_so() -> None:
     found = solve(problem, budget, solver="ilp", time_limit=2.0, gap=0.0, warm_starts=(known,))
     assert found.status is Status.OPTIMAL or any("time limit" in note for note in found.notes)
     assert plain_solution(problem, "plain").notes == ()
+
+
+def test_an_interrupt_is_raised_once_what_is_shielded_is_over() -> None:
+    """Within HiGHS's bindings it would be taken for a wrong argument, or be lost."""
+    over = []
+
+    def act() -> None:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.1)
+        over.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        _shielded(act)
+    assert over == [True]
+    with pytest.raises(ZeroDivisionError):
+        _shielded(lambda: over.append(bool(1 // 0)))

@@ -1,0 +1,50 @@
+"""Sums that continue outside of a step are noticed. Needs torch alone: exports hold a copy.
+
+Autograd adds the gradients of a tensor that is read in several places term by term, in the order in which they come. A
+step hands over the sum of its own terms. Where autograd has others by then, of a penalty on the parameters, say, or of
+a second call of the model, it so adds up in another order than in the plain step: right, but for the last bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ._torch import after_backward
+from .tensors import memory_of
+
+
+def watch_sum(reader: tuple[Any, int], gradient: torch.Tensor, name: str) -> None:
+    """Warn if the gradient, a sum, is added to another one that came before it.
+
+    Args:
+        reader: the node of autograd's graph that it goes to, and in which of its places.
+    """
+    node, place = reader
+    if node is None:
+        return
+    leaf, look = getattr(node, "variable", None), _Look(name, memory_of(gradient))
+    if leaf is not None:
+        handle = leaf.register_hook(look)
+    else:
+        handle = node.register_prehook(lambda gradients: look(gradients[place]))
+    after_backward(handle.remove)
+
+
+@dataclass(frozen=True)
+class _Look:
+    name: str
+    memory: int
+
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None and memory_of(gradient) != self.memory:
+            warnings.warn(
+                f"the gradient of {self.name} is a sum, as the planned step reads it more than once, and this backward "
+                "adds it to a gradient from outside of the step (a penalty on parameters, another call of the model): "
+                "in another order than the plain step, which shows in the last bits. For the same bits call "
+                "backward for each, or let all of it be one module, or its loss_fn, that is planned.",
+                stacklevel=2,
+            )

@@ -1,0 +1,49 @@
+"""Parameters that a step writes to: planning runs it several times, and leaves their values as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from passes._torch import TorchDispatchMode, local_part, pytree
+
+
+@contextmanager
+def undone_writes(parameters: Mapping[str, torch.Tensor], written: set[str]) -> Iterator[None]:
+    """Undo what the block writes to parameters, and add the names of those to `written`."""
+    here = {name: local_part(t).detach() for name, t in parameters.items()}
+    mode = _Writes({t.untyped_storage().data_ptr(): (name, t) for name, t in here.items() if t.nbytes})
+    try:
+        with mode:
+            yield
+    finally:
+        with torch.no_grad():
+            for name, value in mode.before.items():
+                here[name].copy_(value)
+        written.update(mode.before)
+
+
+class _Writes(TorchDispatchMode):
+    """Copies a parameter right before the first op that writes to it."""
+
+    def __init__(self, known: Mapping[int, tuple[str, torch.Tensor]]) -> None:
+        super().__init__()
+        self.known, self.before = known, dict[str, torch.Tensor]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for i, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._note(args[i] if i < len(args) else kwargs.get(argument.name))
+        return func(*args, **kwargs)
+
+    def _note(self, written: Any) -> None:
+        for tensor in pytree.tree_leaves(written):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() in self.known:
+                name, whole = self.known[tensor.untyped_storage().data_ptr()]
+                if name not in self.before:
+                    self.before[name] = whole.clone()

@@ -1,0 +1,150 @@
+"""What changes between steps that are planned by regions, and what planning them leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from planner import Plan, RegionError, auto_checkpoint
+from planner.session import open_session
+from solvers.errors import BudgetError
+from tests.zoo.compare import differences, run_step
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Three blocks; `around` says how each is called, `between` what happens after it."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.settings = settings
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = self.settings.get("around", _call)(block, hidden)
+            self.settings.get("between", _call)(_nothing, block)
+        return hidden.square().mean()
+
+
+def _call(block: Callable[[Any], Any], value: Any) -> Any:
+    return block(value)
+
+
+def _nothing(value: Any) -> Any:
+    return value
+
+
+def _checkpointed(reentrant: bool) -> Callable[..., Any]:
+    return lambda block, x: checkpoint(block, x, use_reentrant=reentrant)
+
+
+def frugal(model: nn.Module, x: torch.Tensor) -> Plan:
+    """Blocks as regions, at the smallest budget."""
+    session = open_session(model, x, regions=["blocks.*"], progress=False, time_limit=2)
+    try:
+        return session.plan(1)
+    except BudgetError as error:
+        return session.plan(error.minimum_bytes)
+
+
+def _patched(model: Net) -> None:
+    model.blocks[2].forward = lambda x: x * 2
+
+
+def _patched_as_a_method(model: Net) -> None:
+    model.blocks[1].forward = types.MethodType(lambda self, x: self.down(self.up(x)), model.blocks[1])
+
+
+def _replaced(model: Net) -> None:
+    torch.manual_seed(5)
+    model.blocks[1] = Block()
+
+
+def _shorter(model: Net) -> None:
+    del model.blocks[2]
+
+
+def _swapped(model: Net) -> None:
+    model.blocks[0], model.blocks[2] = model.blocks[2], model.blocks[0]
+
+
+def _checkpoints(model: Net) -> None:
+    model.settings["around"] = _checkpointed(False)
+
+
+def _reentrant_checkpoints(model: Net) -> None:
+    model.settings["around"] = _checkpointed(True)
+
+
+CHANGES = [_patched, _patched_as_a_method, _replaced, _shorter, _swapped, _checkpoints, _reentrant_checkpoints]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_steps_takes_effect_and_can_be_undone(change: Callable[[Net], None]) -> None:
+    model, x = Net(), torch.randn(8, 16)
+    plain, plan = copy.deepcopy(model), frugal(model, x)
+    assert plan.recomputed
+    assert differences(run_step(plain, plain, x, 1), run_step(plan.module, model, x, 1)) == []
+    change(model)
+    change(plain)
+    own = [dict(block.__dict__) for block in model.blocks]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a region runs plain
+        for seed in (2, 3):
+            assert differences(run_step(plain, plain, x, seed), run_step(plan.module, model, x, seed)) == []
+    assert [block.__dict__.get("forward") for block in model.blocks] == [d.get("forward") for d in own]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_region_under_a_checkpoint_stays_eager(reentrant: bool) -> None:
+    model = Net(around=_checkpointed(reentrant))
+    with pytest.raises(RegionError, match="torch.utils.checkpoint"):
+        auto_checkpoint(model, torch.randn(8, 16), regions=["blocks.*"], progress=False)
+
+
+def _moves_weights(_: Any, block: Block) -> None:
+    block.up.weight.data.mul_(1.01)
+    torch._foreach_add_([block.norm.bias.data, block.down.bias.data], 0.01)
+
+
+def test_planning_leaves_parameters_and_the_sample_as_they_were() -> None:
+    model, x = Net(between=_moves_weights), torch.randn(8, 16)
+    model.register_forward_pre_hook(lambda module, args: None)
+    before, sample = copy.deepcopy(model.state_dict()), x.clone()
+    open_session(model, x, regions=["blocks.*"], progress=False)
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+    assert torch.equal(x, sample)
+
+
+class ChangesItsInput(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(2))
+
+
+def test_planning_leaves_a_sample_that_the_forward_changes_as_it_was() -> None:
+    x = torch.randn(8, 16)
+    sample = x.clone()
+    open_session(ChangesItsInput(), x, regions=["blocks.*"], progress=False)
+    assert torch.equal(x, sample)

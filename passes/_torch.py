@@ -262,6 +262,11 @@ def plain_class(kind: type) -> type:
     return kind.__bases__[1] if derived else kind
 
 
+def direct_call(op: Any) -> Any:
+    """What calls an op without `OpOverload.__call__`'s frame of Python."""
+    return getattr(op, "_op", op) if type(op) is OpOverload else op
+
+
 def is_distributed(t: Any) -> bool:
     """Whether a tensor is a `DTensor`, of which each rank has a part."""
     distributed: Any = sys.modules.get("torch.distributed.tensor")

@@ -1,7 +1,7 @@
 """rewrite: joint graph + Schedule -> a forward and a backward GraphModule that execute exactly that schedule.
 
 Each compute of the schedule becomes one node (its in-place twin where the schedule lets it take over an input); a view
-is taken from its base right before its first use; fx's generated code drops every value after its last use. What is
+is taken from its base, in as few steps as give it, right before its first use; fx's generated code drops every value after its last use. What is
 executed is what was simulated. Two computes are one node where a batch norm's statistics and its result are found one
 after the other (`passes.fuse.rules.join_batch_norms`): what they need besides inputs and results is the same.
 """
@@ -22,6 +22,7 @@ from .codegen import Handover, boxed, resumed
 from .errors import VerificationError
 from .exclusive import interrupt_point
 from .fuse.match import item
+from .fuse.normal_form import shortest
 from .fuse.rules import join_batch_norms
 from .lower import Lowered
 from .ops import donations, is_random
@@ -196,7 +197,7 @@ class _Emitter:
         self.graph = fx.Graph()
         self.current: dict[int, fx.Node] = {}
         self.static: dict[fx.Node, fx.Node] = {}
-        self.views: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
+        self.views: dict[tuple[Any, ...], fx.Node] = {}
         self.marks: list[tuple[fx.Node, tuple[int, ...]]] = []
 
     def placeholder(self, node: fx.Node) -> None:
@@ -263,8 +264,12 @@ class _Emitter:
             raise VerificationError(f"{node.name!r} is read where it is not live", node=node.name) from None
 
     def _view(self, node: fx.Node) -> fx.Node:
-        sources = tuple(self.resolve(a) for a in node.all_input_nodes)
-        key = (node, sources)
+        same, earlier = shortest(node)
+        if same is not node:
+            found: fx.Node = self.resolve(same)
+            return found
+        sources = tuple(self.resolve(earlier or a) for a in node.all_input_nodes)
+        key = (node.target, sources, repr(node.args[1:]), repr(node.kwargs))
         if key not in self.views:
             mapping = dict(zip(node.all_input_nodes, sources, strict=True))
             self.views[key] = self._copy_meta(self.graph.node_copy(node, lambda a: mapping[a]), node)

@@ -71,6 +71,7 @@ __all__ = [
     "as_distributed",
     "compiling_flags",
     "cuda_allocations",
+    "direct_call",
     "disable_current_modes",
     "eager_kernels",
     "export_joint",
@@ -80,6 +81,7 @@ __all__ = [
     "is_dense",
     "is_distributed",
     "local_part",
+    "local_parts",
     "mutation_count",
     "native_kernels",
     "outside_tracing",
@@ -271,6 +273,11 @@ def is_distributed(t: Any) -> bool:
     """Whether a tensor is a `DTensor`, of which each rank has a part."""
     distributed: Any = sys.modules.get("torch.distributed.tensor")
     return distributed is not None and isinstance(t, distributed.DTensor)
+
+
+def local_parts(tensors: Sequence[Any]) -> Sequence[Any]:
+    """This rank's part of each."""
+    return list(map(local_part, tensors)) if "torch.distributed.tensor" in sys.modules else tensors
 
 
 def local_part(t: Any) -> Any:

@@ -20,7 +20,10 @@ from .plan_key import call_key
 
 
 class RegionForward:
-    """The `forward` of a region: each call runs the plan of that call, and what has none runs plain."""
+    """The `forward` of a region: each call runs the plan of that call, and what has none runs plain.
+
+    Dynamo does not see it: it is there only while a planned model's forward runs, which Dynamo leaves alone.
+    """
 
     runs_plan = True
 
@@ -40,7 +43,6 @@ class RegionForward:
         """The forward that the region has while no plan runs."""
         return self.previous or type(self.model).forward.__get__(self.model)
 
-    @torch.compiler.disable(reason="a planned region runs as it is")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         number, self.calls = self.calls, self.calls + 1
         if not torch.is_grad_enabled():

@@ -118,9 +118,12 @@ def reads(traced: Traced, rewritten: Rewritten) -> tuple[tuple[int, ...], ...]:
 
 
 def _crossing(lowered: Lowered, schedule: Schedule, moments: list[Moment], boundary: int) -> list[int]:
-    """Tensors written before the boundary whose copy a later step reads, in order of writing."""
+    """Tensors written before the boundary whose copy a step after it reads, in order of writing.
+
+    At the boundary itself a region's inputs are read: whoever runs the step holds them until then.
+    """
     gradients, first_read = _returned_by_backward(lowered), dict[int, int]()
-    for position, moment in enumerate(moments[boundary:], boundary):
+    for position, moment in enumerate(moments[boundary + 1 :], boundary + 1):
         for t in moment.reads:
             first_read.setdefault(t, position)
     crossing = [c for c in copies(lowered.problem, schedule) if c.made < boundary < c.until]

@@ -285,3 +285,32 @@ def test_glue_ops_are_exact() -> None:
             else:
                 events.append(_Event(64 * rng.randint(-6, 6)))
         assert told(_ops(events, 64), sizes) == naive(events)
+
+
+class Wide(nn.Module):
+    """Its backward is where the peak is, and reads a copy of its second input alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 32, 1, 64))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        scaled = (y * 2).sin()
+        return (self.weight * (x * scaled).unsqueeze(0)).exp().sum(0).mean(1)
+
+
+class FromAbove(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.region = nn.Linear(64, 64), Wide()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.region(self.inner(x) + 1, self.inner(x) * 3)
+        return h.square().mean()
+
+
+def test_an_input_that_the_backward_does_not_read_goes_as_it_begins() -> None:
+    torch.manual_seed(0)
+    model, x = FromAbove(), torch.randn(32, 64, 64)
+    plan = planned_at(model, x, 1.0, regions="region")
+    assert_equal_and_exact(plan, copy.deepcopy(model), loss_inside(x))

@@ -314,3 +314,25 @@ def test_an_input_that_the_backward_does_not_read_goes_as_it_begins() -> None:
     model, x = FromAbove(), torch.randn(32, 64, 64)
     plan = planned_at(model, x, 1.0, regions="region")
     assert_equal_and_exact(plan, copy.deepcopy(model), loss_inside(x))
+
+
+class Masking(nn.Module):
+    """Between its blocks there are masks of all sizes that the marks of a hollow run would take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(32, 2, 0.1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            masks = [torch.ones(size, dtype=torch.bool) for size in range(7 + 64 * i, 1000, 64)]
+            x = layer(x) * float(all(mask.all() for mask in masks))
+        return x.square().mean()
+
+
+def test_masks_are_not_taken_for_marks() -> None:
+    torch.manual_seed(0)
+    model, x = Masking(), torch.randn(2, 16, 32)
+    plan = planned_at(model, x, 0.4, regions="layers.*")
+    assert [run.path for run in plan.runs] == ["layers.0", "layers.1", "layers.2"]
+    assert_equal_and_exact(plan, copy.deepcopy(model), loss_inside(x))

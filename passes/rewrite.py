@@ -1,9 +1,10 @@
 """rewrite: joint graph + Schedule -> a forward and a backward GraphModule that execute exactly that schedule.
 
 Each compute of the schedule becomes one node (its in-place twin where the schedule lets it take over an input); a view
-is taken from its base, in as few steps as give it, right before its first use; fx's generated code drops every value after its last use. What is
-executed is what was simulated. Two computes are one node where a batch norm's statistics and its result are found one
-after the other (`passes.fuse.rules.join_batch_norms`): what they need besides inputs and results is the same.
+is taken from its base, in as few steps as give it, right before its first use; fx's generated code drops every value
+after its last use. What is executed is what was simulated. Two computes are one node where a batch norm's statistics
+and its result are found one after the other (`passes.fuse.rules.join_batch_norms`): what they need besides inputs and
+results is the same.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def rewrite(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedu
         forward.placeholder(node)
     forward.emit(schedule, moments, range(boundary))
     outputs: Any = traced.graph_module.graph.output_node().args[0]
-    returned = [forward.resolve(n) for n in outputs[: traced.num_forward_outputs]]
+    returned = [forward.result(n) for n in outputs[: traced.num_forward_outputs]]
     forward.output([*returned, *(forward.current[t] for t in saved)])
     join_batch_norms(forward.graph)
     backward = _Emitter(aliases, lowered)
@@ -267,8 +267,13 @@ class _Emitter:
         except KeyError:
             raise VerificationError(f"{node.name!r} is read where it is not live", node=node.name) from None
 
-    def _view(self, node: fx.Node) -> fx.Node:
-        same, earlier = shortest(node)
+    def result(self, node: Any) -> Any:
+        """The same for what a caller gets: a view is a tensor of its own, so that who looks for holders finds it."""
+        seen = isinstance(node, fx.Node) and node not in self.static and is_view(node)
+        return self._view(node, in_short=False) if seen else self.resolve(node)
+
+    def _view(self, node: fx.Node, in_short: bool = True) -> fx.Node:
+        same, earlier = shortest(node) if in_short else (node, None)
         if same is not node:
             found: fx.Node = self.resolve(same)
             return found

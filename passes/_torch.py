@@ -73,6 +73,7 @@ __all__ = [
     "called_by_dynamo",
     "compiling_flags",
     "cuda_allocations",
+    "direct_call",
     "disable_current_modes",
     "eager_kernels",
     "export_joint",
@@ -82,6 +83,7 @@ __all__ = [
     "is_dense",
     "is_distributed",
     "local_part",
+    "local_parts",
     "mutation_count",
     "native_kernels",
     "outside_tracing",
@@ -265,10 +267,20 @@ def plain_class(kind: type) -> type:
     return kind.__bases__[1] if derived else kind
 
 
+def direct_call(op: Any) -> Any:
+    """What calls an op without `OpOverload.__call__`'s frame of Python."""
+    return getattr(op, "_op", op) if type(op) is OpOverload else op
+
+
 def is_distributed(t: Any) -> bool:
     """Whether a tensor is a `DTensor`, of which each rank has a part."""
     distributed: Any = sys.modules.get("torch.distributed.tensor")
     return distributed is not None and isinstance(t, distributed.DTensor)
+
+
+def local_parts(tensors: Sequence[Any]) -> Sequence[Any]:
+    """This rank's part of each."""
+    return list(map(local_part, tensors)) if "torch.distributed.tensor" in sys.modules else tensors
 
 
 def local_part(t: Any) -> Any:

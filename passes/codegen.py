@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from ._torch import forget_source, refer_weakly
+from ._torch import direct_call, forget_source, refer_weakly
+
+_CALL = re.compile(r"\btorch\.ops(?:\.\w+){3}(?=\()")
 
 
 class Handover(NamedTuple):
@@ -26,16 +29,41 @@ class Handover(NamedTuple):
 class BoxedCodeGen(fx.graph.CodeGen):
     """`forward(self, values)`: takes its inputs out of the list `values`, then frees each after its last use.
 
-    A Python caller holds the arguments of a call until it returns; a list can be emptied.
+    A Python caller holds the arguments of a call until it returns; a list can be emptied. Ops are defaults of further
+    arguments, so that none is looked up while a step runs.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: dict[str, str] = {}
+
+    @property
+    def _body_transformer(self) -> Any:  # bound anew each time: a cycle would keep a dropped plan
+        return self.insert
+
+    @_body_transformer.setter
+    def _body_transformer(self, given: Any) -> None:
+        """There is none but `insert`."""
+
+    def insert(self, body: list[str]) -> list[str]:
+        """The lines of the code, with names in place of the ops' paths."""
+        self.ops = {}
+        return [_CALL.sub(self._named, line) for line in body]
+
+    def _named(self, found: re.Match[str]) -> str:
+        path = found.group()
+        name = path.removeprefix("torch.").replace(".", "_")
+        self.ops[name] = path
+        return name
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **kwargs: Any) -> str:
         names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if not v.startswith("self")]
         unpack = f"    {', '.join(names)}{',' if len(names) == 1 else ''} = values\n" if names else ""
-        return f"def forward(self, values){maybe_return_annotation}:\n{unpack}    values.clear()\n"
+        ops = "".join(f", {name}=direct_call({path})" for name, path in self.ops.items())
+        return f"def forward(self, values{ops}){maybe_return_annotation}:\n{unpack}    values.clear()\n"
 
     def additional_globals(self) -> list[tuple[str, Any]]:
-        return [("torch", torch)]
+        return [("torch", torch), ("direct_call", direct_call)]
 
     def process_inputs(self, *inputs: Any) -> Any:
         return inputs[0] if len(inputs) == 1 and isinstance(inputs[0], list) else inputs
@@ -52,14 +80,6 @@ class ResumedCodeGen(BoxedCodeGen):
         self.handovers = tuple(handovers)
         self.outputs: Sequence[Any] = ()
 
-    @property
-    def _body_transformer(self) -> Any:  # bound anew each time: a cycle would keep a dropped plan
-        return self.insert
-
-    @_body_transformer.setter
-    def _body_transformer(self, given: Any) -> None:
-        """There is none but `insert`."""
-
     def __deepcopy__(self, memo: dict[int, Any]) -> ResumedCodeGen:
         return ResumedCodeGen(self.handovers)  # a copied graph has outputs of its own
 
@@ -69,10 +89,10 @@ class ResumedCodeGen(BoxedCodeGen):
         return self._hand_over([i for i, v in enumerate(output_args) if v is not None and i not in early])
 
     def insert(self, body: list[str]) -> list[str]:
-        """The lines of the code, with those that hand over between them."""
+        """The same, with lines between them that hand over."""
         at = {handover.after: handover.outputs for handover in self.handovers}
         lines = []
-        for line in "".join(body).splitlines(keepends=True):
+        for line in "".join(super().insert(body)).splitlines(keepends=True):
             outputs = at.get(line.split(" ", 1)[0].rstrip(":"))
             lines += [line] if outputs is None else [line, f"{self._hand_over(outputs)}\n"]
         return lines

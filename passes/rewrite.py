@@ -1,9 +1,10 @@
 """rewrite: joint graph + Schedule -> a forward and a backward GraphModule that execute exactly that schedule.
 
 Each compute of the schedule becomes one node (its in-place twin where the schedule lets it take over an input); a view
-is taken from its base right before its first use; fx's generated code drops every value after its last use. What is
-executed is what was simulated. Two computes are one node where a batch norm's statistics and its result are found one
-after the other (`passes.fuse.rules.join_batch_norms`): what they need besides inputs and results is the same.
+is taken from its base, in as few steps as give it, right before its first use; fx's generated code drops every value
+after its last use. What is executed is what was simulated. Two computes are one node where a batch norm's statistics
+and its result are found one after the other (`passes.fuse.rules.join_batch_norms`): what they need besides inputs and
+results is the same.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .codegen import Handover, boxed, resumed
 from .errors import VerificationError
 from .exclusive import interrupt_point
 from .fuse.match import item
+from .fuse.normal_form import shortest
 from .fuse.rules import join_batch_norms
 from .lower import Lowered
 from .ops import donations, is_random
@@ -72,7 +74,7 @@ def rewrite(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedu
         forward.placeholder(node)
     forward.emit(schedule, moments, range(boundary))
     outputs: Any = traced.graph_module.graph.output_node().args[0]
-    returned = [forward.resolve(n) for n in outputs[: traced.num_forward_outputs]]
+    returned = [forward.result(n) for n in outputs[: traced.num_forward_outputs]]
     forward.output([*returned, *(forward.current[t] for t in saved)])
     join_batch_norms(forward.graph)
     backward = _Emitter(aliases, lowered)
@@ -117,9 +119,12 @@ def reads(traced: Traced, rewritten: Rewritten) -> tuple[tuple[int, ...], ...]:
 
 
 def _crossing(lowered: Lowered, schedule: Schedule, moments: list[Moment], boundary: int) -> list[int]:
-    """Tensors written before the boundary whose copy a later step reads, in order of writing."""
+    """Tensors written before the boundary whose copy a step after it reads, in order of writing.
+
+    At the boundary itself a region's inputs are read: whoever runs the step holds them until then.
+    """
     gradients, first_read = _returned_by_backward(lowered), dict[int, int]()
-    for position, moment in enumerate(moments[boundary:], boundary):
+    for position, moment in enumerate(moments[boundary + 1 :], boundary + 1):
         for t in moment.reads:
             first_read.setdefault(t, position)
     crossing = [c for c in copies(lowered.problem, schedule) if c.made < boundary < c.until]
@@ -196,7 +201,7 @@ class _Emitter:
         self.graph = fx.Graph()
         self.current: dict[int, fx.Node] = {}
         self.static: dict[fx.Node, fx.Node] = {}
-        self.views: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
+        self.views: dict[tuple[Any, ...], fx.Node] = {}
         self.marks: list[tuple[fx.Node, tuple[int, ...]]] = []
 
     def placeholder(self, node: fx.Node) -> None:
@@ -262,9 +267,18 @@ class _Emitter:
         except KeyError:
             raise VerificationError(f"{node.name!r} is read where it is not live", node=node.name) from None
 
-    def _view(self, node: fx.Node) -> fx.Node:
-        sources = tuple(self.resolve(a) for a in node.all_input_nodes)
-        key = (node, sources)
+    def result(self, node: Any) -> Any:
+        """The same for what a caller gets: a view is a tensor of its own, so that who looks for holders finds it."""
+        seen = isinstance(node, fx.Node) and node not in self.static and is_view(node)
+        return self._view(node, in_short=False) if seen else self.resolve(node)
+
+    def _view(self, node: fx.Node, in_short: bool = True) -> fx.Node:
+        same, earlier = shortest(node) if in_short else (node, None)
+        if same is not node:
+            found: fx.Node = self.resolve(same)
+            return found
+        sources = tuple(self.resolve(earlier or a) for a in node.all_input_nodes)
+        key = (node.target, sources, repr(node.args[1:]), repr(node.kwargs))
         if key not in self.views:
             mapping = dict(zip(node.all_input_nodes, sources, strict=True))
             self.views[key] = self._copy_meta(self.graph.node_copy(node, lambda a: mapping[a]), node)

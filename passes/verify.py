@@ -28,7 +28,7 @@ from .alias import aliased_argument, device_of, is_view
 from .errors import VerificationError
 from .exclusive import interrupt_point
 from .fuse.meaning import Call, Item, Like, Of
-from .fuse.normal_form import SAME, counted_from_front, may_swap
+from .fuse.normal_form import SAME, VIEWS, counted_from_front, geometry, may_swap, stand_in, viewed
 from .fuse.records import BY_OP, SPLIT_BY_OP
 from .memory import span
 from .ops import CHECKS_OWNER, donated_argument, donations, functional_form, ignored_by, is_random
@@ -55,6 +55,8 @@ class _Numbering:
         values: a traced value's shape, layout and type, by number: a rewritten node's own metadata proves nothing.
         like: the number whose value looks like that of another one, which need not have been traced.
         states: the generator states that traced calls draw from.
+        views: the number of a call of a view.
+        shown: for a value what it is a view of, and a stand-in that lies there.
     """
 
     def __init__(self) -> None:
@@ -63,6 +65,8 @@ class _Numbering:
         self.values: dict[Number, Any] = {}
         self.like: dict[Number, Number] = {}
         self.states: set[Number] = set()
+        self.views: dict[Number, Number] = {}
+        self.shown: dict[Number, tuple[Number, torch.Tensor | None]] = {}
 
     def number(self, key: Any) -> Number:
         return self.numbers.setdefault(key, len(self.numbers))
@@ -338,6 +342,10 @@ class _Call:
             args = tuple(sorted(args, key=lambda a: a.number))
         rule = ignored_by(target, args)
         found = self._key(target, args, kwargs, rule.positions if rule else frozenset())
+        if target in VIEWS and isinstance(args[0], _Known):
+            found = self._view(found, target, args, kwargs)
+            if found == args[0].number or self.numbering.shown.get(args[0].number, (None,))[0] == found:
+                return found
         count = self._admit(found, target, args)
         if count is None:
             return found
@@ -346,6 +354,22 @@ class _Call:
             return tuple(alike)
         own = self._key(target, args, kwargs, frozenset())
         return tuple(n if i in rule.results else self._alike(own, i, n) for i, n in enumerate(alike))
+
+    def _view(self, call: Number, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Number:
+        """The number of a view: what it is a view of, and where it lies there."""
+        numbering, source = self.numbering, args[0].number
+        if call not in numbering.views:
+            root, shown = numbering.shown.setdefault(source, (source, stand_in(numbering.value(source))))
+            found = None if shown is None else viewed(target, shown, args[1:], kwargs)
+            if found is None:
+                return call
+            whole = numbering.shown[root][1]
+            assert whole is not None
+            same = geometry(found) == geometry(whole)
+            number = root if same else numbering.number(("view", root, geometry(found)))
+            numbering.shown.setdefault(number, (root, found))
+            numbering.views[call] = number
+        return numbering.views[call]
 
     def _alike(self, call: Number, index: int, other: Number) -> Number:
         """A result that depends on what others of the call ignore."""

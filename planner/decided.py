@@ -14,7 +14,7 @@ from typing import Any
 import networkx as nx
 import torch
 
-from passes._torch import local_part
+from passes._torch import local_parts
 from passes.alias import is_compute
 from passes.rewrite import Rewritten
 from passes.run.step import Fallback, Step
@@ -200,7 +200,7 @@ class Decided:
     def run(self, primals: Sequence[torch.Tensor], fallback: Fallback) -> Any:
         """Run the planned step on parameters, buffers and inputs; its output, built like the model's."""
         traced = self.prepared.traced
-        results = self.step([local_part(p) for p in primals], fallback)
+        results = self.step(local_parts(primals), fallback)
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in traced.outputs]
         return unflatten(traced.output_template, leaves)
 

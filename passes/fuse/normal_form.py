@@ -12,10 +12,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes._torch import is_dense
+
 aten = torch.ops.aten
 
 # The value of the argument itself.
 SAME = frozenset({aten.detach.default, aten.alias.default})
+# What they give is told by where it lies in the memory of the value that they begin from.
+VIEWS = SAME | {
+    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.t.default, aten.transpose.int,
+    aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default,
+}  # fmt: skip
 # The first two arguments may change places where both have one shape and layout.
 COMMUTES = frozenset({aten.add.Tensor, aten.mul.Tensor})
 # Position of a dimension that may be counted from the end.
@@ -27,6 +34,58 @@ def same_node(value: Any) -> Any:
     while isinstance(value, fx.Node) and value.target in SAME:
         value = value.args[0]
     return value
+
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def geometry(value: torch.Tensor) -> Geometry:
+    """Where in its memory a tensor lies."""
+    return tuple(value.shape), tuple(value.stride()), int(value.storage_offset())
+
+
+def stand_in(value: Any) -> torch.Tensor | None:
+    """A tensor without data that is laid out like a value, from the beginning of its memory; None if it has gaps."""
+    if not isinstance(value, torch.Tensor) or not is_dense(value):
+        return None
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def viewed(target: Any, shown: torch.Tensor, args: tuple[Any, ...], kwargs: Any) -> torch.Tensor | None:
+    """What one of `VIEWS` gives of a stand-in; None where it gives nothing."""
+    try:
+        found: torch.Tensor = target(shown, *args, **kwargs)
+    except (RuntimeError, IndexError):
+        return None
+    return found
+
+
+def shortest(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """A view as the value that it is already, or as its own op on the earliest value that gives the same with it."""
+    if node.target not in VIEWS:
+        return node, None
+    chain = [_source(node)]
+    while chain[-1].target in VIEWS:
+        chain.append(_source(chain[-1]))
+    root = stand_in(chain[-1].meta["val"])
+    if root is None:
+        return node, None
+    start, own = chain[-1].meta["val"].storage_offset(), geometry(node.meta["val"])
+    for earlier in reversed(chain):
+        if geometry(earlier.meta["val"]) == own:
+            return earlier, None
+    for earlier in reversed(chain[1:]):
+        size, stride, offset = geometry(earlier.meta["val"])
+        found = viewed(node.target, root.as_strided(size, stride, offset - start), node.args[1:], node.kwargs)
+        if found is not None and geometry(found) == (*own[:2], own[2] - start):
+            return node, earlier
+    return node, None
+
+
+def _source(view: fx.Node) -> fx.Node:
+    source = view.args[0]
+    assert isinstance(source, fx.Node)
+    return source
 
 
 def counted_from_front(target: Any, args: tuple[Any, ...], rank: int) -> tuple[Any, ...]:

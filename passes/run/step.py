@@ -152,9 +152,10 @@ class _Run:
         outputs = distinct(results[count : count + step.num_outputs])
         returned = {o.untyped_storage().data_ptr() for o in outputs}
         saved = results[count + step.num_outputs :]
-        self.saved = [alone(s) if s.untyped_storage().data_ptr() in returned else s for s in saved]
+        places = [s.untyped_storage().data_ptr() for s in saved]
+        self.saved = [alone(s) if place in returned else s for s, place in zip(saved, places, strict=True)]
         self.held = [o.detach() for o in outputs] if step.hold_outputs else None
-        kept = {s.untyped_storage().data_ptr() for s in self.saved}
+        kept = set(places)
         shared = [t for t in (*outputs, *primals) if t.untyped_storage().data_ptr() in kept]
         self.shared = [(t.detach(), t._version) for t in shared]
         return outputs

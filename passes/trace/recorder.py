@@ -262,8 +262,8 @@ class Recorder:
     # Code -----------------------------------------------------------------------------------------------------------
 
     def _profile(self, frame: types.FrameType, event: str, _: Any) -> None:
-        if event == "call" and threading.get_ident() == self.thread and _is_users(frame.f_code):
-            code = frame.f_code
+        code = frame.f_code
+        if event == "call" and threading.get_ident() == self.thread and _is_users(code) and not _is_ours(frame):
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             known = id(first) in self.numbers or (code.co_argcount and code.co_varnames[0] == "self")
             self._enter(code, first if isinstance(first, type) else type(first) if known else None, frame.f_globals)
@@ -375,13 +375,19 @@ def _is_plain_object(value: Any) -> bool:
 
 
 _PLAIN_OF_PYTHON = frozenset({("argparse", "Namespace"), ("collections", "UserDict"), ("collections", "UserList")})
-_OTHERS = sys.stdlib_module_names | {"torch", "numpy", "planner", "passes", "solvers"} - {"__main__"}
+_OURS = frozenset({"planner", "passes", "solvers"})
+_OTHERS = sys.stdlib_module_names | {"torch", "numpy"} | _OURS - {"__main__"}
 _TORCH_NN = os.path.join(TORCH_FOLDER, "nn", "")
 _PYTHON = os.path.join(sysconfig.get_paths()["stdlib"], "")
 
 
 def _is_users(code: types.CodeType) -> bool:
     return _is_users_file(code.co_filename)
+
+
+def _is_ours(frame: types.FrameType) -> bool:
+    """Whether the code is what `dataclasses` wrote for us, which has no file."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS
 
 
 @functools.lru_cache(None)

@@ -29,6 +29,12 @@ Plain = Callable[[Mapping[str, Any]], Any]
 _OTHER_STRIDES = " with a gradient in other strides"
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter})
+
+
+def _is_planned_for(tensor: Any) -> bool:
+    return type(tensor) in _PLAIN or is_distributed(tensor)
+
+
 _DECIDES = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
@@ -57,7 +63,7 @@ class Entry:
         if self.planned.runs:
             return []  # each region looks for itself
         tensors = self._state(model, loss_fn)
-        if tensors is None or not all(type(t) in _PLAIN or is_distributed(t) for t in tensors):
+        if tensors is None or not (_PLAIN.issuperset(map(type, tensors)) or all(map(_is_planned_for, tensors))):
             return None
         if self.planned.runs and any(map(is_distributed, tensors)):
             return tensors  # each region looks at what is gathered for it

@@ -7,6 +7,7 @@ lies in memory of a size of its own, by which it is recognised among the allocat
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from .losses import LOSS, looking_at_losses, losses_set_aside
 from .parts import Part, Parts
 from .writes import undone_writes
 
-PAD = 7  # no ordinary tensor has such a size in bytes
+PAD = 7  # hardly any ordinary tensor has such a size in bytes: a mask may
 
 
 class Edge:
@@ -145,10 +146,16 @@ class Hollow:
 
     def _size(self, like: int) -> int:
         size = like + -like % 64 + PAD
-        while size in self.sizes:
+        while size in self.sizes or size in self.parts.ordinary:
             size += 64
         self.sizes.add(size)
         return size
+
+
+    def ordinary_sizes(self) -> set[int]:
+        """What the step itself allocates, also where something of this run has that size by chance."""
+        times = Counter(size for size in self.events if size > 0)
+        return {size for size, count in times.items() if count > 1 or size not in self.sizes}
 
 
 class HollowForward:
@@ -378,6 +385,7 @@ class Sample:
                 if counting is None:
                     events = _without_collections(lambda: kind_of(self.device).allocations(step, self.device))
                     hollow.events = [size for size in events if -size not in left]
+                    parts.ordinary |= hollow.ordinary_sizes()
                 else:
                     hollow.counting = counting
                     with counting:

@@ -117,6 +117,7 @@ class Parts:
     Attributes:
         layouts: how kernels lay out what they make, as far as running has shown it.
         refused: why a region stays eager, by its path.
+        ordinary: sizes of what the step allocates between regions.
     """
 
     def __init__(self, layouts: Layouts, progress: Progress) -> None:
@@ -126,6 +127,7 @@ class Parts:
         self.refused: dict[str, str] = {}
         self.errors: dict[type, CaptureError | Unsupported] = {}
         self.measured: dict[Any, Measured] = {}
+        self.ordinary: set[int] = set()
 
     def find(
         self, path: str, number: int, module: nn.Module, bound: Mapping[str, Any], tensors: list[torch.Tensor],

@@ -1,4 +1,7 @@
-"""`python -m tests.bench.step_time [names] [--profile]`: a plan without recompute against plain eager, taking turns."""
+"""`python -m tests.bench.step_time [names] [--profile]`: a plan without recompute against plain eager, taking turns.
+
+With `--blocks` the plan is one by regions: the model's own blocks.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,23 @@ from tests.bench.peers.models import BENCH, build
 
 WARM_UP = 2
 TARGET = 1.02
+BLOCKS = {
+    "gpt2": "transformer.h.*", "llama": "model.layers.*", "vit": "vit.layers.*",
+    "resnet50": "resnet.encoder.stages.?.layers.?",
+}  # fmt: skip
 
 
-def subjects(name: str) -> tuple[Subject, Subject, Any]:
+def subjects(name: str, blocks: bool = False) -> tuple[Subject, Subject, Any]:
     """The plain model, the same planned without a budget, and the sample."""
     model, sample = build(name)
-    plain = copy.deepcopy(model)
-    planned = auto_checkpoint(model, sample, progress=False, keep_outputs=False).module
+    plain, regions = copy.deepcopy(model), BLOCKS[name.removeprefix("zoo:")] if blocks else "auto"
+    planned = auto_checkpoint(model, sample, progress=False, keep_outputs=False, regions=regions).module
     return Subject(plain, plain), Subject(planned, model), sample
 
 
-def compare(name: str, rounds: int, clock: Callable[[], float]) -> tuple[float, float]:
+def compare(name: str, rounds: int, clock: Callable[[], float], blocks: bool = False) -> tuple[float, float]:
     """Median seconds of a step, `(plain, planned)`."""
-    plain, planned, sample = subjects(name)
+    plain, planned, sample = subjects(name, blocks)
     taken = interleaved_seconds([plain, planned], sample, WARM_UP + rounds, clock)
     first, second = (statistics.median(t[WARM_UP:]) for t in taken)
     return first, second
@@ -52,9 +59,9 @@ def per_op(subject: Subject, sample: Any, rounds: int) -> dict[str, tuple[float,
     return {n: (len(v) / rounds, statistics.median(v) * len(v) / rounds) for n, v in found.items()}
 
 
-def print_profile(name: str, rounds: int, console: Console) -> None:
+def print_profile(name: str, rounds: int, console: Console, blocks: bool = False) -> None:
     """Where a planned step spends more or less than the plain one, op by op."""
-    plain, planned, sample = subjects(name)
+    plain, planned, sample = subjects(name, blocks)
     a, b = per_op(plain, sample, rounds), per_op(planned, sample, rounds)
     nothing = (0.0, 0.0)
     difference = {n: b.get(n, nothing)[1] - a.get(n, nothing)[1] for n in sorted({*a, *b})}
@@ -70,7 +77,8 @@ def print_profile(name: str, rounds: int, console: Console) -> None:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=list(BENCH), help="of the peers' benchmark, or zoo:NAME")
+    parser.add_argument("names", nargs="*", help="of the peers' benchmark, or zoo:NAME")
+    parser.add_argument("--blocks", action="store_true", help=f"plan by blocks: {', '.join(BLOCKS)}")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--cpu-time", action="store_true", help="count processor seconds instead of wall clock")
     parser.add_argument("--profile", action="store_true", help="op by op instead")
@@ -78,11 +86,11 @@ def main() -> None:
     console = Console(width=140)
     clock = time.process_time if options.cpu_time else time.perf_counter
     table = Table("model", "plain s", "planned s", "ratio of medians", f"at most {TARGET}")
-    for name in options.names or list(BENCH):
+    for name in options.names or list(BLOCKS if options.blocks else BENCH):
         if options.profile:
-            print_profile(name, options.rounds, console)
+            print_profile(name, options.rounds, console, options.blocks)
             continue
-        plain, planned = compare(name, options.rounds, clock)
+        plain, planned = compare(name, options.rounds, clock, options.blocks)
         ratio = planned / plain
         table.add_row(name, f"{plain:.4f}", f"{planned:.4f}", f"{ratio:.3f}", "yes" if ratio <= TARGET else "NO")
     if not options.profile:

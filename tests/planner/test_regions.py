@@ -329,3 +329,54 @@ def test_glue_ops_are_exact() -> None:
             else:
                 events.append(_Event(64 * rng.randint(-6, 6)))
         assert told(_ops(events, 64), sizes) == naive(events)
+
+
+class Wide(nn.Module):
+    """Its backward is where the peak is, and reads a copy of its second input alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 32, 1, 64))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        scaled = (y * 2).sin()
+        return (self.weight * (x * scaled).unsqueeze(0)).exp().sum(0).mean(1)
+
+
+class FromAbove(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.region = nn.Linear(64, 64), Wide()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.region(self.inner(x) + 1, self.inner(x) * 3)
+        return h.square().mean()
+
+
+def test_an_input_that_the_backward_does_not_read_goes_as_it_begins() -> None:
+    torch.manual_seed(0)
+    model, x = FromAbove(), torch.randn(32, 64, 64)
+    plan = planned_at(model, x, 1.0, regions="region")
+    assert_equal_and_exact(plan, copy.deepcopy(model), loss_inside(x))
+
+
+class Masking(nn.Module):
+    """Between its blocks there are masks of all sizes that the marks of a hollow run would take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(32, 2, 0.1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            masks = [torch.ones(size, dtype=torch.bool) for size in range(7 + 64 * i, 1000, 64)]
+            x = layer(x) * float(all(mask.all() for mask in masks))
+        return x.square().mean()
+
+
+def test_masks_are_not_taken_for_marks() -> None:
+    torch.manual_seed(0)
+    model, x = Masking(), torch.randn(2, 16, 32)
+    plan = planned_at(model, x, 0.4, regions="layers.*")
+    assert [run.path for run in plan.runs] == ["layers.0", "layers.1", "layers.2"]
+    assert_equal_and_exact(plan, copy.deepcopy(model), loss_inside(x))

@@ -20,6 +20,7 @@ from .decided import Decided
 from .dropin.module import PlannedModule
 from .pipeline import replanner
 from .progress import Progress
+from .ranks.sharded import gathered
 from .ranks.wrapper import inner_module
 
 if TYPE_CHECKING:
@@ -204,8 +205,9 @@ class Plan(Decided):
         """
         from .files.planfile import load
 
-        decided, arguments = load(path, model, sample, **options)
-        return cls.of(model, arguments, decided)
+        with gathered(inner_module(model), sample) as given:
+            decided, arguments = load(path, model, given, **options)
+            return cls.of(model, arguments, decided)
 
     # Ship ---------------------------------------------------------------------------------------------------------
 

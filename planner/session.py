@@ -105,9 +105,9 @@ def open_session(
     update = measure_update(optimizer, inner, model_device(inner), in_hooks=asked.gradients == "consumed")
     asked = replace(asked, update=update, wrapper_bytes=wrapper_bytes(model), notes=wrapper_notes(model))
     if pipeline is not None:
-        flight = flight_of(pipeline)
-        asked = replace(asked, flight=flight, notes=(*asked.notes, *flight.notes))
-        asked = replace(asked, gradients="accumulated" if flight.alternates else asked.gradients)
+        flight = flight_of(pipeline, asked.loss_fn, adds=asked.gradients == "accumulated")
+        notes = (*asked.notes, *flight.notes)
+        asked = replace(asked, flight=flight, notes=notes, loss_fn=None, gradients=flight.gradients(asked.gradients))
     arguments = bind_sample(inner, sample, asked.loss_fn)
     progress = Progress(asked.progress)
     prepared = prepare_step(inner, arguments, asked, progress, ceiling_bytes=ceiling_bytes)

@@ -99,7 +99,7 @@ def gathered_gradient_bytes(model: nn.Module) -> int:
     parameters = [p for group in _groups(model) for p in group.fsdp_params]
     found = [p.unsharded_accumulated_grad for p in parameters]
     found += [p.unsharded_param.grad for p in parameters if hasattr(p, "_unsharded_param")]
-    return sum(round_up(g.untyped_storage().nbytes(), granule(g.device)) for g in found if g is not None)
+    return sum(round_up(g.nbytes, granule(g.device)) for g in found if g is not None)
 
 
 def _groups(model: nn.Module) -> list[Any]:

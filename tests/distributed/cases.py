@@ -197,15 +197,13 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def pipeline(rank: int, kind: Call, share: float = 0.8) -> Compared:
+def pipeline(rank: int, kind: Call, share: float = 0.8, rows: int = 4) -> Compared:
     """Two stages, each with a budget of its own (its minimum, where that is more)."""
-    batch = models.tokens(0, 16)
-    inputs = batch[:4].clone() if rank == 0 else torch.randn(4, 32, models.WIDTH, requires_grad=True)
+    batch = models.tokens(0, MICRO_BATCHES * rows)
+    inputs = batch[:rows].clone() if rank == 0 else torch.randn(rows, 32, models.WIDTH, requires_grad=True)
     plain, plain_schedule = _stage(rank, kind)
     model, schedule = _stage(rank, kind)
-    logits = 4 * 32 * models.WORDS * 4
-    waiting = MICRO_BATCHES - 1 if rank and kind.__name__ == "ScheduleGPipe" else 0  # whose loss is kept
-    session = open_session(model, inputs, pipeline=schedule, reserve_mb=waiting * logits / 2**20, **QUICK)
+    session = open_session(model, inputs, pipeline=schedule, loss_fn=lambda y: loss_of(y, batch[:rows]), **QUICK)
     plan = session.plan(max(session.minimum().minimum_bytes, int(session.plain_peak_bytes * share)))
     plan.apply(model)
     want = _train_stage(rank, plain, plain_schedule, batch)

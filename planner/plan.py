@@ -20,7 +20,6 @@ from .decided import Decided
 from .dropin.module import PlannedModule
 from .pipeline import replanner
 from .progress import Progress
-from .ranks.sharded import gathered
 from .ranks.wrapper import inner_module
 
 if TYPE_CHECKING:
@@ -205,9 +204,8 @@ class Plan(Decided):
         """
         from .files.planfile import load
 
-        with gathered(inner_module(model), sample) as given:
-            decided, arguments = load(path, model, given, **options)
-            return cls.of(model, arguments, decided)
+        decided, arguments = load(path, model, sample, **options)
+        return cls.of(model, arguments, decided)
 
     # Ship ---------------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,14 @@ def wrapper_bytes(model: nn.Module) -> int:
         return 0
     reduced = _reduced(model)
     sizes = [COPIES[hook] for hook, _ in _hooks(model) if hook in COPIES]
-    return sum(p.nbytes for p in reduced) + sum(p.numel() * size for size in sizes for p in reduced)
+    buckets = 0 if model.gradient_as_bucket_view else sum(p.nbytes for p in reduced)
+    return buckets + sum(p.numel() * size for size in sizes for p in reduced)
+
+
+def wrapper_gradients(model: nn.Module, asked: str) -> str:
+    """What becomes of gradients: where they lie in the buckets, which are there throughout, each is copied there."""
+    bucketed = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
+    return "accumulated" if bucketed and asked == "fresh" else asked
 
 
 def wrapper_notes(model: nn.Module) -> tuple[str, ...]:

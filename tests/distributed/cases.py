@@ -72,7 +72,7 @@ def equal(got: Any, want: Any) -> bool:
     return got[0] == want[0] and all(map(torch.equal, got[1], want[1]))
 
 
-def peak(model: nn.Module, step: Call, given: Iterator[torch.Tensor] | tuple[torch.Tensor, ...], times: int = 4) -> int:
+def peak(model: nn.Module, step: Call, given: Iterator[torch.Tensor] | tuple[torch.Tensor, ...], times: int = 8) -> int:
     """The step's peak with what is there before it. The least of several: what gloo's thread frees is not seen."""
     step()
     model.zero_grad()
@@ -90,7 +90,7 @@ def compared(
     """Train `plain`, and `model` by calling `call`."""
     want = train(plain, lambda: plain(batch, batch), **loop)
     got = train(model, lambda: call(batch, batch), **loop)
-    aside = plan.prepared.options.wrapper_bytes
+    buckets = _size(model) if isinstance(model, DistributedDataParallel) else 0
 
     def step() -> None:
         count = loop.get("micro_batches", 1)
@@ -98,7 +98,7 @@ def compared(
             with loop["sync"](i == count - 1) if "sync" in loop else nullcontext():
                 call(batch, batch).backward()
 
-    measured = peak(model, step, (batch,)) + aside
+    measured = peak(model, step, (batch,)) + buckets
     return Compared(equal(got, want), plan.overhead, plan.budget_bytes or 0, plan.peak_bytes, measured)
 
 
@@ -118,8 +118,7 @@ def ddp_around(rank: int, share: str = "75%") -> Compared:
     batch, model = models.tokens(rank), models.language()
     plan = auto_checkpoint(model, (batch, batch), share, reserve_mb=_mb(model), group=dist.group.WORLD, **QUICK)
     wrapped = DistributedDataParallel(plan.module)
-    found = compared(DistributedDataParallel(models.language()), wrapped, plan, wrapped, batch)
-    return Compared(found.same, found.overhead, found.budget, found.predicted, found.measured + _size(model))
+    return compared(DistributedDataParallel(models.language()), wrapped, plan, wrapped, batch)
 
 
 def ddp_no_sync(rank: int, share: str = "80%") -> Compared:
@@ -200,12 +199,9 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def pipeline(rank: int, kind: Call, share: float = 0.8, rows: int = 4) -> Compared:
     """Two stages, each with a budget of its own (its minimum, where that is more)."""
     batch = models.tokens(0, MICRO_BATCHES * rows)
-    inputs = batch[:rows].clone() if rank == 0 else torch.randn(rows, 32, models.WIDTH, requires_grad=True)
     plain, plain_schedule = _stage(rank, kind)
     model, schedule = _stage(rank, kind)
-    session = open_session(model, inputs, pipeline=schedule, loss_fn=lambda y: loss_of(y, batch[:rows]), **QUICK)
-    plan = session.plan(max(session.minimum().minimum_bytes, int(session.plain_peak_bytes * share)))
-    plan.apply(model)
+    plan = _plan_stage(rank, model, schedule, batch, share)
     want = _train_stage(rank, plain, plain_schedule, batch)
     same = equal(_train_stage(rank, model, schedule, batch), want)
     stage = schedule._stage
@@ -214,6 +210,23 @@ def pipeline(rank: int, kind: Call, share: float = 0.8, rows: int = 4) -> Compar
     given = (*received, *stage.output_chunks, *([batch] if rank == 0 else []))
     measured = peak(model, lambda: _run(rank, schedule, batch), given)
     return Compared(same, plan.overhead, plan.budget_bytes or 0, plan.peak_bytes, measured)
+
+
+def pipeline_step(rank: int, kind: Call) -> Call:
+    """A call of a schedule whose stages are planned."""
+    batch = models.tokens(0, 16)
+    model, schedule = _stage(rank, kind)
+    _plan_stage(rank, model, schedule, batch, 0.8)
+    return lambda: _run(rank, schedule, batch)
+
+
+def _plan_stage(rank: int, model: nn.Module, schedule: Any, batch: torch.Tensor, share: float) -> Plan:
+    rows = len(batch) // MICRO_BATCHES
+    inputs = batch[:rows].clone() if rank == 0 else torch.randn(rows, 32, models.WIDTH, requires_grad=True)
+    session = open_session(model, inputs, pipeline=schedule, loss_fn=lambda y: loss_of(y, batch[:rows]), **QUICK)
+    plan = session.plan(max(session.minimum().minimum_bytes, int(session.plain_peak_bytes * share)))
+    plan.apply(model)
+    return plan
 
 
 def _stage(rank: int, kind: Call) -> tuple[nn.Module, Any]:

@@ -88,6 +88,7 @@ __all__ = [
     "pytree",
     "quiet_fake_errors",
     "refer_weakly",
+    "running_data_parallel",
     "skip_autograd",
     "suggest_memory_format",
     "swapped_state",
@@ -260,6 +261,11 @@ def plain_class(kind: type) -> type:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     derived = fsdp is not None and fsdp.FSDPModule in kind.__bases__
     return kind.__bases__[1] if derived else kind
+
+
+def running_data_parallel() -> Any:
+    """The `DistributedDataParallel` in whose forward this is called; None outside of one."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
 def is_distributed(t: Any) -> bool:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from passes._torch import running_data_parallel
 from passes.errors import Unsupported
 
 COPIES = {default_hooks.fp16_compress_hook: 2, default_hooks.bf16_compress_hook: 2}  # bytes of an element
@@ -20,7 +21,13 @@ def inner_module(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def group_of(model: nn.Module) -> Any:
+def running_wrapper(model: nn.Module) -> nn.Module | None:
+    """The DistributedDataParallel in whose forward a part of it is called, if any; not the model itself."""
+    wrapper = running_data_parallel()
+    return wrapper if wrapper is not model and wrapper is not None and model in set(wrapper.modules()) else None
+
+
+def group_of(model: nn.Module | None) -> Any:
     """The process group that trains the model, where the model tells; else None."""
     if isinstance(model, DistributedDataParallel):
         return model.process_group
@@ -30,7 +37,7 @@ def group_of(model: nn.Module) -> Any:
     return mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
 
 
-def wrapper_bytes(model: nn.Module) -> int:
+def wrapper_bytes(model: nn.Module | None) -> int:
     """What the wrapper holds throughout: the buckets in which gradients travel, and the copies that a hook makes."""
     if not isinstance(model, DistributedDataParallel):
         return 0
@@ -40,7 +47,7 @@ def wrapper_bytes(model: nn.Module) -> int:
     return buckets + sum(p.numel() * size for size in sizes for p in reduced)
 
 
-def wrapper_gradients(model: nn.Module, asked: str) -> str:
+def wrapper_gradients(model: nn.Module | None, asked: str) -> str:
     """What becomes of gradients: where they lie in the buckets, which are there throughout, each is copied there."""
     bucketed = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
     return "accumulated" if bucketed and asked == "fresh" else asked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from passes._torch import local_part
 from passes.memory import measure_peak
 from planner import Plan, auto_checkpoint
+from planner.integrations import plan_on_first_batch
 from planner.session import open_session
 
 from . import models
@@ -136,6 +138,20 @@ def ddp_no_sync(rank: int, share: str = "80%") -> Compared:
     return Compared(equal(got, want), found.overhead, found.budget, found.predicted, found.measured)
 
 
+def first_batch(rank: int, sharded: bool, share: str = "85%") -> Compared:
+    """The first batch is planned: of a sharded model, or of one within a wrapper that is not told of."""
+    batch, model = models.tokens(rank), models.language()
+    waiting = plan_on_first_batch(models.shard(model) if sharded else model, share, **QUICK)
+    spread: Call = models.shard if sharded else DistributedDataParallel
+    wrapped = model if sharded else DistributedDataParallel(model)
+    plain = spread(models.language())
+    want = train(plain, lambda: plain(batch, batch))
+    got = train(wrapped, lambda: wrapped(batch, batch))
+    assert waiting.plan is not None
+    found = compared(models.language(), wrapped, waiting.plan, wrapped, batch)
+    return Compared(equal(got, want), found.overhead, found.budget, found.predicted, found.measured)
+
+
 def _size(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters())
 
@@ -147,11 +163,11 @@ def _mb(model: nn.Module) -> float:
 # FSDP2 ----------------------------------------------------------------------------------------------------------------
 
 
-def fsdp_after(rank: int, share: str = "85%", **options: Any) -> Compared:
+def fsdp_after(rank: int, share: str = "85%", shard: Call = models.shard, **options: Any) -> Compared:
     """The sharded model is planned, and `plan.module` trained."""
-    batch, model = models.tokens(rank), models.shard(models.language(), **options)
+    batch, model = models.tokens(rank), shard(models.language(), **options)
     plan = auto_checkpoint(model, (batch, batch), share, **QUICK)
-    return compared(models.shard(models.language(), **options), model, plan, plan.module, batch)
+    return compared(shard(models.language(), **options), model, plan, plan.module, batch)
 
 
 def fsdp_before(rank: int, share: str = "85%") -> Compared:
@@ -161,6 +177,17 @@ def fsdp_before(rank: int, share: str = "85%") -> Compared:
     plan.apply(model)
     models.shard(model)
     return compared(models.shard(models.language()), model, plan, model, batch)
+
+
+def fsdp_loaded(rank: int, share: str = "85%") -> Compared:
+    """A plan file of the whole model is loaded into the sharded one, whose figures the plan then has."""
+    batch, made = models.tokens(rank), models.language()
+    options = {"regions": "blocks.*", "group": dist.group.WORLD, **QUICK}
+    with tempfile.TemporaryDirectory() as folder:
+        path = auto_checkpoint(made, (batch, batch), share, **options).save(f"{folder}/plan.json")
+        model = models.shard(models.language())
+        plan = Plan.load(path, model, (batch, batch), progress=False)
+    return compared(models.shard(models.language()), model, plan, plan.module, batch)
 
 
 def fsdp_accumulated(rank: int, share: str = "85%") -> Compared:

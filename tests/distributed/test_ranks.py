@@ -26,7 +26,11 @@ CASES: dict[str, Callable[[int], cases.Compared]] = {
     "DDP, no_sync": cases.ddp_no_sync,
     "FSDP2, planned sharded": cases.fsdp_after,
     "FSDP2, applied before": cases.fsdp_before,
+    "FSDP2, a plan file loaded": cases.fsdp_loaded,
     "FSDP2, accumulated": cases.fsdp_accumulated,
+    "FSDP2, the root alone": partial(cases.fsdp_after, shard=models.shard_whole),
+    "DDP, first batch": partial(cases.first_batch, sharded=False),
+    "FSDP2, first batch": partial(cases.first_batch, sharded=True),
     "tensor parallel": cases.tensor_parallel,
     "pipeline, GPipe": partial(cases.pipeline, kind=ScheduleGPipe),
     "pipeline, 1F1B": partial(cases.pipeline, kind=Schedule1F1B),
@@ -59,7 +63,7 @@ def test_losses_and_parameters_are_those_of_the_unplanned_training(answers: list
         assert found.same
         assert found.overhead > 0
         if name not in OTHER_BUDGET:
-            assert abs(found.off) < 0.02
+            assert abs(found.off) < 0.01
             assert found.measured <= found.budget * 1.005
 
 

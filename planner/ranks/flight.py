@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from solvers.problem import Problem
 from solvers.replay import Moment, replay
 from solvers.schedule import Schedule, Step
 
+T = TypeVar("T")
 LOSS = "the pipeline's loss is not counted: pass loss_fn=lambda output: ..., which computes it for a micro-batch"
 
 
@@ -71,7 +72,7 @@ class Flight:
         """What is not counted, in words."""
         return (LOSS,) if self.last and self.loss_fn is None else ()
 
-    def gradients(self, asked: str) -> str:
+    def gradients(self, asked: T) -> T | Literal["accumulated"]:
         """What becomes of a micro-batch's: all but the first one's are added to those that are there."""
         return "accumulated" if self.micro_batches > 1 else asked
 
@@ -126,12 +127,13 @@ def with_loss(flight: Flight | None, traced: Traced, device: torch.device) -> Fl
     if flight is None or flight.loss_fn is None or flight.loss is not None or traced.num_outputs == 0:
         return flight
     nodes: Any = traced.graph_module.graph.output_node().args[0]
-    made = [n.meta["val"] for n in nodes[len(traced.mutated) : traced.num_forward_outputs]]
-    leaves = [
-        torch.zeros(made[leaf.index].shape, dtype=made[leaf.index].dtype, device=device, requires_grad=leaf.requires_grad)
-        for leaf in traced.outputs
-    ]
-    return replace(flight, loss=loss_bytes(flight.loss_fn, unflatten(traced.output_template, leaves), device))
+    made = nodes[len(traced.mutated) : traced.num_forward_outputs]
+    leaves = []
+    for leaf in traced.outputs:
+        value = (made[leaf.index] if leaf.input is None else traced.placeholders[leaf.input]).meta["val"]
+        leaves.append(torch.zeros(value.shape, dtype=value.dtype, device=device, requires_grad=leaf.requires_grad))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        return replace(flight, loss=loss_bytes(flight.loss_fn, unflatten(traced.output_template, leaves), device))
 
 
 def loss_bytes(loss_fn: Callable[[Any], torch.Tensor], output: Any, device: torch.device) -> LossBytes:
@@ -185,7 +187,8 @@ def _halves(problem: Problem, schedule: Schedule) -> tuple[list[Moment], list[Mo
     moments = list(replay(problem, schedule))
     boundary = next(i for i, m in enumerate(moments) if m.step == Step("compute", problem.num_forward))
     level = moments[boundary - 1].live_bytes if boundary else problem.static_bytes
-    forward, backward = ([m for m in half if m.step.kind == "compute"] for half in (moments[:boundary], moments[boundary:]))
+    halves = moments[:boundary], moments[boundary:]
+    forward, backward = ([m for m in half if m.step.kind == "compute"] for half in halves)
     return forward, backward, level - problem.static_bytes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from passes._torch import running_data_parallel
 from passes.errors import Unsupported
 
+T = TypeVar("T")
 COPIES = {default_hooks.fp16_compress_hook: 2, default_hooks.bf16_compress_hook: 2}  # bytes of an element
 NO_COPY = (default_hooks.allreduce_hook,)
 UNKNOWN_HOOK = "what the communication hook {} holds is not known: set reserve_mb to its MiB"
@@ -47,7 +48,7 @@ def wrapper_bytes(model: nn.Module | None) -> int:
     return buckets + sum(p.numel() * size for size in sizes for p in reduced)
 
 
-def wrapper_gradients(model: nn.Module | None, asked: str) -> str:
+def wrapper_gradients(model: nn.Module | None, asked: T) -> T | Literal["accumulated"]:
     """What becomes of gradients: where they lie in the buckets, which are there throughout, each is copied there."""
     bucketed = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
     return "accumulated" if bucketed and asked == "fresh" else asked

@@ -136,7 +136,8 @@ def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Opti
 
 
 def _first(refused: Mapping[str, str]) -> str:
-    return next((f"{path}: {why}" for path, why in refused.items()), "no submodule is called")
+    none = "regions are submodules of several ops, and it calls none"
+    return next((f"{path}: {why}" for path, why in refused.items()), none)
 
 
 def _prepared(found: _Found, required_hints: bool) -> Prepared:

@@ -111,7 +111,8 @@ def auto_checkpoint(
             first rank, and one that cannot plan, or has another step, is an error on all of them. A model in
             DistributedDataParallel brings its own; else, with None, this process plans alone.
         pipeline: the `ScheduleGPipe` or `Schedule1F1B` whose stage the model is; the sample is then one micro-batch,
-            and the budget holds for all that are in flight. Apply the plan to the stage's module.
+            and the budget holds for all that are in flight. Apply the plan to the stage's module. `loss_fn(output)` is
+            then the loss of a micro-batch, which the schedule computes outside of the plan: it is counted, not planned.
 
     Raises:
         BudgetError: the budget is not one, or nothing found fits; carries the smallest that works. Where hints

@@ -20,7 +20,7 @@ def without_talking(model: nn.Module) -> Iterator[None]:
     """Let the model's sharded modules gather from and reduce to this rank alone, in memory as with all of them.
 
     Raises:
-        Unsupported: the parameters are replicated as well as sharded.
+        Unsupported: the parameters are replicated as well as sharded, or lie on the host.
     """
     groups = _groups(model)
     if gathered_gradient_bytes(model):
@@ -32,6 +32,11 @@ def without_talking(model: nn.Module) -> Iterator[None]:
         raise Unsupported(
             "fully_shard over a mesh of two dimensions", "the model", "its replicas are summed up in a way that cannot "
             "be measured by one rank alone", "Shard over a mesh of one dimension.",
+        )  # fmt: skip
+    if any(p.offload_to_cpu and group.device.type != "cpu" for group in groups for p in group.fsdp_params):
+        raise Unsupported(
+            "CPUOffloadPolicy", "the model", "its parameters and gradients move between the device and the host as the "
+            "step runs, which is not counted", "Shard without offload_policy.",
         )  # fmt: skip
     before = [(group, group._all_gather_comm, group._reduce_scatter_comm) for group in groups]
     try:

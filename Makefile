@@ -23,8 +23,8 @@ $(STAMP): constraints.txt pyproject.toml
 	@$(PIP) --no-build-isolation --editable '.[test,dev,notebooks]'
 	@touch $@
 
-test: $(STAMP)  ## the tests, without the slow ones
-	$(PY) -m pytest
+test: $(STAMP)  ## the tests, without the slow ones, in two processes
+	$(PY) -m pytest -n 2 --dist loadfile
 
 versions: $(STAMP)  ## the tests on torch 2.11, the pinned release and the newest (two installations of 4 GB)
 	@tests/versions.sh $(PYTHON) $(TORCH)

@@ -56,6 +56,7 @@ __all__ = [
     "AUTOGRAD_KEYS",
     "TORCH_FOLDER",
     "TORCH_VERSION",
+    "WAIT_FOR_COLLECTIVE",
     "DisableTorchFunction",
     "FakeTensor",
     "FakeTensorMode",
@@ -69,6 +70,7 @@ __all__ = [
     "active_saving_hooks",
     "allocator_events",
     "as_distributed",
+    "called_by_dynamo",
     "compiling_flags",
     "cuda_allocations",
     "disable_current_modes",
@@ -99,6 +101,7 @@ __all__ = [
 TORCH_VERSION: str = torch.__version__
 TORCH_FOLDER = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 AUTOGRAD_KEYS = (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA)
+WAIT_FOR_COLLECTIVE: Any = torch.ops._c10d_functional.wait_tensor.default
 DisableTorchFunction: Any = torch._C.DisableTorchFunction
 skip_autograd: Any = torch._C._AutoDispatchBelowAutograd
 
@@ -343,6 +346,11 @@ def _kineto_events(run: Callable[[], Any]) -> list[int]:
         run()
     events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
     return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+
+
+def called_by_dynamo() -> bool:
+    """Whether what called the calling function belongs to the compiler's front end."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith("torch._dynamo")
 
 
 def refer_weakly(module: fx.GraphModule) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes._torch import HigherOrderOperator, OpOverload, pytree
+from passes._torch import WAIT_FOR_COLLECTIVE, HigherOrderOperator, OpOverload, pytree
 
 from .errors import Unsupported
 from .ops import FUNCTIONAL
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 # Ops that return views of their first argument although their schema does not say so.
 HIDDEN_VIEWS = frozenset(
     {aten._unsafe_view.default, aten._reshape_alias.default, aten.lift_fresh.default, aten.unsafe_split.Tensor,
-     aten.unsafe_split_with_sizes.default, torch.ops._c10d_functional.wait_tensor.default}
+     aten.unsafe_split_with_sizes.default, WAIT_FOR_COLLECTIVE}
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from passes._torch import TORCH_VERSION
 from solvers.errors import PlannerError
 
 from .device import kind_of
@@ -66,7 +67,7 @@ def rates_path(device: torch.device) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.environ.get(FOLDER) or os.path.join(cache, "checkpoint-planner")
     threads = f"-{torch.get_num_threads()}-threads" if device.type == "cpu" else ""
-    text = f"{_name(device)}{threads}-torch-{torch.__version__}"
+    text = f"{_name(device)}{threads}-torch-{TORCH_VERSION}"
     return Path(folder, re.sub(r"[^a-z0-9.]+", "-", text.lower()) + ".json")
 
 

@@ -1,9 +1,12 @@
-"""Shared by all tests: how many examples Hypothesis makes, what Ctrl-C does, that no solver test is skipped unseen."""
+"""Shared by all tests: Hypothesis' examples, Ctrl-C, temporary files, and that no solver test is skipped unseen."""
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,6 +18,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # A shell ignores Ctrl-C in what it runs in the background, and Python then leaves it ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Tests look at what is left among temporary files, so each process has its own.
+os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
+atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 SOLVER_TESTS = "tests/solvers/"
 

@@ -28,7 +28,7 @@ for release in "$@"; do
   echo "== torch $release, in $venv"
   if [ "$release" != pinned ] && ! installed "$venv" "$release"; then failed+=("$release (not installed)"); continue; fi
   "$venv/bin/python" -c 'import torch; print("torch", torch.__version__)'
-  "$venv/bin/python" -m pytest -q || failed+=("$release")
+  "$venv/bin/python" -m pytest -q -n 2 --dist loadfile || failed+=("$release")
 done
 [ ${#failed[@]} -eq 0 ] || { echo "FAILED on: ${failed[*]}"; exit 1; }
 echo "no failures on any of them"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes._torch import forget_source, refer_weakly
+from passes._torch import called_by_dynamo, forget_source, refer_weakly
 from passes.trace.arguments import bind_call, call_signature, runs_hooks
 from passes.trace.capture import Traced
 from planner.decided import Decided
@@ -92,8 +91,7 @@ class PlannedModule(fx.GraphModule):
         Dynamo, which would look for the forward there, is told what this is.
         """
         model = self.__dict__.get("_plan_model")
-        compiling = sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo")
-        return type(self) if model is None or compiling else model.__class__
+        return type(self) if model is None or called_by_dynamo() else model.__class__
 
     @property
     def training(self) -> bool:

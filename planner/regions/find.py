@@ -66,7 +66,8 @@ def candidates(model: nn.Module, patterns: Sequence[str]) -> Candidates:
 def children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """The submodules right below, but for those that are a single op of torch's: nothing in them can be decided."""
     for name, child in module.named_children():
-        if next(child.children(), None) is not None or not type(child).__module__.startswith("torch.nn."):
+        one_op = type(child).__module__.startswith("torch.nn.") and not isinstance(child, nn.RNNCellBase)
+        if not one_op or next(child.children(), None) is not None:
             yield (f"{path}.{name}" if path else name), child
 
 

@@ -35,6 +35,7 @@ from .compose import Composed, compose
 from .find import Candidates, candidates
 from .flat import FlatGraph, lowered_of
 from .hollow import Hollow, Sample
+from .losses import LOSS
 from .parts import Part, Parts
 
 Refusal = CaptureError | Unsupported
@@ -79,6 +80,12 @@ class _Found:
         return Regions(composed, paths, keys, states, tuple(prepared), self.eager, self.spare)
 
 
+def _with_regions_tried(why: Refusal | None, chosen: Candidates) -> Refusal | None:
+    if why is not None and not set(chosen.chosen) - {LOSS}:
+        why.args = (f"{why} It has no submodules with several ops that could be planned as regions instead.",)
+    return why
+
+
 def prepare_regions(
     model: nn.Module, arguments: Mapping[str, Any], options: Options, progress: Progress, *,
     layouts: Layouts | None = None, required_hints: bool = True, why: Refusal | None = None,
@@ -113,7 +120,7 @@ def prepare_regions(
             raise
         raise why from error  # whatever stops a run of the step, there is a better word for it
     if not hollow.runs:
-        raise why or RegionError(f"no region can be planned: {_first(parts.refused)}")
+        raise _with_regions_tried(why, chosen) or RegionError(f"no region can be planned: {_first(parts.refused)}")
     counting = Counting(options.cost_function(device))
     sample.run(chosen.chosen, parts, counting)
     found = _Found(model, arguments, options, device, chosen, parts, hollow, round(counting.total), why)

@@ -81,7 +81,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 def test_plan_show_and_diff(factory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--solver", "greedy", "--time-limit", "2")
+    options = ("--solver", "greedy", "--time-limit", "30")
     code, out, err = run(capsys, "plan", "mine:small", "--budget", "80%", "--out", "a.json", "--report", "a.html",
                          "--export", "folder", *options)  # fmt: skip
     assert (code, err) == (0, "")

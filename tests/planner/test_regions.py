@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from passes.memory import measure_peak
-from planner import Plan, RegionError, auto_checkpoint
+from planner import CaptureError, Plan, RegionError, auto_checkpoint
 from planner.regions.glue import GlueOp, _Event, _ops
 from planner.regions.hollow import Edge
 from planner.session import open_session
@@ -237,6 +237,50 @@ def test_the_check_runs_over_regions() -> None:
     model, x = small_gpt(layers=2)
     plan = planned_at(model, x, 0.3, regions="blocks.*", check=True)
     assert plan.checked.steps == 2
+
+
+class Cells(nn.Module):
+    """A cell called as often as a tensor says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        h = torch.zeros_like(x[0])
+        for step in range(int(count)):
+            h = self.cell(x[step], h)
+        return self.head(h).mean()
+
+
+def test_a_cell_in_a_loop_is_a_region() -> None:
+    model = Cells()
+    arguments = (torch.randn(6, 32, 16), torch.tensor(5))
+    plain = copy.deepcopy(model)
+
+    def run(module: nn.Module) -> torch.Tensor:
+        loss: torch.Tensor = module(*arguments)
+        loss.backward()
+        return loss
+
+    plan = planned_at(model, arguments, 0.3)
+    assert [r.path for r in plan.regions if r.runs] == ["cell"] and plan.recomputed
+    assert_equal_and_exact(plan, plain, run)
+
+
+class OneOpAtATime(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y[y > 0].sum()
+
+
+def test_a_refusal_says_that_regions_were_tried() -> None:
+    with pytest.raises(CaptureError, match="depends on data.*no submodules with several ops"):
+        auto_checkpoint(OneOpAtATime(), torch.randn(4, 8), progress=False)
 
 
 def test_patterns_that_name_nothing() -> None:

@@ -92,6 +92,7 @@ __all__ = [
     "pytree",
     "quiet_fake_errors",
     "refer_weakly",
+    "running_data_parallel",
     "skip_autograd",
     "suggest_memory_format",
     "swapped_state",
@@ -270,6 +271,9 @@ def plain_class(kind: type) -> type:
 def direct_call(op: Any) -> Any:
     """What calls an op without `OpOverload.__call__`'s frame of Python."""
     return getattr(op, "_op", op) if type(op) is OpOverload else op
+def running_data_parallel() -> Any:
+    """The `DistributedDataParallel` in whose forward this is called; None outside of one."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
 def is_distributed(t: Any) -> bool:

@@ -50,6 +50,7 @@ class Lowered:
         tangent_op: index of the op that stands for the backward's start.
         accumulated_bytes: gradients from before the step, part of the Problem's static bytes.
         leaves: which gradients leave before the backward's end, after which op.
+        arriving: bytes of the gradients that are added to those from before, by the op that stands for it.
     """
 
     problem: Problem
@@ -62,6 +63,7 @@ class Lowered:
     storage_tensor: dict[Storage, int]
     accumulated_bytes: int = 0
     leaves: tuple[Leave, ...] = ()
+    arriving: Mapping[int, int] = field(default_factory=dict)
 
 
 def split_nodes(traced: Traced) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -108,6 +110,7 @@ def lower(
     step_bytes: int = 0,
     hook_bytes: Mapping[str, int] = NO_HOOKS,
     region: bool = False,
+    lasting: bool = True,
 ) -> Lowered:
     """Make the Problem of a traced step.
 
@@ -120,8 +123,9 @@ def lower(
         hook_bytes: what a hook that consumes the gradient holds for a moment, by the parameter's name.
         region: the step is a part of a larger one: its inputs are tensors that it holds until it has read them, what
             it returns is computed once, and what becomes of that and of its gradients is not its affair.
+        lasting: whether the gradients that the backward starts from are there until it ends.
     """
-    lowering = _Lowering(traced, aliases, profiles, cost, device, frozenset(once), gradients, region)
+    lowering = _Lowering(traced, aliases, profiles, cost, device, frozenset(once), gradients, region, lasting)
     return lowering.build(reserve_bytes, keep_outputs, step_bytes, hook_bytes)
 
 
@@ -136,9 +140,10 @@ class _Lowering:
         once: frozenset[fx.Node],
         gradients: str,
         region: bool,
+        lasting: bool,
     ) -> None:
         self.traced, self.aliases, self.profiles, self.cost, self.device = traced, aliases, profiles, cost, device
-        self.once, self.gradients, self.region = once, gradients, region
+        self.once, self.gradients, self.region, self.lasting = once, gradients, region, lasting
         self.granule = granule(device)
         self.ops: list[Op] = []
         self.tensors: list[Tensor] = []
@@ -149,6 +154,7 @@ class _Lowering:
         self.returned: dict[Storage, None] = {}
         self.handed: frozenset[Storage] = frozenset()  # what a region returns
         self.fates: dict[int, _Fate] = {}
+        self.arriving: dict[int, int] = {}
 
     def build(
         self, reserve_bytes: int, keep_outputs: bool, step_bytes: int, hook_bytes: Mapping[str, int]
@@ -171,7 +177,8 @@ class _Lowering:
         outputs = self._outputs(keep_outputs and not self.region)
         # Between regions others account for gradients, as they find them at a region's end.
         self.fates = {} if self.region else self._fates(primals, hook_bytes)
-        pinned = dict.fromkeys([*kept, *(t for t in outputs if t not in self._let_go()), *tangent_tensors])
+        lasting = tangent_tensors if self.lasting else ()
+        pinned = dict.fromkeys([*kept, *(t for t in outputs if t not in self._let_go()), *lasting])
         accumulated = sum(fate.bytes for fate in self.fates.values() if fate.kind == "accumulated")
         resident = primals[: len(self.traced.state)] if self.region else primals
         static = sum(self._bytes(self.aliases.of[p]) for p in self._distinct(resident)) + accumulated + reserve_bytes
@@ -188,12 +195,12 @@ class _Lowering:
             pinned = {}
         else:
             pinned.update(dict.fromkeys(t for fate in self.fates.values() for t in fate.copy))
-            pinned = self._add_end(pinned, tangent_tensors, step_bytes)
+            pinned = self._add_end(pinned, lasting, step_bytes)
         problem = replace(problem, ops=tuple(self.ops), tensors=tuple(self.tensors), outputs=tuple(pinned))
         nodes = tuple(self.nodes)
         return Lowered(
             problem, nodes, tuple(self.storages), self.rng_state, tangent_tensors, num_forward,
-            {n: i for i, n in enumerate(nodes) if n is not None}, self.storage_tensor, accumulated, left,
+            {n: i for i, n in enumerate(nodes) if n is not None}, self.storage_tensor, accumulated, left, self.arriving,
         )  # fmt: skip
 
     def _movable(self, num_forward: int) -> list[int]:
@@ -368,6 +375,8 @@ class _Lowering:
         gone = [f for f in fates if f.kind in ("accumulated", "consumed")]
         if gone:
             read = tuple(dict.fromkeys(t for f in gone for t in f.read))
+            if added := sum(f.bytes for f in gone if f.kind == "accumulated"):
+                self.arriving[len(self.ops)] = added
             self._add_op(Op(f"{gone[0].name}_{gone[0].kind}", read, (), 0, max(f.moment for f in gone), False), None)
 
     def _add_end(self, pinned: dict[int, None], tangents: tuple[int, ...], step_bytes: int) -> dict[int, None]:

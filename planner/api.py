@@ -16,7 +16,6 @@ from .check.record import Check
 from .options import Gradients, OnNewShape
 from .plan import Plan
 from .ranks.agree import plan_together
-from .ranks.sharded import gathered
 from .ranks.wrapper import group_of
 from .session import Session, open_session
 
@@ -112,7 +111,8 @@ def auto_checkpoint(
             first rank, and one that cannot plan, or has another step, is an error on all of them. A model in
             DistributedDataParallel brings its own; else, with None, this process plans alone.
         pipeline: the `ScheduleGPipe` or `Schedule1F1B` whose stage the model is; the sample is then one micro-batch,
-            and the budget holds for all that are in flight. Apply the plan to the stage's module.
+            and the budget holds for all that are in flight. Apply the plan to the stage's module. `loss_fn(output)` is
+            then the loss of a micro-batch, which the schedule computes outside of the plan: it is counted, not planned.
 
     Raises:
         BudgetError: the budget is not one, or nothing found fits; carries the smallest that works. Where hints
@@ -128,18 +128,17 @@ def auto_checkpoint(
 
     def opened() -> Session:
         return open_session(
-            model, given, solver=solver, cost=cost, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb,
+            model, sample, solver=solver, cost=cost, loss_fn=loss_fn, optimizer=optimizer, reserve_mb=reserve_mb,
             time_limit=time_limit, gap=gap, progress=progress, on_new_shape=on_new_shape, keep_outputs=keep_outputs,
             save=save, never_recompute=never_recompute, recompute=recompute, check=check, regions=regions,
             gradients=gradients, device=device, pipeline=pipeline,
         )  # fmt: skip
 
     ranks = group_of(model) if group is None else group
-    with gathered(model, sample) as given:
-        if ranks is not None:
-            return plan_together(ranks, opened, budget)
-        session = opened()
-        return session.plan(budget.to_bytes(session.plain_peak_bytes))
+    if ranks is not None:
+        return plan_together(ranks, opened, budget)
+    session = opened()
+    return session.plan(budget.to_bytes(session.plain_peak_bytes))
 
 
 def minimum_budget(

@@ -17,6 +17,7 @@ from passes.rewrite import Rewritten, reads, rewrite
 from passes.run.step import Step
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
+from passes.trace.refuse import sharded_modules
 from passes.verify import verify
 from solvers.schedule import Schedule
 from solvers.solution import Solution, solution
@@ -55,9 +56,10 @@ def prepare_step(
     differentiated: tuple[str, ...] | None = None, required_hints: bool = True, ceiling_bytes: int | None = None,
     layouts: Layouts | None = None,
 ) -> Prepared:  # fmt: skip
-    """The step as a whole, or by regions where that is asked for or a part of it cannot be traced."""
+    """The step as a whole, or by regions where that is asked for, parameters are sharded or a part cannot be traced."""
     by_regions: dict[str, Any] = {"required_hints": required_hints, "layouts": layouts}
-    if options.patterns:
+    sharded = next(sharded_modules(model), None) is not None
+    if options.patterns or (sharded and options.regions != WHOLE):
         return prepare_regions(model, arguments, options, progress, **by_regions)
     try:
         return prepare(

@@ -30,7 +30,7 @@ from .footprint import Footprint, Start, footprint, start_of
 from .hints import Hinted, resolve
 from .options import Options
 from .progress import Progress
-from .ranks.flight import others_bytes
+from .ranks.flight import Around, flight_peak, with_loss
 from .regions.compose import Composed
 
 
@@ -101,17 +101,17 @@ class Prepared:
         return tuple(sorted(self.lowered.node_op[n] for n, hint in self.hinted.items() if not hint.once))
 
     def others_bytes(self, schedule: Schedule) -> int:
-        """What the other micro-batches of a pipeline hold at the highest point; 0 outside of one."""
+        """What the other micro-batches of a pipeline add at the highest point; 0 outside of one."""
         flight = self.options.flight
         if flight is None:
             return 0
         problem, traced = self.problem, self.traced
         inputs = {self.aliases.of[p] for p in traced.placeholders[len(traced.state) : traced.num_primals]}
         size = sum(round_up(s.bytes, granule(self.device)) for s in inputs if isinstance(s, Storage))
-        outputs = [t for t in problem.outputs if problem.tensors[t].category == "output"]
-        trained = [p.meta["val"] for p, e in zip(traced.placeholders, traced.state, strict=False) if e.requires_grad]
-        gradients = sum(round_up(t.numel() * t.element_size(), granule(self.device)) for t in trained)
-        return others_bytes(problem, schedule, flight, size, outputs, gradients)
+        outputs = sum(problem.tensors[t].bytes for t in problem.outputs if problem.tensors[t].category == "output")
+        lowered = self.lowered
+        around = Around(size, outputs, lowered.accumulated_bytes, lowered.arriving)
+        return flight_peak(problem, schedule, flight, around) - simulate(problem, schedule).peak_bytes
 
     def footprint(self, schedule: Schedule) -> Footprint | None:
         """What the device's caching allocator makes of a schedule; None where there is none."""
@@ -168,6 +168,7 @@ def prepare(
         if all(layouts.get(key) == strides for key, strides in made.items()):
             break
         layouts.update(made)
+    options = replace(options, flight=with_loss(options.flight, traced, device))
     lowered = lower_step(traced, aliases, profiles, device, options, once)
     schedule = with_frees(lowered.problem, plain_order(lowered.problem))
     plain = simulate(lowered.problem, schedule).peak_bytes
@@ -216,6 +217,7 @@ def lower_step(
         device=target, reserve_bytes=options.set_aside_bytes + held,
         keep_outputs=options.keep_outputs, once=once, gradients=options.gradients,
         step_bytes=options.update.step_bytes, hook_bytes=options.update.hook_bytes, region=region,
+        lasting=options.flight is None or not options.flight.last,
     )  # fmt: skip
 
 

@@ -25,8 +25,7 @@ from .preference import solve_step
 from .prepared import Prepared, check_model, model_device
 from .progress import Progress
 from .ranks.flight import flight_of
-from .ranks.sharded import check_gathered
-from .ranks.wrapper import check_wrapper, inner_module, wrapper_bytes, wrapper_notes
+from .ranks.wrapper import check_wrapper, inner_module, wrapper_bytes, wrapper_gradients, wrapper_notes
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,16 +97,18 @@ def open_session(
     """
     inner = inner_module(model)
     check_wrapper(model)
-    check_gathered(inner)
     check_model(inner)
     reserve_bytes = reserve_to_bytes(reserve_mb)
     asked = Options(**options, reserve_bytes=reserve_bytes, hints=make_hints(save, never_recompute, recompute))
     update = measure_update(optimizer, inner, model_device(inner), in_hooks=asked.gradients == "consumed")
-    asked = replace(asked, update=update, wrapper_bytes=wrapper_bytes(model), notes=wrapper_notes(model))
+    asked = replace(
+        asked, update=update, wrapper_bytes=wrapper_bytes(model), notes=wrapper_notes(model),
+        gradients=wrapper_gradients(model, asked.gradients),
+    )  # fmt: skip
     if pipeline is not None:
-        flight = flight_of(pipeline)
-        asked = replace(asked, flight=flight, notes=(*asked.notes, *flight.notes))
-        asked = replace(asked, gradients="accumulated" if flight.alternates else asked.gradients)
+        flight = flight_of(pipeline, asked.loss_fn, adds=asked.gradients == "accumulated")
+        notes = (*asked.notes, *flight.notes)
+        asked = replace(asked, flight=flight, notes=notes, loss_fn=None, gradients=flight.gradients(asked.gradients))
     arguments = bind_sample(inner, sample, asked.loss_fn)
     progress = Progress(asked.progress)
     prepared = prepare_step(inner, arguments, asked, progress, ceiling_bytes=ceiling_bytes)

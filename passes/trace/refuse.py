@@ -77,17 +77,24 @@ def is_sharded(module: nn.Module) -> bool:
     return plain_class(type(module)) is not type(module)
 
 
-def sharded_inside(model: nn.Module) -> Iterator[str]:
-    """Paths of the submodules on which it was called."""
-    return (n for n, m in model.named_modules() if m is not model and is_sharded(m))
+def sharded_modules(model: nn.Module) -> Iterator[str]:
+    """Paths of the modules on which it was called, the model's own among them."""
+    return (n for n, m in model.named_modules() if is_sharded(m))
 
 
-def refuse_sharded(model: nn.Module) -> None:
-    """Raise Unsupported for a module that is to be one step and whose submodules gather parameters as they run."""
-    for place in sharded_inside(model):
+def refuse_sharded(model: nn.Module, running: bool = False) -> None:
+    """Raise Unsupported for a module that is to be one step and in which parameters are gathered as it runs.
+
+    Args:
+        running: it is called in a step that runs, so that its own parameters are there.
+    """
+    for place in sharded_modules(model):
+        if running and not place:
+            continue
         raise Unsupported(
-            "fully_shard inside a step", place, "its parameters are gathered and scattered by hooks as the step runs",
-            'Plan by regions, with regions="auto" or patterns of the sharded modules.',
+            "fully_shard on what is planned as one step", place or "(the model itself)",
+            "its parameters are gathered and scattered by hooks as the step runs",
+            'Plan by regions (regions="auto", or patterns): what is to be planned has to be in submodules.',
         )  # fmt: skip
 
 

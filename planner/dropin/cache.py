@@ -22,7 +22,7 @@ from passes.errors import InputMismatch, NoBackward
 from passes.trace.arguments import argument_names, run_model, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.matching import Differs, match
-from passes.trace.refuse import sharded_inside
+from passes.trace.refuse import sharded_modules
 from passes.trace.structure import flatten
 from planner.decided import Decided
 from planner.pipeline import Replan
@@ -125,7 +125,7 @@ class PlanState:
         if self.on_new_shape == "error":
             raise mismatch
         self.replans[mismatch.argument] += 1
-        inside = next(sharded_inside(self.model), None)  # what hooks gather cannot be measured while they run
+        inside = next(sharded_modules(self.model), None)  # what hooks gather cannot be measured while they run
         planned = self.on_new_shape == "replan" and inside is None
         said = "planning anew" if planned else "planned step not used"
         warnings.warn(f"{said}: {mismatch}", stacklevel=_user_frame())

@@ -65,8 +65,6 @@ class Entry:
         tensors = self._state(model, loss_fn)
         if tensors is None or not (_PLAIN.issuperset(map(type, tensors)) or all(map(_is_planned_for, tensors))):
             return None
-        if self.planned.runs and any(map(is_distributed, tensors)):
-            return tensors  # each region looks at what is gathered for it
         if list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state:
             return None
         guard = self.planned.prepared.traced.guard

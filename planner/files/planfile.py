@@ -31,7 +31,7 @@ from planner.options import GRADIENTS, ON_NEW_SHAPE, WHOLE, Options
 from planner.pipeline import emit, prepare_step
 from planner.prepared import Prepared, check_model
 from planner.progress import Progress
-from planner.ranks.wrapper import inner_module, wrapper_bytes
+from planner.ranks.wrapper import inner_module, wrapper_bytes, wrapper_gradients
 from solvers.errors import MIB, PlannerError, ScheduleError
 from solvers.problem import Problem
 from solvers.schedule import Schedule, Step, computes, with_frees
@@ -272,12 +272,15 @@ def load(
     """
     file = read(path)
     _check_loss(file, loss_fn)
-    options = replace(_options(file, loss_fn, cost, progress), wrapper_bytes=wrapper_bytes(model))
+    options = replace(
+        _options(file, loss_fn, cost, progress), wrapper_bytes=wrapper_bytes(model),
+        gradients=wrapper_gradients(model, file["options"]["gradients"]),
+    )  # fmt: skip
     model = inner_module(model)
     check_model(model)
-    arguments = bind_sample(model, sample, loss_fn)
     shown = Progress(progress)
     expected = tuple(file["options"]["differentiated"])
+    arguments = bind_sample(model, sample, loss_fn)
     prepared = prepare_step(model, arguments, options, shown, differentiated=expected)
     _check_model(file, prepared)
     return emit(prepared, _solution(file, prepared), file["options"]["budget_bytes"], shown), arguments
@@ -367,6 +370,8 @@ def _check_model(file: PlanFile, prepared: Prepared) -> None:
     """Say what differs first between the file's step and the captured one."""
     rows = [tuple(op[k] for k in ("op", "aten", "result", "id")) for op in file["ops"]]
     lines = [(line.name, line.aten, line.result, line.id) for line in op_lines(prepared)]
+    if prepared.regions is not None:  # what runs between regions is the model's own: sharded, it gathers and reduces
+        rows, lines = ([row for row in both if row[1]] for both in (rows, lines))
     if fingerprint(prepared.traced) == file["model"]["fingerprint"] and rows == lines:
         return
     model = file["model"]
@@ -432,7 +437,7 @@ def _stated_bound(result: dict[str, Any]) -> str:
 
 
 def _schedule(file: PlanFile, prepared: Prepared) -> Schedule:
-    names = [op["op"] for op in file["ops"]]
+    names = [line.name for line in op_lines(prepared)]
     try:
         return decode_schedule(prepared.lowered.problem, names, file["schedule"])
     except (KeyError, TypeError, ValueError) as error:

@@ -12,9 +12,11 @@ from torch import nn
 
 from passes._torch import pytree
 from passes.trace.arguments import Sample, bind_call, call_signature
+from passes.trace.refuse import sharded_modules
 from planner.api import auto_checkpoint
 from planner.budget import Budget
 from planner.plan import Plan
+from planner.ranks.wrapper import group_of, running_wrapper, wrapper_bytes, wrapper_gradients
 from solvers.errors import MIB, PlannerError
 
 log = logging.getLogger("planner")
@@ -55,18 +57,24 @@ class FirstBatch:
         self.model, self.budget_mb, self.called, self.options = model, budget_mb, called, options
         self.batches = batches
         self.plan: Plan | None = None
+        self.hook: Any = None
 
     def start(self) -> FirstBatch:
         """Plan at the next training call; run the plan where there is one already."""
         self.stop()
         if self.plan is not None:
             self.plan.apply(self.model)
+        elif next(sharded_modules(self.model), None) is not None:  # before its hooks gather anything
+            self.hook = self.model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         else:
             self.model.forward = _Waiting(self.model, self._planned)
         return self
 
     def stop(self) -> None:
         """Let the model run its own forward again."""
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
         current: Any = self.model.__dict__.get("forward")
         if isinstance(current, _Waiting) and current.planned == self._planned:
             current.put_back()
@@ -74,16 +82,28 @@ class FirstBatch:
             self.plan.remove(self.model)
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if next(sharded_modules(self.model), None) is not None:
+            raise PlannerError("fully_shard was called on what is to be planned on its first batch: call it before.")
+        self._plan(args, kwargs)
+        return self.model.forward(*args, **kwargs)
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if model.training and torch.is_grad_enabled():
+            self._plan(args, kwargs)
+
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stop()
         if self.called is not None:
             self.called()
         sample = _as_sample(self.model, args, kwargs)
         held = sum(t.nbytes for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
-        reserve_mb = self.options.get("reserve_mb", 0) + self.batches * held / MIB
-        self.plan = auto_checkpoint(self.model, sample, self.budget_mb, **{**self.options, "reserve_mb": reserve_mb})
+        around = running_wrapper(self.model)  # of which the model is a part: it is planned without, as it runs now
+        reserve_mb = self.options.get("reserve_mb", 0) + (self.batches * held + wrapper_bytes(around)) / MIB
+        options = {"group": group_of(around), **self.options, "reserve_mb": reserve_mb}
+        options["gradients"] = wrapper_gradients(around, options.get("gradients", "fresh"))
+        self.plan = auto_checkpoint(self.model, sample, self.budget_mb, **options)
         self.plan.apply(self.model)
         log.info("planned on the first batch: %r", self.plan)
-        return self.model.forward(*args, **kwargs)
 
 
 class _Waiting:

@@ -1,21 +1,46 @@
 """Micro-batches in flight: what one stage of a pipeline holds of those whose backward is yet to come.
 
 A step is planned for one micro-batch. While it runs, others wait between their forward and their backward: each holds
-what the forward handed to the backward, and its outputs. The schedule has inputs, and gradients to receive, for all.
+what the forward handed to the backward, its outputs, and what the loss keeps. The schedule has inputs, and gradients to
+receive, for all. The peak is that of the stage's forwards and backwards in the order in which the schedule runs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Literal, TypeVar
 
+import torch
+
+from passes._torch import pytree
+from passes.device import kind_of, round_up
 from passes.errors import Unsupported
+from passes.trace.capture import Traced
+from passes.trace.structure import unflatten
 from solvers.problem import Problem
-from solvers.replay import replay
+from solvers.replay import Moment, replay
 from solvers.schedule import Schedule, Step
 
-LOSS = "what the pipeline's loss_fn keeps is not counted: set reserve_mb to {} times the MiB that it saves for a call"
+T = TypeVar("T")
+LOSS = "the pipeline's loss is not counted: pass loss_fn=lambda output: ..., which computes it for a micro-batch"
+
+
+@dataclass(frozen=True)
+class LossBytes:
+    """What a loss holds above what was there before it.
+
+    Attributes:
+        forward, backward: its highest points.
+        kept: what it holds between them.
+        left: what is there after its backward, besides the gradient that it hands over.
+    """
+
+    forward: int = 0
+    kept: int = 0
+    backward: int = 0
+    left: int = 0
 
 
 @dataclass(frozen=True)
@@ -25,24 +50,62 @@ class Flight:
     Attributes:
         micro_batches: how many a call of the schedule runs.
         at_once: how many of them, at most, have run forward and not yet backward.
-        alternates: whether forwards go on after the first backward, so that gradients are there throughout.
-        last: whether the stage is the last one, which keeps all outputs and is sent no gradients.
+        keeps_sent: whether the schedule holds all that it sent until it ends.
+        first, last: whether the stage is the first one, which is sent no inputs, or the last one, which keeps all
+            outputs and is sent no gradients.
+        adds: whether gradients are there before a call of the schedule.
+        loss_fn: computes the loss of a micro-batch from the stage's output; None: not known, or not this stage's.
+        loss: what that holds, once it was measured.
     """
 
     micro_batches: int
     at_once: int
-    alternates: bool
+    keeps_sent: bool
+    first: bool
     last: bool
+    adds: bool = False
+    loss_fn: Callable[[Any], torch.Tensor] | None = None
+    loss: LossBytes | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What is not counted, in words."""
-        waits = self.last and self.at_once > 1
-        return (LOSS.format(self.at_once - 1),) if waits else ()
+        return (LOSS,) if self.last and self.loss_fn is None else ()
+
+    def gradients(self, asked: T) -> T | Literal["accumulated"]:
+        """What becomes of a micro-batch's: all but the first one's are added to those that are there."""
+        return "accumulated" if self.micro_batches > 1 else asked
+
+    @property
+    def order(self) -> Iterator[bool]:
+        """The stage's forwards (True) and backwards, one by one."""
+        yield from [True] * self.at_once
+        for _ in range(self.micro_batches - self.at_once):
+            yield from (False, True)
+        yield from [False] * self.at_once
 
 
-def flight_of(schedule: Any) -> Flight:
+@dataclass(frozen=True)
+class Around:
+    """What of a micro-batch lies outside of its step.
+
+    Attributes:
+        inputs, outputs: their bytes.
+        gradients: those of all parameters, part of the Problem's static bytes.
+        arriving: which part of them leaves the backward at which op; empty where that is not known.
+    """
+
+    inputs: int
+    outputs: int
+    gradients: int
+    arriving: Mapping[int, int]
+
+
+def flight_of(schedule: Any, loss_fn: Callable[[Any], torch.Tensor] | None, adds: bool) -> Flight:
     """What a schedule of `torch.distributed.pipelining` does with its stage.
+
+    Args:
+        loss_fn, adds: as in `Flight`.
 
     Raises:
         Unsupported: it has several stages on a rank, or runs parts of a backward apart.
@@ -53,37 +116,91 @@ def flight_of(schedule: Any) -> Flight:
             f"pipeline schedule {kind}", "pipeline=", "it has several stages on one rank, or splits their backwards, "
             "which a planned step cannot", "Use ScheduleGPipe or Schedule1F1B.",
         )  # fmt: skip
-    count = schedule._n_microbatches
-    at_once = count if kind == "ScheduleGPipe" else min(count, stage.num_stages - stage.stage_index)
-    return Flight(count, at_once, at_once < count, stage.is_last)
+    count, all_first = schedule._n_microbatches, kind == "ScheduleGPipe"
+    at_once = count if all_first else min(count, stage.num_stages - stage.stage_index)
+    own = loss_fn if stage.is_last else None
+    return Flight(count, at_once, all_first, stage.is_first, stage.is_last, adds, own)
 
 
-def others_bytes(
-    problem: Problem, schedule: Schedule, flight: Flight, inputs_bytes: int, outputs: Sequence[int],
-    gradients_bytes: int,
-) -> int:  # fmt: skip
-    """What there is on top of one micro-batch's step at the highest point.
-
-    Args:
-        outputs: the tensors of the problem that the step returns.
-        gradients_bytes: all gradients, which the first backward leaves.
-    """
-    waiting, returned = flight.at_once - 1, sum(problem.tensors[t].bytes for t in outputs)
-    held = _held_bytes(problem, schedule)
-    resident = (flight.micro_batches - 1) * inputs_bytes
-    resident += (flight.micro_batches - flight.at_once if flight.last else flight.micro_batches - 1) * returned
-    if flight.alternates:  # what was sent last is held until it has arrived: an output, or an input's gradient
-        return resident + waiting * held + (inputs_bytes if flight.last else returned)
-    if not waiting:
-        return resident
-    return resident + waiting * held + max(0, gradients_bytes - held)  # the second backward may be the highest point
+def with_loss(flight: Flight | None, traced: Traced, device: torch.device) -> Flight | None:
+    """The stage with what its loss holds, which is computed for an output of zeros."""
+    if flight is None or flight.loss_fn is None or flight.loss is not None or traced.num_outputs == 0:
+        return flight
+    nodes: Any = traced.graph_module.graph.output_node().args[0]
+    made = nodes[len(traced.mutated) : traced.num_forward_outputs]
+    leaves = []
+    for leaf in traced.outputs:
+        value = (made[leaf.index] if leaf.input is None else traced.placeholders[leaf.input]).meta["val"]
+        leaves.append(torch.zeros(value.shape, dtype=value.dtype, device=device, requires_grad=leaf.requires_grad))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        return replace(flight, loss=loss_bytes(flight.loss_fn, unflatten(traced.output_template, leaves), device))
 
 
-def _held_bytes(problem: Problem, schedule: Schedule) -> int:
-    """What a micro-batch holds between its forward and its backward."""
-    level = problem.static_bytes
-    for moment in replay(problem, schedule):
-        if moment.step == Step("compute", problem.num_forward):
-            break
-        level = moment.live_bytes
-    return level - problem.static_bytes
+def loss_bytes(loss_fn: Callable[[Any], torch.Tensor], output: Any, device: torch.device) -> LossBytes:
+    """What the loss of such an output holds, by the allocator's events."""
+    kind = kind_of(device)
+    kept: list[torch.Tensor] = []
+    highest, level = _levels(kind.allocations(lambda: kept.append(loss_fn(output)), device), kind.granule)
+    above, change = _levels(kind.allocations(lambda: kept[0].backward(), device), kind.granule)
+    leaves = [t.grad for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+    handed = sum(round_up(g.nbytes, kind.granule) for g in leaves if g is not None)
+    return LossBytes(highest, level, level + above, level + change - handed)
+
+
+def _levels(events: list[int], granule: int) -> tuple[int, int]:
+    """The highest point, and the last."""
+    levels = [0, *accumulate(round_up(e, granule) if e > 0 else -round_up(-e, granule) for e in events)]
+    return max(levels), levels[-1]
+
+
+def flight_peak(problem: Problem, schedule: Schedule, flight: Flight, around: Around) -> int:
+    """Highest point of a call of the pipeline's schedule."""
+    return max(_heights(problem, schedule, flight, around))
+
+
+def _heights(problem: Problem, schedule: Schedule, flight: Flight, around: Around) -> Iterator[int]:
+    """How high each forward and each backward goes, with the loss, and what is there at the end."""
+    loss, count = flight.loss or LossBytes(), flight.micro_batches
+    forward, backward, held = _halves(problem, schedule)
+    highest = max((m.moment_bytes for m in forward), default=problem.static_bytes)
+    resident = (count - 1) * around.inputs + (0 if flight.last else (count - 1) * around.outputs)
+    missing = 0 if flight.adds else around.gradients
+    waiting = done = 0
+    for is_forward in flight.order:
+        waiting -= not is_forward
+        others = resident - missing + waiting * (held + loss.kept) + _left(flight, around, done) + done * loss.left
+        if is_forward:
+            yield others + max(highest, problem.static_bytes + held + loss.forward)
+            waiting += 1
+        else:
+            arrived = _arrived(backward, around.arriving, missing)
+            own = max(m.moment_bytes + there for m, there in zip(backward, arrived, strict=True))
+            own += 2 * loss.left  # the loss itself, and what its backward starts from
+            yield others + max(own, problem.static_bytes + held + loss.backward)
+            missing, done = 0, done + 1
+    merged = count * around.outputs if flight.last else 0
+    yield problem.static_bytes + resident + _left(flight, around, done) + done * loss.left + merged
+
+
+def _halves(problem: Problem, schedule: Schedule) -> tuple[list[Moment], list[Moment], int]:
+    """The computes of the forward, those of the backward, and what is held between them."""
+    moments = list(replay(problem, schedule))
+    boundary = next(i for i, m in enumerate(moments) if m.step == Step("compute", problem.num_forward))
+    level = moments[boundary - 1].live_bytes if boundary else problem.static_bytes
+    halves = moments[:boundary], moments[boundary:]
+    forward, backward = ([m for m in half if m.step.kind == "compute"] for half in halves)
+    return forward, backward, level - problem.static_bytes
+
+
+def _arrived(backward: list[Moment], arriving: Mapping[int, int], missing: int) -> list[int]:
+    """How much of the gradients that are missing is there before each op; all of it where that is not known."""
+    if not missing or not arriving:
+        return [missing] * len(backward)
+    return list(accumulate((arriving.get(m.step.index, 0) for m in backward), initial=0))[:-1]
+
+
+def _left(flight: Flight, around: Around, done: int) -> int:
+    """Outputs and gradients of inputs that the schedule still holds of micro-batches whose backward has run."""
+    sent = done if flight.keeps_sent else min(done, 1)
+    outputs = done if flight.last or flight.keeps_sent else int(1 < flight.at_once <= done + 1)
+    return outputs * around.outputs + (0 if flight.first else sent * around.inputs)

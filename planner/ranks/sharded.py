@@ -1,4 +1,4 @@
-"""Models whose parameters `fully_shard` scattered: gathered for a plan, or run by one rank alone to be measured."""
+"""Models whose parameters `fully_shard` scattered, run by one rank alone to be measured."""
 
 from __future__ import annotations
 
@@ -9,48 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import is_distributed, pytree
 from passes.errors import Unsupported
 from passes.memory import granule, round_up
-from passes.trace.refuse import is_sharded, sharded_inside
+from passes.trace.refuse import is_sharded
 from solvers.errors import PlannerError
-
-
-@contextmanager
-def gathered(model: nn.Module, sample: Any) -> Iterator[Any]:
-    """What `fully_shard` scattered is whole in the block, which gets the sample as the module's forward will get it.
-
-    Gathering is done by all ranks together. A model with sharded modules inside is planned by regions, as it is.
-    """
-    if not is_sharded(model) or next(sharded_inside(model), None) is not None:
-        yield sample
-        return
-    sharded: Any = model
-    policy = sharded._get_fsdp_state()._mp_policy
-    dtype = policy.param_dtype if policy.cast_forward_inputs else None
-    sharded.unshard()
-    try:
-        yield sample if dtype is None else pytree.tree_map_only(torch.Tensor, lambda t: _cast(t, dtype), sample)
-    finally:
-        sharded.reshard()
-
-
-def check_gathered(model: nn.Module) -> None:
-    """Refuse to look at a sharded module's parts as if they were its parameters.
-
-    Raises:
-        Unsupported: the module is one step, and its parameters are scattered.
-    """
-    one = is_sharded(model) and next(sharded_inside(model), None) is None
-    if one and any(map(is_distributed, model.parameters(recurse=True))):
-        raise Unsupported(
-            "fully_shard", "the model itself", "its parameters are scattered over the ranks",
-            "Call its unshard() before, and reshard() after; auto_checkpoint does so itself.",
-        )  # fmt: skip
-
-
-def _cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return t.detach().to(dtype).requires_grad_(t.requires_grad) if t.is_floating_point() else t
 
 
 @contextmanager
@@ -58,7 +20,7 @@ def without_talking(model: nn.Module) -> Iterator[None]:
     """Let the model's sharded modules gather from and reduce to this rank alone, in memory as with all of them.
 
     Raises:
-        Unsupported: the parameters are replicated as well as sharded.
+        Unsupported: the parameters are replicated as well as sharded, or lie on the host.
     """
     groups = _groups(model)
     if gathered_gradient_bytes(model):
@@ -70,6 +32,11 @@ def without_talking(model: nn.Module) -> Iterator[None]:
         raise Unsupported(
             "fully_shard over a mesh of two dimensions", "the model", "its replicas are summed up in a way that cannot "
             "be measured by one rank alone", "Shard over a mesh of one dimension.",
+        )  # fmt: skip
+    if any(p.offload_to_cpu and group.device.type != "cpu" for group in groups for p in group.fsdp_params):
+        raise Unsupported(
+            "CPUOffloadPolicy", "the model", "its parameters and gradients move between the device and the host as the "
+            "step runs, which is not counted", "Shard without offload_policy.",
         )  # fmt: skip
     before = [(group, group._all_gather_comm, group._reduce_scatter_comm) for group in groups]
     try:
@@ -99,7 +66,7 @@ def gathered_gradient_bytes(model: nn.Module) -> int:
     parameters = [p for group in _groups(model) for p in group.fsdp_params]
     found = [p.unsharded_accumulated_grad for p in parameters]
     found += [p.unsharded_param.grad for p in parameters if hasattr(p, "_unsharded_param")]
-    return sum(round_up(g.untyped_storage().nbytes(), granule(g.device)) for g in found if g is not None)
+    return sum(round_up(g.nbytes, granule(g.device)) for g in found if g is not None)
 
 
 def _groups(model: nn.Module) -> list[Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from passes._torch import running_data_parallel
 from passes.errors import Unsupported
 
+T = TypeVar("T")
 COPIES = {default_hooks.fp16_compress_hook: 2, default_hooks.bf16_compress_hook: 2}  # bytes of an element
 NO_COPY = (default_hooks.allreduce_hook,)
 UNKNOWN_HOOK = "what the communication hook {} holds is not known: set reserve_mb to its MiB"
@@ -20,7 +22,13 @@ def inner_module(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def group_of(model: nn.Module) -> Any:
+def running_wrapper(model: nn.Module) -> nn.Module | None:
+    """The DistributedDataParallel in whose forward a part of it is called, if any; not the model itself."""
+    wrapper = running_data_parallel()
+    return wrapper if wrapper is not model and wrapper is not None and model in set(wrapper.modules()) else None
+
+
+def group_of(model: nn.Module | None) -> Any:
     """The process group that trains the model, where the model tells; else None."""
     if isinstance(model, DistributedDataParallel):
         return model.process_group
@@ -30,13 +38,20 @@ def group_of(model: nn.Module) -> Any:
     return mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
 
 
-def wrapper_bytes(model: nn.Module) -> int:
+def wrapper_bytes(model: nn.Module | None) -> int:
     """What the wrapper holds throughout: the buckets in which gradients travel, and the copies that a hook makes."""
     if not isinstance(model, DistributedDataParallel):
         return 0
     reduced = _reduced(model)
     sizes = [COPIES[hook] for hook, _ in _hooks(model) if hook in COPIES]
-    return sum(p.nbytes for p in reduced) + sum(p.numel() * size for size in sizes for p in reduced)
+    buckets = 0 if model.gradient_as_bucket_view else sum(p.nbytes for p in reduced)
+    return buckets + sum(p.numel() * size for size in sizes for p in reduced)
+
+
+def wrapper_gradients(model: nn.Module | None, asked: T) -> T | Literal["accumulated"]:
+    """What becomes of gradients: where they lie in the buckets, which are there throughout, each is copied there."""
+    bucketed = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
+    return "accumulated" if bucketed and asked == "fresh" else asked
 
 
 def wrapper_notes(model: nn.Module) -> tuple[str, ...]:

@@ -151,7 +151,7 @@ class Parts:
         return part, True
 
     def _capture(self, module: nn.Module, bound: Mapping[str, Any], key: Key, asked: Asked) -> Part:
-        refuse_sharded(module)
+        refuse_sharded(module, running=True)
         layouts = {**self.layouts, **dict(asked.strides)}
         with self.progress.stage("capture"):
             starts = EVERY_OUTPUT if asked.starts is None else asked.starts

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import local_part
+from passes._torch import is_distributed, local_part
 from passes.alias import alias
 from passes.errors import CaptureError, Unsupported
 from passes.exclusive import exclusive, interrupt_point
@@ -146,7 +146,8 @@ def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Opti
 
 
 def _first(refused: Mapping[str, str]) -> str:
-    return next((f"{path}: {why}" for path, why in refused.items()), "no submodule is called")
+    none = "regions are submodules of several ops, and it calls none"
+    return next((f"{path}: {why}" for path, why in refused.items()), none)
 
 
 def _prepared(found: _Found, required_hints: bool) -> Prepared:
@@ -189,7 +190,8 @@ def _flat(found: _Found) -> tuple[Traced, FlatGraph]:
     entries = state_entries(found.model)
     inputs, template = flatten(dict(found.arguments))
     outputs = found.hollow.outputs
-    tensors = [local_part(t) for t in state_tensors(found.model, entries)]
+    gathered = any(map(is_sharded, found.model.modules()))  # regions see whole parameters
+    tensors = [_whole(t) if gathered else local_part(t) for t in state_tensors(found.model, entries)]
     flat = FlatGraph(entries, tensors, inputs, [t for leaf, t in outputs if leaf.differentiated])
     for run, suffix in zip(found.hollow.runs, found.suffixes, strict=True):
         flat.add(run.part, run.path, suffix)
@@ -200,6 +202,11 @@ def _flat(found: _Found) -> tuple[Traced, FlatGraph]:
         module, flat.graph, tuple(entries), template, names, len(inputs), Constant(None), leaves, (), 0, reads
     )
     return traced, flat
+
+
+def _whole(t: torch.Tensor) -> torch.Tensor:
+    """A tensor without data that looks as a gathered parameter does."""
+    return torch.empty(t.shape, dtype=t.dtype, device="meta") if is_distributed(t) else t
 
 
 def _resident_bytes(found: _Found) -> int:

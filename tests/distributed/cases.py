@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from passes._torch import local_part
 from passes.memory import measure_peak
 from planner import Plan, auto_checkpoint
+from planner.integrations import plan_on_first_batch
 from planner.session import open_session
 
 from . import models
@@ -72,7 +74,7 @@ def equal(got: Any, want: Any) -> bool:
     return got[0] == want[0] and all(map(torch.equal, got[1], want[1]))
 
 
-def peak(model: nn.Module, step: Call, given: Iterator[torch.Tensor] | tuple[torch.Tensor, ...], times: int = 4) -> int:
+def peak(model: nn.Module, step: Call, given: Iterator[torch.Tensor] | tuple[torch.Tensor, ...], times: int = 8) -> int:
     """The step's peak with what is there before it. The least of several: what gloo's thread frees is not seen."""
     step()
     model.zero_grad()
@@ -90,7 +92,7 @@ def compared(
     """Train `plain`, and `model` by calling `call`."""
     want = train(plain, lambda: plain(batch, batch), **loop)
     got = train(model, lambda: call(batch, batch), **loop)
-    aside = plan.prepared.options.wrapper_bytes
+    buckets = _size(model) if isinstance(model, DistributedDataParallel) else 0
 
     def step() -> None:
         count = loop.get("micro_batches", 1)
@@ -98,7 +100,7 @@ def compared(
             with loop["sync"](i == count - 1) if "sync" in loop else nullcontext():
                 call(batch, batch).backward()
 
-    measured = peak(model, step, (batch,)) + aside
+    measured = peak(model, step, (batch,)) + buckets
     return Compared(equal(got, want), plan.overhead, plan.budget_bytes or 0, plan.peak_bytes, measured)
 
 
@@ -118,8 +120,7 @@ def ddp_around(rank: int, share: str = "75%") -> Compared:
     batch, model = models.tokens(rank), models.language()
     plan = auto_checkpoint(model, (batch, batch), share, reserve_mb=_mb(model), group=dist.group.WORLD, **QUICK)
     wrapped = DistributedDataParallel(plan.module)
-    found = compared(DistributedDataParallel(models.language()), wrapped, plan, wrapped, batch)
-    return Compared(found.same, found.overhead, found.budget, found.predicted, found.measured + _size(model))
+    return compared(DistributedDataParallel(models.language()), wrapped, plan, wrapped, batch)
 
 
 def ddp_no_sync(rank: int, share: str = "80%") -> Compared:
@@ -137,6 +138,20 @@ def ddp_no_sync(rank: int, share: str = "80%") -> Compared:
     return Compared(equal(got, want), found.overhead, found.budget, found.predicted, found.measured)
 
 
+def first_batch(rank: int, sharded: bool, share: str = "85%") -> Compared:
+    """The first batch is planned: of a sharded model, or of one within a wrapper that is not told of."""
+    batch, model = models.tokens(rank), models.language()
+    waiting = plan_on_first_batch(models.shard(model) if sharded else model, share, **QUICK)
+    spread: Call = models.shard if sharded else DistributedDataParallel
+    wrapped = model if sharded else DistributedDataParallel(model)
+    plain = spread(models.language())
+    want = train(plain, lambda: plain(batch, batch))
+    got = train(wrapped, lambda: wrapped(batch, batch))
+    assert waiting.plan is not None
+    found = compared(models.language(), wrapped, waiting.plan, wrapped, batch)
+    return Compared(equal(got, want), found.overhead, found.budget, found.predicted, found.measured)
+
+
 def _size(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters())
 
@@ -148,11 +163,11 @@ def _mb(model: nn.Module) -> float:
 # FSDP2 ----------------------------------------------------------------------------------------------------------------
 
 
-def fsdp_after(rank: int, share: str = "85%", **options: Any) -> Compared:
+def fsdp_after(rank: int, share: str = "85%", shard: Call = models.shard, **options: Any) -> Compared:
     """The sharded model is planned, and `plan.module` trained."""
-    batch, model = models.tokens(rank), models.shard(models.language(), **options)
+    batch, model = models.tokens(rank), shard(models.language(), **options)
     plan = auto_checkpoint(model, (batch, batch), share, **QUICK)
-    return compared(models.shard(models.language(), **options), model, plan, plan.module, batch)
+    return compared(shard(models.language(), **options), model, plan, plan.module, batch)
 
 
 def fsdp_before(rank: int, share: str = "85%") -> Compared:
@@ -162,6 +177,17 @@ def fsdp_before(rank: int, share: str = "85%") -> Compared:
     plan.apply(model)
     models.shard(model)
     return compared(models.shard(models.language()), model, plan, model, batch)
+
+
+def fsdp_loaded(rank: int, share: str = "85%") -> Compared:
+    """A plan file of the whole model is loaded into the sharded one, whose figures the plan then has."""
+    batch, made = models.tokens(rank), models.language()
+    options = {"regions": "blocks.*", "group": dist.group.WORLD, **QUICK}
+    with tempfile.TemporaryDirectory() as folder:
+        path = auto_checkpoint(made, (batch, batch), share, **options).save(f"{folder}/plan.json")
+        model = models.shard(models.language())
+        plan = Plan.load(path, model, (batch, batch), progress=False)
+    return compared(models.shard(models.language()), model, plan, plan.module, batch)
 
 
 def fsdp_accumulated(rank: int, share: str = "85%") -> Compared:
@@ -197,17 +223,12 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def pipeline(rank: int, kind: Call, share: float = 0.8) -> Compared:
+def pipeline(rank: int, kind: Call, share: float = 0.8, rows: int = 4) -> Compared:
     """Two stages, each with a budget of its own (its minimum, where that is more)."""
-    batch = models.tokens(0, 16)
-    inputs = batch[:4].clone() if rank == 0 else torch.randn(4, 32, models.WIDTH, requires_grad=True)
+    batch = models.tokens(0, MICRO_BATCHES * rows)
     plain, plain_schedule = _stage(rank, kind)
     model, schedule = _stage(rank, kind)
-    logits = 4 * 32 * models.WORDS * 4
-    waiting = MICRO_BATCHES - 1 if rank and kind.__name__ == "ScheduleGPipe" else 0  # whose loss is kept
-    session = open_session(model, inputs, pipeline=schedule, reserve_mb=waiting * logits / 2**20, **QUICK)
-    plan = session.plan(max(session.minimum().minimum_bytes, int(session.plain_peak_bytes * share)))
-    plan.apply(model)
+    plan = _plan_stage(rank, model, schedule, batch, share)
     want = _train_stage(rank, plain, plain_schedule, batch)
     same = equal(_train_stage(rank, model, schedule, batch), want)
     stage = schedule._stage
@@ -216,6 +237,23 @@ def pipeline(rank: int, kind: Call, share: float = 0.8) -> Compared:
     given = (*received, *stage.output_chunks, *([batch] if rank == 0 else []))
     measured = peak(model, lambda: _run(rank, schedule, batch), given)
     return Compared(same, plan.overhead, plan.budget_bytes or 0, plan.peak_bytes, measured)
+
+
+def pipeline_step(rank: int, kind: Call) -> Call:
+    """A call of a schedule whose stages are planned."""
+    batch = models.tokens(0, 16)
+    model, schedule = _stage(rank, kind)
+    _plan_stage(rank, model, schedule, batch, 0.8)
+    return lambda: _run(rank, schedule, batch)
+
+
+def _plan_stage(rank: int, model: nn.Module, schedule: Any, batch: torch.Tensor, share: float) -> Plan:
+    rows = len(batch) // MICRO_BATCHES
+    inputs = batch[:rows].clone() if rank == 0 else torch.randn(rows, 32, models.WIDTH, requires_grad=True)
+    session = open_session(model, inputs, pipeline=schedule, loss_fn=lambda y: loss_of(y, batch[:rows]), **QUICK)
+    plan = session.plan(max(session.minimum().minimum_bytes, int(session.plain_peak_bytes * share)))
+    plan.apply(model)
+    return plan
 
 
 def _stage(rank: int, kind: Call) -> tuple[nn.Module, Any]:

@@ -89,6 +89,11 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh, **options)
 
 
+def shard_whole(model: nn.Module) -> nn.Module:
+    """`fully_shard` the model alone."""
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+
+
 def spread(model: nn.Module) -> nn.Module:
     """Tensor parallel: each block's two products, the table and the head."""
     styles: dict[str, Any] = {

@@ -41,7 +41,7 @@ class _Scheduling:
         self.index: dict[str, int] = {}
 
     def before_fusion(self, nodes: list[Any]) -> list[Any]:
-        nodes = _late(nodes, self.held)
+        nodes = _late(_as_planned(nodes), self.held)
         self.index = {n.get_name(): i for i, n in enumerate(nodes)}
         self.names = list(self.index)
         self.accepted, self.order = None, Order(*_kernels(nodes, self.index, self.held))
@@ -76,6 +76,18 @@ class _Scheduling:
 
     def _place(self, node: Any) -> int:
         return max(self.order.place[self.index[n.get_name()]] for n in node.get_nodes() if n.get_name() in self.index)
+
+
+def _as_planned(nodes: list[Any]) -> list[Any]:
+    """In the order of the graph: Inductor has a pointwise result made when a kernel of a library first needs it."""
+    places = {n: i for i, n in enumerate(V.graph.module.graph.nodes)}  # type: ignore[union-attr]
+    ordered: list[Any] = sorted(nodes, key=lambda n: max((places[o] for o in _origins(n) if o in places), default=-1))
+    return cast(list[Any], V.graph.scheduler.topological_sort_schedule(ordered))
+
+
+def _origins(node: Any) -> set[Any]:
+    """The nodes of the graph that a kernel computes."""
+    return {o for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()}
 
 
 def _late(nodes: list[Any], held: frozenset[str]) -> list[Any]:

@@ -166,6 +166,7 @@ class _Translation:
             half.image[place].meta[HELD] = place.meta.get(HELD)
         for node, place in zip((n for n in self.given if is_tangent(n)), taken[len(saved) :], strict=True):
             half.image[place] = half.placeholder(node)
+            half.image[place].meta[HELD] = place.meta.get(HELD)
         for node in self.rewritten.backward.graph.nodes:
             if node.op in ("call_function", "get_attr"):
                 half.copy(node, True)

@@ -262,17 +262,19 @@ def _told(sequence: Sequence[Program]) -> list[Figures]:
 
 
 def _made(result: Any, args: Sequence[Any]) -> list[tuple[StorageWeakRef, int]]:
-    """What a call returned, as long as somebody holds it, with its bytes: nothing that it was given."""
+    """What a call returned, as long as somebody holds it, with its bytes: nothing that it was given, nor the loss."""
     given = {p for p, _ in _storages(args)}
-    tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
-    storages = {s.data_ptr(): s for t in tensors if (s := t.untyped_storage()).data_ptr() not in given}
-    return [(StorageWeakRef(s), s.nbytes()) for s in storages.values()]
+    storages = {s.data_ptr(): s for t in _tensors(result) if t.numel() > 1 for s in [t.untyped_storage()]}
+    return [(StorageWeakRef(s), s.nbytes()) for p, s in storages.items() if p not in given]
 
 
 def _storages(values: Any) -> Iterator[tuple[int, int]]:
-    for value in pytree.tree_leaves(values):
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            storage = value.untyped_storage()
-            yield storage.data_ptr(), storage.nbytes()
+    for tensor in _tensors(values):
+        storage = tensor.untyped_storage()
+        yield storage.data_ptr(), storage.nbytes()
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
 
 

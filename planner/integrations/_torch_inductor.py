@@ -27,6 +27,10 @@ from torch.utils._ordered_set import OrderedSet
 from .order import Buffer, Order
 
 HELD = "held_outside"  # in the meta of a half's input that others hold as well
+# In the meta of a node whose result is written to memory where it stands in the graph. Inductor would compute a pointwise
+# result wherever it is read, and have all that it is computed from wait.
+WRITTEN = "inductor_realize_to_strides"
+CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 
 
 class _Scheduling:
@@ -169,6 +173,7 @@ def planned_order(half: fx.GraphModule, options: Mapping[str, Any]) -> Iterator[
     held = frozenset(n.target for n in half.graph.nodes if n.op == "placeholder" and n.meta.get(HELD))
     scheduling = _Scheduling(held)
     _save_inputs_as_they_are(half.graph)
+    _leave_layouts_to_convolutions(half.graph)
     patches = {
         **options, "fx_graph_cache": False, "_pre_fusion_custom_pass": scheduling.before_fusion,
         "_post_fusion_custom_pass": scheduling.after_fusion, "reorder_for_peak_memory": False,
@@ -193,6 +198,15 @@ def _save_inputs_as_they_are(graph: fx.Graph) -> None:
     inputs = [i for i, n in enumerate(returned) if isinstance(n, fx.Node) and n.op == "placeholder"]
     visible = output.meta.get("user_visible_output_idxs", ())
     output.meta["user_visible_output_idxs"] = sorted({*visible, *inputs})
+
+
+def _leave_layouts_to_convolutions(graph: fx.Graph) -> None:
+    """What is `WRITTEN` is written in the traced layout, which is not the one that Inductor has around convolutions."""
+    if any(getattr(n.target, "overloadpacket", None) in CONVOLUTIONS for n in graph.nodes):
+        for node in graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.dim() > 3:
+                node.meta[WRITTEN] = False
 
 
 # A half that is no graph of Dynamo's ----------------------------------------------------------------------------------
@@ -233,6 +247,10 @@ def compile_half(
     with mode:
         made = _traced(fx.GraphModule(half, _plain_copy(half.graph)), half, mode, strides, {})
     made.graph.output_node().meta["user_visible_output_idxs"] = list(visible)
+    computed, planned = ([n for n in g.nodes if n.op == "call_function"] for g in (made.graph, half.graph))
+    if [n.target for n in computed] == [n.target for n in planned]:
+        for node, old in zip(computed, planned, strict=True):
+            node.meta[WRITTEN] = old.meta.get(WRITTEN, False)
     given = half.graph.find_nodes(op="placeholder")
     for i, (node, old) in enumerate(zip(made.graph.find_nodes(op="placeholder"), given, strict=True)):
         node.meta[HELD] = old.meta.get(HELD)

@@ -28,8 +28,8 @@ from torch.utils._ordered_set import OrderedSet
 from .order import Buffer, Order
 
 HELD = "held_outside"  # in the meta of a half's input that others hold as well
-# In the meta of a node whose result is written to memory where it stands in the graph. Inductor would compute a pointwise
-# result wherever it is read, and have all that it is computed from wait.
+# In the meta of a node whose result is written to memory where it stands in the graph. Inductor would compute what is
+# pointwise wherever it is read, and have all that it is computed from wait.
 WRITTEN = "inductor_realize_to_strides"
 CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 
@@ -189,7 +189,7 @@ def planned_order(half: fx.GraphModule, options: Mapping[str, Any]) -> Iterator[
 
 
 def _follows(self: AllocateLine, freed: FreeIfNotReusedLine, size: int) -> bool:
-    """Whether memory is handed on from one kernel to the next: what waits longer for its next use holds it for nothing."""
+    """Whether memory passes from one kernel to the next: waiting longer for its next use, it is held for nothing."""
     return bool(freed.scheduler_node_index + 1 == self.scheduler_node_index)
 
 

@@ -404,6 +404,13 @@ def test_a_plan_compiles_within_its_budget() -> None:
             refused()
 
 
+def test_a_plan_by_regions_is_refused_with_a_remedy() -> None:
+    model, x = Net(32, 3), torch.randn(64, 32)
+    plan = auto_checkpoint(model, x, "95%", regions="blocks.*", progress=False, check=False)
+    with pytest.raises(PlannerError, match="checkpoint_planner.*regions=\"whole\""):
+        plan.compile()
+
+
 def test_tags_have_torch_rematerialize_within_the_budget_and_keep_the_bits() -> None:
     """A graph of forward, loss and backward, as a memory policy is handed it; torch's own pass follows the tags."""
     remat = pytest.importorskip(

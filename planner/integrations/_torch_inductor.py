@@ -85,7 +85,8 @@ class _Scheduling:
 
 def _as_planned(nodes: list[Any]) -> list[Any]:
     """In the order of the graph: Inductor has a pointwise result made when a kernel of a library first needs it."""
-    places = {n: i for i, n in enumerate(V.graph.module.graph.nodes)}  # type: ignore[union-attr]
+    module: Any = V.graph.module
+    places = {n: i for i, n in enumerate(module.graph.nodes)}
     ordered: list[Any] = sorted(nodes, key=lambda n: max((places[o] for o in _origins(n) if o in places), default=-1))
     return cast(list[Any], V.graph.scheduler.topological_sort_schedule(ordered))
 

@@ -118,9 +118,16 @@ class Plan(Decided):
 
         Raises:
             BudgetError: no compiled step keeps the budget.
+            PlannerError: the step is planned by regions.
         """
         from .integrations.planned import compile_plan
 
+        if self.prepared.regions is not None:
+            raise PlannerError(
+                "a plan by regions is not compiled, as the model's own code runs between them: "
+                'torch.compile(model, backend="checkpoint_planner", options={"budget_mb": ...}) compiles what Dynamo '
+                'captures of the model under one budget; or plan with regions="whole" where the model can be traced.'
+            )
         decided, module = compile_plan(self.module, self.prepared, self.budget_bytes, options)
         return Plan(**{f.name: getattr(decided, f.name) for f in fields(Decided)}, module=module)
 

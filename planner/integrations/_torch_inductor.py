@@ -7,12 +7,15 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch._inductor.config as inductor_config
 from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._inductor import memory
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.codegen.wrapper import AllocateLine, FreeIfNotReusedLine, can_match_buffer_size
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -25,6 +28,10 @@ from torch.utils._ordered_set import OrderedSet
 from .order import Buffer, Order
 
 HELD = "held_outside"  # in the meta of a half's input that others hold as well
+# In the meta of a node whose result is written to memory where it stands in the graph. Inductor would compute what is
+# pointwise wherever it is read, and have all that it is computed from wait.
+WRITTEN = "inductor_realize_to_strides"
+CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 
 
 class _Scheduling:
@@ -39,6 +46,7 @@ class _Scheduling:
         self.index: dict[str, int] = {}
 
     def before_fusion(self, nodes: list[Any]) -> list[Any]:
+        nodes = _late(_as_planned(nodes), self.held)
         self.index = {n.get_name(): i for i, n in enumerate(nodes)}
         self.names = list(self.index)
         self.accepted, self.order = None, Order(*_kernels(nodes, self.index, self.held))
@@ -75,6 +83,43 @@ class _Scheduling:
         return max(self.order.place[self.index[n.get_name()]] for n in node.get_nodes() if n.get_name() in self.index)
 
 
+def _as_planned(nodes: list[Any]) -> list[Any]:
+    """In the order of the graph: Inductor has a pointwise result made when a kernel of a library first needs it."""
+    module: Any = V.graph.module
+    places = {n: i for i, n in enumerate(module.graph.nodes)}
+    ordered: list[Any] = sorted(nodes, key=lambda n: max((places[o] for o in _origins(n) if o in places), default=-1))
+    return cast(list[Any], V.graph.scheduler.topological_sort_schedule(ordered))
+
+
+def _origins(node: Any) -> set[Any]:
+    """The nodes of the graph that a kernel computes."""
+    return {o for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()}
+
+
+def _late(nodes: list[Any], held: frozenset[str]) -> list[Any]:
+    """What is generated from inputs that others hold anyway stands right before its first reader.
+
+    Inductor copies the inputs of convolutions into another layout before all else.
+    """
+    dying = _lifetimes(nodes).keys() - held
+    waiting: set[Any] = set()
+    ordered: list[Any] = []
+
+    def place(node: Any) -> None:
+        waiting.discard(node)
+        for earlier in (p for p in nodes if p in waiting and p in node.mpi_node.pred_nodes):
+            place(earlier)
+        ordered.append(node)
+
+    for node in nodes:
+        dies = any(b.get_name() in dying for b in node.mpi_node.pred_buffers)
+        if node.is_extern() or dies or not node.mpi_node.succ_nodes or node.mpi_node.pred_nodes - waiting:
+            place(node)
+        else:
+            waiting.add(node)
+    return ordered
+
+
 def _lifetimes(nodes: list[Any]) -> dict[str, Any]:
     """Have Inductor note on these nodes who reads which buffer; the inputs that can be freed, by name."""
     graph, scheduler = V.graph, V.graph.scheduler
@@ -91,20 +136,37 @@ def _kernels(
     """What each kernel must come after, and the memory that they share; `held` are inputs that others hold as well."""
     inputs, outputs = _lifetimes(nodes), held.union(V.graph.get_output_names())
     before = [{index[p.get_name()] for p in n.mpi_node.pred_nodes} for n in nodes]
-    buffers = []
+    buffers: dict[str, Buffer] = {}
 
-    def add(name: str, memory: Any, maker: int | None) -> None:
+    def add(name: str, memory: Any, maker: int | None, over: Sequence[str] = ()) -> None:
         if memory.size_free:
             readers = tuple(sorted(index[r.get_name()] for r in memory.succ_nodes))
-            buffers.append(Buffer(memory.size_free, maker, readers, name in outputs))
+            buffers[name] = Buffer(memory.size_free, maker, readers, name in outputs, _places(buffers, over))
 
+    for name, given in inputs.items():
+        add(name, given.mpi_buffer, None)
     for i, node in enumerate(nodes):
         for made in node.get_outputs():  # one of several results is made with the others
             maker = i if made.mpi_buffer.size_alloc else min(before[i], default=i)
-            add(made.get_name(), made.mpi_buffer, maker)
-    for name, given in inputs.items():
-        add(name, given.mpi_buffer, None)
-    return before, buffers
+            add(made.get_name(), made.mpi_buffer, maker, _overwritable(node, made))
+    return before, list(buffers.values())
+
+
+def _places(names: Mapping[str, Any], some: Sequence[str]) -> tuple[int, ...]:
+    """Where these stand among the keys, those that do."""
+    return tuple(i for i, name in enumerate(names) if name in some)
+
+
+def _overwritable(node: Any, made: Any) -> list[str]:
+    """What Inductor may have a kernel write its result over, as far as the two are concerned."""
+    scheduler, found = V.graph.scheduler, []
+    for read in () if node.is_extern() else sorted(d.name for d in node.read_writes.reads):
+        given = scheduler.name_to_donated_buffer.get(read) or scheduler.name_to_buf.get(read)
+        if given is None or given.node is None or not can_match_buffer_size(given.node, made.node):
+            continue
+        if any(u.node is node and u.can_inplace for u in given.users):
+            found.append(read)
+    return found
 
 
 @contextlib.contextmanager
@@ -112,13 +174,42 @@ def planned_order(half: fx.GraphModule, options: Mapping[str, Any]) -> Iterator[
     """Have it compiled in the order of its graph, and fused only where that leaves the peak as it is; not cached."""
     held = frozenset(n.target for n in half.graph.nodes if n.op == "placeholder" and n.meta.get(HELD))
     scheduling = _Scheduling(held)
+    _save_inputs_as_they_are(half.graph)
+    _leave_layouts_to_convolutions(half.graph)
     patches = {
         **options, "fx_graph_cache": False, "_pre_fusion_custom_pass": scheduling.before_fusion,
         "_post_fusion_custom_pass": scheduling.after_fusion, "reorder_for_peak_memory": False,
         "reorder_for_locality": False,
     }  # fmt: skip
-    with inductor_config.patch(patches), V.set_choices_handler(scheduling.choices):
+    with (
+        inductor_config.patch(patches), V.set_choices_handler(scheduling.choices),
+        mock.patch.object(AllocateLine, "should_reuse_buffer", _follows),
+        mock.patch.object(CppScheduling, "MAX_FUSED_KERNEL_ARGS_NUM", 0),  # a call for each kernel: it frees at its end
+    ):  # fmt: skip
         yield
+
+
+def _follows(self: AllocateLine, freed: FreeIfNotReusedLine, size: int) -> bool:
+    """Whether memory passes from one kernel to the next: waiting longer for its next use, it is held for nothing."""
+    return bool(freed.scheduler_node_index + 1 == self.scheduler_node_index)
+
+
+def _save_inputs_as_they_are(graph: fx.Graph) -> None:
+    """Have Inductor return inputs that are returned, rather than copies in the layout that convolutions prefer."""
+    output = graph.output_node()
+    returned: Any = output.args[0]
+    inputs = [i for i, n in enumerate(returned) if isinstance(n, fx.Node) and n.op == "placeholder"]
+    visible = output.meta.get("user_visible_output_idxs", ())
+    output.meta["user_visible_output_idxs"] = sorted({*visible, *inputs})
+
+
+def _leave_layouts_to_convolutions(graph: fx.Graph) -> None:
+    """What is `WRITTEN` is written in the traced layout, which is not the one that Inductor has around convolutions."""
+    if any(getattr(n.target, "overloadpacket", None) in CONVOLUTIONS for n in graph.nodes):
+        for node in graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.dim() > 3:
+                node.meta[WRITTEN] = False
 
 
 # A half that is no graph of Dynamo's ----------------------------------------------------------------------------------
@@ -159,6 +250,10 @@ def compile_half(
     with mode:
         made = _traced(fx.GraphModule(half, _plain_copy(half.graph)), half, mode, strides, {})
     made.graph.output_node().meta["user_visible_output_idxs"] = list(visible)
+    computed, planned = ([n for n in g.nodes if n.op == "call_function"] for g in (made.graph, half.graph))
+    if [n.target for n in computed] == [n.target for n in planned]:
+        for node, old in zip(computed, planned, strict=True):
+            node.meta[WRITTEN] = old.meta.get(WRITTEN, False)
     given = half.graph.find_nodes(op="placeholder")
     for i, (node, old) in enumerate(zip(made.graph.find_nodes(op="placeholder"), given, strict=True)):
         node.meta[HELD] = old.meta.get(HELD)

@@ -128,7 +128,8 @@ def _remaining(
     """Op `i`, with what is inlined into it; generated code writes over an input of its result's size where it can."""
     op = problem.ops[i]
     read = _resolve(op.inputs, sources)
-    over = [t for t in read if kind.pointwise and problem.tensors[t].bytes == problem.tensors[op.outputs[0]].bytes]
+    same = [t for t in read if kind.pointwise and problem.tensors[t].bytes == problem.tensors[op.outputs[0]].bytes]
+    over = [t for t in same if problem.tensors[t].category != "output"]  # which the caller may hold
     return replace(
         op, inputs=tuple(place[t] for t in read), outputs=tuple(place[t] for t in op.outputs),
         cost=op.cost + sum(problem.ops[j].cost for j in fused._chain(i)), reuse=tuple(place[t] for t in over),

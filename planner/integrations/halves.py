@@ -25,7 +25,7 @@ from ._torch_compile import (
     saved_description,
     symbol_nodes,
 )
-from ._torch_inductor import HELD
+from ._torch_inductor import HELD, WRITTEN
 from .joint import Joint
 
 
@@ -60,7 +60,7 @@ class _Half:
         original = self.nodes[source]
         args, kwargs = self._arguments(original, node)
         new = self.graph.create_node(original.op, original.target, args, kwargs, name=node.name)
-        new.meta = dict(original.meta)
+        new.meta = {**original.meta, WRITTEN: node.meta.get(WRITTEN, False)}
         if backward:
             new.meta["autograd_backward"] = True
         self.image[node] = new
@@ -166,6 +166,7 @@ class _Translation:
             half.image[place].meta[HELD] = place.meta.get(HELD)
         for node, place in zip((n for n in self.given if is_tangent(n)), taken[len(saved) :], strict=True):
             half.image[place] = half.placeholder(node)
+            half.image[place].meta[HELD] = place.meta.get(HELD)
         for node in self.rewritten.backward.graph.nodes:
             if node.op in ("call_function", "get_attr"):
                 half.copy(node, True)

@@ -21,12 +21,14 @@ class Buffer:
         maker: the kernel that allocates it, None for an input.
         readers: kernels after the last of which it is freed.
         stays: it is returned.
+        over: buffers (by index) that its maker reads and can write it over, where nobody else reads them then or later.
     """
 
     size_bytes: int
     maker: int | None
     readers: tuple[int, ...]
     stays: bool
+    over: tuple[int, ...] = ()
 
 
 class Order:
@@ -48,8 +50,9 @@ class Order:
             for j in earlier:
                 after[j].add(i)
         for b, buffer in enumerate(buffers):
-            for i in (*buffer.readers, *(() if buffer.maker is None else (buffer.maker,))):
-                touched[i].add(b)
+            for near in (buffer, *(buffers[other] for other in buffer.over)):
+                for i in (*near.readers, *(() if near.maker is None else (near.maker,))):
+                    touched[i].add(b)
         self.after, self.touched = after, touched
         self.held = np.zeros(count, dtype=np.int64)
         for b in range(len(buffers)):
@@ -101,14 +104,25 @@ class Order:
     def _life(self, b: int, moved: frozenset[int], at: int) -> tuple[int, int]:
         """From where to where a buffer is held with `moved` at `at`; an empty range inside one kernel."""
         buffer = self.buffers[b]
-        places = [at if i in moved else self.place[i] for i in buffer.readers]
-        maker = buffer.maker
-        start = 0 if maker is None else at if maker in moved else self.place[maker]
+        maker, places = buffer.maker, [self._at(i, moved, at) for i in buffer.readers]
+        start = 0 if maker is None else self._at(maker, moved, at)
         end = len(self.place) - 1 if buffer.stays else max(places, default=start)
-        if maker is None or buffer.stays or not places:
+        if maker is None:
             return start, end
         group = moved if maker in moved else self.members[maker]
-        return (0, -1) if group.issuperset(buffer.readers) else (start, end)
+        if places and not buffer.stays and group.issuperset(buffer.readers):
+            return 0, -1
+        return start + any(self._is_overwritten(other, maker, moved, at) for other in buffer.over), end
+
+    def _is_overwritten(self, b: int, maker: int, moved: frozenset[int], at: int) -> bool:
+        """Whether this kernel alone reads a buffer when it dies, which it did not make."""
+        buffer, place = self.buffers[b], self._at(maker, moved, at)
+        if buffer.stays or (buffer.maker is not None and self._at(buffer.maker, moved, at) == place):
+            return False
+        return all(i == maker or self._at(i, moved, at) < place for i in buffer.readers)
+
+    def _at(self, i: int, moved: frozenset[int], at: int) -> int:
+        return at if i in moved else self.place[i]
 
     @staticmethod
     def _add(held: np.ndarray, low: int, life: tuple[int, int], size_bytes: int) -> None:

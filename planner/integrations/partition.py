@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 
 from torch import fx
 
@@ -21,7 +22,7 @@ from solvers.schedule import Schedule, plain_order, with_frees
 from solvers.simulate import simulate
 
 from ._torch_compile import outside_modes
-from ._torch_inductor import HELD
+from ._torch_inductor import HELD, WRITTEN
 from .fusion import Fused, fuse
 from .kernels import kinds
 
@@ -158,13 +159,30 @@ class Ready:
         return self.fused.unfused(schedule) if self.fused else schedule
 
     def rewritten(self, schedule: Schedule) -> Rewritten:
-        """The schedule as two graphs, proved; `HELD` in the meta of saved tensors that live on after their last use."""
+        """The schedule as two graphs, proved.
+
+        Their nodes have in their meta `HELD`, for what the backward takes and others hold as well, and `WRITTEN`, for
+        what is planned to be in memory rather than computed where it is read.
+        """
         rewritten = rewrite(self.traced, self.aliases, self.lowered, self.whole(schedule))
         verify(self.traced, rewritten)
         pinned = {self.lowered.problem.tensors[t].name for t in self.lowered.problem.pinned}
-        for node, name in zip(rewritten.backward.graph.nodes, rewritten.saved_names, strict=False):
-            node.meta[HELD] = name in pinned
+        given = rewritten.backward.graph.find_nodes(op="placeholder")
+        for node, name in zip_longest(given, rewritten.saved_names):
+            node.meta[HELD] = (name or node.name) in pinned
+        kept = {n.name for i in self.fused.ops if (n := self.lowered.nodes[i]) is not None} if self.fused else set()
+        for node in (*rewritten.forward.graph.nodes, *rewritten.backward.graph.nodes):
+            node.meta[WRITTEN] = node.meta.get("source") in kept
         return rewritten
+
+    @cached_property
+    def without_outputs(self) -> Ready:
+        """The same, where nobody holds what the forward returned once it has ended."""
+        own = self.lowered.problem
+        held = tuple(t for t in own.outputs if own.tensors[t].category != "output")
+        lowered = replace(self.lowered, problem=replace(own, outputs=held))
+        fused = fuse(lowered.problem, kinds(lowered, self.profiles)) if self.fused else None
+        return replace(self, lowered=lowered, fused=fused)
 
     def figures(self, schedule: Schedule) -> Figures:
         """What the schedule holds, as simulated."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes._torch import StorageWeakRef
 from passes.alias import device_of
 from passes.codegen import boxed
 from passes.lower import lower
@@ -48,6 +49,8 @@ class Program:
     Attributes:
         problem, schedule: what was decided; None for a graph without gradients.
         predicted: what it holds, as simulated; `measured` as seen in a first step, None where nobody looked.
+        keeps_outputs: whether what the forward returned counts as held through the backward; `kept` whether the first
+            step's caller held it.
         planning_seconds, compile_seconds: of the latest compilation, the second without the first.
         recomputes: added cost as a share of the step's.
     """
@@ -58,11 +61,13 @@ class Program:
         self.gm, self.inputs, self.sizes, self.settings = gm, inputs, sizes, settings
         self.context = tracing_context()
         self.problem: Problem | None = None
-        self.ready: Ready | None = None
+        self._ready: Ready | None = None
         self.schedule: Schedule | None = None
         self.predicted: Figures | None = None
         self.measured: Figures | None = None
-        self.watching = True
+        self.watching = self.keeps_outputs = True
+        self.kept: bool | None = None
+        self.returned: list[tuple[StorageWeakRef, int]] = []
         self.backward_ran: Callable[[], None] = lambda: None
         self.planning_seconds = self.compile_seconds = 0.0
         self.run: Callable[..., Any] = self._not_compiled
@@ -71,10 +76,28 @@ class Program:
     def _not_compiled(*_: Any) -> Any:
         raise RuntimeError("a graph is called before it is compiled")
 
+    @property
+    def ready(self) -> Ready | None:
+        """The step before any decision."""
+        return self._ready if self._ready is None or self.keeps_outputs else self._ready.without_outputs
+
+    def count_outputs(self, held: bool) -> bool:
+        """From now on count what the forward returned as held through the backward, or as dropped; whether that is new.
+
+        Where it is, the decision is as open as for a new program: the lowest is assumed.
+        """
+        if self.keeps_outputs == held:
+            return False
+        self.keeps_outputs = held
+        if self.ready is not None:
+            self.problem, self.schedule = self.ready.problem, self.ready.lowest
+            self.predicted, self.measured = self.ready.figures(self.schedule), None
+        return True
+
     def compile(self, choose: Callable[[Program, Ready], Schedule]) -> None:
         """Trace, decide by `choose` and compile; what was compiled before is dropped."""
         start = time.perf_counter()
-        self.measured, self.watching, self.planning_seconds = None, True, 0.0
+        self.measured, self.kept, self.watching, self.planning_seconds = None, None, True, 0.0
 
         def partition(joint: fx.GraphModule, num_fwd_outputs: int) -> Halves:
             began = time.perf_counter()
@@ -102,9 +125,11 @@ class Program:
                 read.traced, aliases, profiles, settings.cost, device=device, once=once
             ), timed=settings.timed, fusing=settings.inductor,
         )  # fmt: skip
-        self.ready, self.problem = ready, ready.problem
-        self.schedule = choose(self, ready)
-        self.predicted = ready.figures(self.schedule)
+        self._ready = ready
+        self.schedule = choose(self, ready if self.keeps_outputs else ready.without_outputs)
+        if not self.keeps_outputs:
+            ready = ready.without_outputs
+        self.problem, self.predicted = ready.problem, ready.figures(self.schedule)
         return make_halves(read, ready.rewritten(self.schedule))
 
     @property
@@ -130,22 +155,28 @@ class Program:
         def run(values: list[Any]) -> Any:
             if is_backward:
                 self.backward_ran()
-            if not (self.watching and self.settings.inductor) or is_profiling():
+            if not self.watching:
                 return half(values)
-            return self._measure(half, values, is_backward)
+            result = self._measure(half, values, is_backward)
+            if is_backward:
+                self.kept = any(not storage.expired() for storage, _ in self.returned)
+            return result
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
     def _measure(self, half: Callable[..., Any], values: list[Any], is_backward: bool) -> Any:
-        if any(isinstance(v, torch.Tensor) and v.device.type != "cpu" for v in values) or self.predicted is None:
+        if not self.settings.inductor or self.predicted is None or is_profiling():
+            return half(values)
+        if any(isinstance(v, torch.Tensor) and v.device.type != "cpu" for v in values):
             return half(values)  # an accelerator's peak cannot be read without disturbing the user's own statistics
+        dropped = sum(size for storage, size in self.returned if storage.expired()) if is_backward else 0
         result: list[Any] = []
         peak, left = high_and_left(lambda: result.append(half(values)))
         known = self.measured or self.predicted
         if is_backward:
             tangents = self.ready.tangent_bytes if self.ready else 0
-            self.measured = replace(known, backward=known.held + tangents + peak)
+            self.measured = replace(known, backward=known.held - dropped + tangents + peak)
         else:
             self.measured = replace(known, forward=peak, held=left)
         return result.pop()

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from passes._torch import pytree
+from passes._torch import StorageWeakRef, pytree
 from solvers.errors import MIB, BudgetError
 from solvers.schedule import Schedule
 
@@ -75,9 +75,10 @@ class Share:
         try:
             return self._decide(ready, budget - others)
         except BudgetError:
-            if not self.sequence:
-                raise
-            return self._hold(ready, 0.0)
+            if self.sequence:
+                return self._hold(ready, 0.0)
+            program.count_outputs(False)  # a first step shows whether the caller drops them before the backward
+            return self._decide(_ready(program), budget - others)
 
     def _budget(self, plain_peak_bytes: int) -> int | None:
         settings = self.settings
@@ -119,6 +120,7 @@ class Share:
             return program.run(*args)
         self._see(args)
         result = program.run(*args)
+        program.returned = _made(result, args)
         if program.predicted is not None and len(self.sequence) < LONGEST_STEP:
             self.sequence.append(program)
             self.passed.append({p: size for p, size in _storages(args) if p in self.made})
@@ -147,10 +149,11 @@ class Share:
     def _settle(self) -> None:
         """The step that has run fits, or its graphs are planned anew."""
         sequence = self.sequence
+        kept = [p for p in dict.fromkeys(sequence) if p.kept and p.count_outputs(True)]
         budget = self._budget(self._peak([ready.figures(ready.plain) for p in sequence if (ready := p.ready)]))
         peak = self._peak(_figures(sequence))
         self.lowest = min(self.lowest or peak, peak)
-        if budget is None or not sequence or peak <= budget:
+        if budget is None or not sequence or (peak <= budget and not kept):
             self.watching = False
         elif self.attempts >= ATTEMPTS or self.exhausted:
             raise BudgetError(
@@ -162,6 +165,8 @@ class Share:
         else:
             self.attempts += 1
             self.target = self._lower_target(peak, budget, self._peak(_told(sequence)))
+            if len(sequence) == 1 and sequence[0].kept is False and sequence[0].count_outputs(False):
+                self.target = budget  # foretold anew
             self._plan_together(sequence, self.target)
         for program in self.programs:
             program.watching = self.watching
@@ -256,10 +261,20 @@ def _told(sequence: Sequence[Program]) -> list[Figures]:
     return [f for p in sequence if (f := p.predicted) is not None]
 
 
+def _made(result: Any, args: Sequence[Any]) -> list[tuple[StorageWeakRef, int]]:
+    """What a call returned, as long as somebody holds it, with its bytes: nothing that it was given, nor the loss."""
+    given = {p for p, _ in _storages(args)}
+    storages = {s.data_ptr(): s for t in _tensors(result) if t.numel() > 1 for s in [t.untyped_storage()]}
+    return [(StorageWeakRef(s), s.nbytes()) for p, s in storages.items() if p not in given]
+
+
 def _storages(values: Any) -> Iterator[tuple[int, int]]:
-    for value in pytree.tree_leaves(values):
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            storage = value.untyped_storage()
-            yield storage.data_ptr(), storage.nbytes()
+    for tensor in _tensors(values):
+        storage = tensor.untyped_storage()
+        yield storage.data_ptr(), storage.nbytes()
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
 
 

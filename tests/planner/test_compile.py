@@ -166,6 +166,48 @@ def test_graph_breaks_share_the_budget_and_train_as_eager_does() -> None:
     assert measure_peak(lambda: _step(compiled, x)) + _static(model, x) <= options["budget_mb"] * MIB
 
 
+class WithLogits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 1024)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.last(self.first(x).relu())
+        return logits.log_softmax(-1).square().mean(), logits
+
+
+def test_outputs_count_where_the_caller_holds_them() -> None:
+    """A budget that only a caller who drops the logits can be served; one who holds them is told after a step."""
+    torch.manual_seed(0)
+    model, x = WithLogits(), torch.randn(512, 32)
+    wide = {"budget_mb": 100.0, "inner": "eager"}
+    torch.compile(model, backend=checkpoint_planner, options=wide)(x)[0].backward()
+    ready = plans(wide)[0].ready
+    assert ready is not None
+    low, high = (r.peak_bytes(r.lowest) for r in (ready.without_outputs, ready))
+    assert low < 0.9 * high
+    for hold in (False, True):
+        torch._dynamo.reset()
+        model.zero_grad()
+        options = {"budget_mb": (low + high) / 2 / MIB, "inner": "eager"}
+        compiled = torch.compile(model, backend=checkpoint_planner, options=options)
+
+        def steps(count: int, run: Any = compiled, hold: bool = hold) -> None:
+            for _ in range(count):
+                loss, *rest = run(x)
+                held = rest if hold else rest.clear()
+                loss.backward()
+                del loss, held
+
+        if hold:
+            with pytest.raises(BudgetError, match="lowest"):
+                steps(4)
+        else:
+            steps(2)
+            model.zero_grad()
+            assert measure_peak(lambda: steps(1)) + _static(model, x) <= (low + high) / 2
+
+
 def test_sizes_that_vary_are_planned_for_in_ranges_without_recompiling_in_dynamo() -> None:
     torch.manual_seed(0)
     model, twin = Net(blocks=2), Net(blocks=2)
@@ -259,10 +301,13 @@ def _random_kernels(seed: int) -> tuple[list[set[int]], list[Buffer]]:
     buffers += [Buffer(rng.randint(1, 9), None, (), False) for _ in range(4)]
     before: list[set[int]] = [set() for _ in range(20)]
     for i in range(20):
-        for b in rng.sample([*range(i), *range(20, 24)], min(i + 1, rng.randint(1, 3))):
+        read = rng.sample([*range(i), *range(20, 24)], min(i + 1, rng.randint(1, 3)))
+        for b in read:
             buffers[b] = replace(buffers[b], readers=(*buffers[b].readers, i))
             if b < 20:
                 before[i].add(b)
+        if rng.random() < 0.5:  # it may be written over what it reads
+            buffers[i] = replace(buffers[i], size_bytes=buffers[read[0]].size_bytes, over=(read[0],))
     return before, buffers
 
 
@@ -276,9 +321,17 @@ def _held(order: Order, buffers: list[Buffer]) -> int:
             made = 0 if b.maker is None else order.place[b.maker]
             inside = b.maker is not None and reads and not b.stays and set(b.readers) <= order.members[b.maker]
             gone = 19 if b.stays else max(reads, default=made)
-            total += b.size_bytes if not inside and made <= now <= gone else 0
+            first = made + any(_dies_in(buffers[other], b.maker, order) for other in b.over if b.maker is not None)
+            total += b.size_bytes if not inside and first <= now <= gone else 0
         highest = max(highest, total)
     return highest
+
+
+def _dies_in(b: Buffer, kernel: int, order: Order) -> bool:
+    """Whether a buffer that is older has its last reader in this kernel, and nobody else reads it at that moment."""
+    now = order.place[kernel]
+    older = b.maker is None or order.place[b.maker] < now
+    return older and not b.stays and all(i == kernel or order.place[i] < now for i in b.readers)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -349,6 +402,13 @@ def test_a_plan_compiles_within_its_budget() -> None:
     for refused in (lambda: compiled.save("nowhere"), lambda: compiled.export("nowhere"), compiled.check):
         with pytest.raises(PlannerError, match="compile\\(\\) was called on"):
             refused()
+
+
+def test_a_plan_by_regions_is_refused_with_a_remedy() -> None:
+    model, x = Net(32, 3), torch.randn(64, 32)
+    plan = auto_checkpoint(model, x, "95%", regions="blocks.*", progress=False, check=False)
+    with pytest.raises(PlannerError, match="checkpoint_planner.*regions=\"whole\""):
+        plan.compile()
 
 
 def test_tags_have_torch_rematerialize_within_the_budget_and_keep_the_bits() -> None:

@@ -50,6 +50,7 @@ class Lowered:
         tangent_op: index of the op that stands for the backward's start.
         accumulated_bytes: gradients from before the step, part of the Problem's static bytes.
         leaves: which gradients leave before the backward's end, after which op.
+        gradient_bytes: the size of each parameter's gradient.
     """
 
     problem: Problem
@@ -62,6 +63,7 @@ class Lowered:
     storage_tensor: dict[Storage, int]
     accumulated_bytes: int = 0
     leaves: tuple[Leave, ...] = ()
+    gradient_bytes: tuple[int, ...] = ()
 
 
 def split_nodes(traced: Traced) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -194,6 +196,7 @@ class _Lowering:
         return Lowered(
             problem, nodes, tuple(self.storages), self.rng_state, tangent_tensors, num_forward,
             {n: i for i, n in enumerate(nodes) if n is not None}, self.storage_tensor, accumulated, left,
+            tuple(fate.bytes for i, fate in self.fates.items() if i < len(self.traced.state)),
         )  # fmt: skip
 
     def _movable(self, num_forward: int) -> list[int]:

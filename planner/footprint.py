@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from passes.allocator import OWN_SEGMENT, Block, CachingAllocator, Segment
+from passes.allocator import GRANULE, OWN_SEGMENT, Block, CachingAllocator, Segment
 from passes.device import empty_cache, kind_of, room_bytes
-from passes.lower import Lowered
+from passes.lower import UPDATE, Lowered
 from passes.profile import OpProfile
 from passes.tape import NO_TAPE, Tape
 from solvers.replay import replay
@@ -93,26 +93,48 @@ def _descends(device: torch.device) -> bool:
 
 
 def footprint(
-    lowered: Lowered, profiles: Profiles, schedule: Schedule, start: Start, reserve_bytes: int = 0
-) -> Footprint:
+    lowered: Lowered, profiles: Profiles, schedule: Schedule, start: Start, reserve_bytes: int = 0, *,
+    state_bytes: int = 0, arena_bytes: int = 0,
+) -> Footprint:  # fmt: skip
     """Play `STEPS` steps, the gradients and outputs of each being dropped after it.
 
     Args:
         reserve_bytes: what is set aside on top of both figures.
+        state_bytes: the optimizer's state, which the first update of the parameters makes.
+        arena_bytes: the one segment that the first step asks for in advance (`passes.run.arena`).
     """
     allocator = CachingAllocator(expandable=start.expandable, segments=start.segments, descending=start.descending)
-    player = _Player(lowered, profiles, allocator)
+    if arena_bytes:
+        allocator.release(allocator.allocate(arena_bytes))
+    player = _Player(lowered, profiles, allocator, state_sizes(state_bytes, lowered.gradient_bytes))
     for _ in range(STEPS):
         player.step(schedule)
     allocated = allocator.peak_allocated_bytes - start.others_bytes
     return Footprint(allocated + reserve_bytes, allocator.peak_reserved_bytes + reserve_bytes)
 
 
+def state_sizes(state_bytes: int, gradient_bytes: Sequence[int]) -> tuple[int, ...]:
+    """The blocks that an optimizer's state is made of: for each parameter, as many of its size as there is room for."""
+    total = sum(gradient_bytes)
+    if not total:
+        return (state_bytes,) if state_bytes else ()
+    copies = state_bytes // total
+    rest = state_bytes - copies * total
+    parts = [g for g in gradient_bytes for _ in range(copies) if g]
+    left = [g * rest // total // GRANULE * GRANULE for g in gradient_bytes]
+    return tuple(size for size in (*parts, *left, rest - sum(left)) if size)
+
+
 class _Player:
-    def __init__(self, lowered: Lowered, profiles: Profiles, allocator: CachingAllocator) -> None:
+    def __init__(
+        self, lowered: Lowered, profiles: Profiles, allocator: CachingAllocator, state: tuple[int, ...] = ()
+    ) -> None:
         self.lowered, self.profiles, self.allocator = lowered, profiles, allocator
         self.held: dict[int, Block] = {}
         self.kept: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
+        self.state = state  # not made yet
+        if lowered.accumulated_bytes:
+            self._allocate(lowered.gradient_bytes)
 
     def step(self, schedule: Schedule) -> None:
         backward = False
@@ -122,9 +144,22 @@ class _Player:
                 self._drop(i)
                 continue
             backward = backward or i == self.lowered.tangent_op
+            if self.lowered.problem.ops[i].name == UPDATE:
+                self._update()
             self._compute(i, moment.donated, backward)
+        self._update()
         for t in list(self.held):
             self._drop(t)
+
+    def _update(self) -> None:
+        """The first update of the parameters makes the optimizer's state, while the gradients are there."""
+        self._allocate(self.state)
+        self.state = ()
+
+    def _allocate(self, sizes: Iterable[int]) -> None:
+        """For good."""
+        for size in filter(None, sizes):
+            self.allocator.allocate(size)
 
     def _drop(self, tensor: int) -> None:
         block = self.held.pop(tensor, None)

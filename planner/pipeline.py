@@ -89,7 +89,7 @@ def emit(prepared: Prepared, solution: Solution, budget_bytes: int | None, progr
         rewritten = rewrite(prepared.traced, prepared.aliases, prepared.lowered, solution.schedule)
     with progress.stage("verify"):
         verify(prepared.traced, rewritten)
-    step = bind_step(prepared, rewritten)
+    step = bind_step(prepared, rewritten, prepared.arena_bytes(solution.schedule, budget_bytes))
     return Decided(prepared, solution, (rewritten, step), budget_bytes, dict(progress.seconds))
 
 
@@ -114,7 +114,7 @@ def emit_schedule(prepared: Prepared, schedule: Schedule, solver: str = "given")
     return emit(prepared, solution(prepared.problem, schedule, solver), None, Progress(False))
 
 
-def bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
+def bind_step(prepared: Prepared, rewritten: Rewritten, arena_bytes: int = 0) -> Step:
     """Bind the halves to what the runtime has to know."""
     traced = prepared.traced
     returned = [leaf for leaf in traced.outputs if leaf.input is None]
@@ -137,6 +137,7 @@ def bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
         reads=reads(traced, rewritten),
         autocast=traced.backward_autocast,
         others=tuple(without) if elsewhere else (),
+        arena_bytes=arena_bytes,
     )
 
 

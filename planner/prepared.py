@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -25,6 +26,7 @@ from solvers.problem import Problem
 from solvers.schedule import Schedule, plain_order, with_frees
 from solvers.simulate import simulate
 
+from .arena import best_arena
 from .elsewhere import held_bytes, seen_there
 from .footprint import Footprint, Start, footprint, start_of
 from .hints import Hinted, resolve
@@ -113,12 +115,23 @@ class Prepared:
         gradients = sum(round_up(t.numel() * t.element_size(), granule(self.device)) for t in trained)
         return others_bytes(problem, schedule, flight, size, outputs, gradients)
 
-    def footprint(self, schedule: Schedule) -> Footprint | None:
+    def footprint(self, schedule: Schedule, arena_bytes: int = 0) -> Footprint | None:
         """What the device's caching allocator makes of a schedule; None where there is none."""
         if self.start is None:
             return None
-        aside = self.options.reserve_bytes + self.options.wrapper_bytes
-        return footprint(self.lowered, self.profiles, schedule, self.start, aside)
+        options = self.options
+        return footprint(
+            self.lowered, self.profiles, schedule, self.start, options.reserve_bytes + options.wrapper_bytes,
+            state_bytes=options.update.state_bytes, arena_bytes=arena_bytes,
+        )  # fmt: skip
+
+    def arena_bytes(self, schedule: Schedule, budget_bytes: int | None) -> int:
+        """The segment to ask for before the first step (`planner.arena`); 0 where that lowers nothing."""
+        if self.start is None:
+            return 0
+        limit = self.start.room_bytes if budget_bytes is None else budget_bytes
+        measure = partial(self.footprint, schedule)
+        return best_arena(cast(Callable[[int], Footprint], measure), self.start, len(schedule), limit)
 
 
 @exclusive()

@@ -1,0 +1,35 @@
+"""arena: a step's larger tensors in one segment of torch's caching allocator, which the first step asks for at once.
+
+Left alone, the allocator takes a segment wherever no free block is large enough, and what tensors of another size leave
+of one is lost. One segment is split and merged as tensors come and go, and wastes less. The allocator keeps it cached,
+so later steps ask for nothing. Needs torch alone: exports hold a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+IDLE = 0.5  # of the arena: where more lies idle in segments that cannot be given back, another one would be too much
+
+_reserved_bytes: dict[tuple[torch.device, int], int] = {}  # what was reserved once an arena had been asked for
+
+
+def ask_for(size: int, device: torch.device) -> None:
+    """Have one segment of `size` bytes reserved, at the first step and wherever the cache has been emptied since."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return
+    known = _reserved_bytes.get((device, size))
+    if known is not None and _now(device) >= known:
+        return
+    torch.cuda.empty_cache()
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if idle <= IDLE * size and torch.cuda.mem_get_info(device)[0] >= size:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            torch.empty(size, dtype=torch.uint8, device=device)
+    _reserved_bytes[device, size] = _now(device)
+
+
+def _now(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]["current"])

@@ -476,7 +476,7 @@ def _same_layout(source: torch.Tensor, result: torch.Tensor) -> bool:
 
 def kept_bytes(nodes: Collection[fx.Node], profiles: dict[fx.Node, OpProfile]) -> int:
     """What ops that run in one thread leave on the device for ever, each size once (cuBLAS has a handle per thread)."""
-    return sum(dict.fromkeys(size for n in nodes for size in (profiles[n].tape or NO_TAPE).kept))
+    return sum(dict.fromkeys(size for n in nodes for _, size in (profiles[n].tape or NO_TAPE).kept))
 
 
 def stateful_primals(traced: Traced) -> tuple[int, ...]:

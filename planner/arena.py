@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from passes.allocator import SMALL_SEGMENT
+from passes.allocator import OWN_SEGMENT, SMALL_SEGMENT
 from passes.device import round_up
-from passes.run.arena import IDLE
+from passes.run.arena import IDLE, Arena
 
 from .footprint import Footprint, Start
 
@@ -19,48 +19,61 @@ LOW = 0.8  # of what must be allocated besides what there is: the rest may fit i
 EVENTS, FEWEST, MOST = 200_000, 8, 24  # steps of a schedule that are played in all, and how often it is
 
 
-def best_arena(measure: Callable[[int], Footprint], start: Start, length: int, limit_bytes: int) -> int:
-    """Bytes to ask for in advance; 0 where nothing less would be reserved for it.
+def best_arena(measure: Callable[[Arena], Footprint], start: Start, length: int, limit_bytes: int) -> Arena:
+    """What to ask for in advance; nothing where no less would be reserved for it.
 
     Args:
-        measure: the footprint with an arena of a size.
+        measure: the footprint with an arena.
         length: of the schedule.
         limit_bytes: what may be allocated, if more than without an arena.
     """
-    plain = measure(0)
-    there = sum(size for s in start.segments for size, _ in s.blocks)
-    idle = sum(size for s in start.segments for size, used in s.blocks if not used)
-    limit = max(limit_bytes, plain.allocated_bytes)
-    high = plain.reserved_bytes - there
-    low = int(LOW * (plain.allocated_bytes - there))
-    if plain.reserved_bytes <= ENOUGH * plain.allocated_bytes or low < SMALL_SEGMENT:
-        return 0
-    found = {0: plain.reserved_bytes}
-
-    def attempt(size: int) -> int:
-        size = round_up(size, SMALL_SEGMENT)
-        if size not in found and idle <= IDLE * size:
-            tried = measure(size)
-            found[size] = tried.reserved_bytes if tried.allocated_bytes <= limit else plain.reserved_bytes
-        return found.get(size, plain.reserved_bytes)
-
+    plain = measure(())
+    blocks = [block for segment in start.segments for block in segment.blocks]
+    there, used = sum(size for size, _ in blocks), sum(size for size, used in blocks if used)
+    high, low = plain.reserved_bytes - there, int(LOW * (plain.allocated_bytes - there))
+    small = plain.reserved_bytes <= ENOUGH * plain.allocated_bytes or low < 2 * OWN_SEGMENT
+    if small or there - used > IDLE * low:
+        return ()
     tries = min(MOST, max(FEWEST, EVENTS // length))
-    coarse = 2 * tries // 3
-    for k in range(coarse):
-        attempt(low + (high - low) * k // coarse)
-    _refine(found, attempt, (high - low) // coarse, tries - coarse)
-    return min(found, key=lambda size: (found[size], size))
+    return _Search(measure, plain, limit_bytes, used - start.others_bytes).between(low, high, tries)
 
 
-def _refine(found: dict[int, int], attempt: Callable[[int], int], width: int, tries: int) -> None:
-    """Halve the way from the best so far down to where the step fits no more."""
-    best = min(found, key=lambda size: (found[size], size))
-    low = best - width
-    for _ in range(tries if best else 0):
-        middle = round_up((low + best) // 2, SMALL_SEGMENT)
-        if middle >= best:
-            break
-        if attempt(middle) < found[best]:
-            best = middle
-        else:
-            low = middle
+class _Search:
+    def __init__(self, measure: Callable[[Arena], Footprint], plain: Footprint, limit_bytes: int, used: int) -> None:
+        self.measure, self.plain = measure, plain
+        self.limit_bytes = max(limit_bytes, plain.allocated_bytes)
+        self.largest = (self.limit_bytes - used) // SMALL_SEGMENT * SMALL_SEGMENT  # more would be a peak of its own
+        self.found = {0: plain.reserved_bytes}
+
+    def between(self, low: int, high: int, tries: int) -> Arena:
+        """Sizes at equal distances, then halving the way from the best of them down to where the step fits no more."""
+        coarse = 2 * tries // 3
+        for k in range(coarse):
+            self._attempt(low + (high - low) * k // coarse)
+        below = self._best() - (high - low) // coarse
+        for _ in range(tries - coarse if self._best() else 0):
+            best = self._best()
+            middle = round_up((below + best) // 2, SMALL_SEGMENT)
+            if middle >= best:
+                break
+            if self._attempt(middle) >= self.found[best]:
+                below = middle
+        return self._arena(self._best())
+
+    def _best(self) -> int:
+        return min(self.found, key=lambda size: (self.found[size], size))
+
+    def _attempt(self, size: int) -> int:
+        size = round_up(size, SMALL_SEGMENT)
+        if size not in self.found:
+            tried = self.measure(self._arena(size))
+            fits = tried.allocated_bytes <= self.limit_bytes
+            self.found[size] = tried.reserved_bytes if fits else self.plain.reserved_bytes
+        return self.found[size]
+
+    def _arena(self, size: int) -> Arena:
+        """Asking for all at once must not be what peaks: the rest comes first, and is smaller."""
+        if size <= self.largest:
+            return (size,) if size else ()
+        rest = max(size - self.largest, OWN_SEGMENT)
+        return rest, size - rest

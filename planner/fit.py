@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from passes.device import kind_of, room_bytes
+from passes.run.arena import Arena
 from solvers import Report
 from solvers.errors import MIB, BudgetError
 from solvers.minimum import Minimum, minimum_budget
@@ -174,14 +175,14 @@ class _Search:
 
     def _least(self, schedule: Schedule) -> Footprint:
         """With the segment that is asked for in advance."""
-        return self._worst(schedule, self.prepared.arena_bytes(schedule, self.budget_bytes))
+        return self._worst(schedule, self.prepared.arena(schedule, self.budget_bytes))
 
-    def _worst(self, schedule: Schedule, arena_bytes: int = 0) -> Footprint:
+    def _worst(self, schedule: Schedule, arena: Arena = ()) -> Footprint:
         """Where the driver will place new segments is its own affair: the plan is to fit both ways."""
         start = self.prepared.start
         assert start is not None
         both = [
-            replace(self.prepared, start=replace(start, descending=way)).footprint(schedule, arena_bytes)
+            replace(self.prepared, start=replace(start, descending=way)).footprint(schedule, arena)
             for way in (False, True)
         ]
         return Footprint(

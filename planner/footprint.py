@@ -14,7 +14,8 @@ from passes.allocator import GRANULE, OWN_SEGMENT, Block, CachingAllocator, Segm
 from passes.device import empty_cache, kind_of, room_bytes
 from passes.lower import UPDATE, Lowered
 from passes.profile import OpProfile
-from passes.tape import NO_TAPE, Tape
+from passes.run.arena import Arena
+from passes.tape import Tape
 from solvers.replay import replay
 from solvers.schedule import Schedule
 
@@ -94,18 +95,18 @@ def _descends(device: torch.device) -> bool:
 
 def footprint(
     lowered: Lowered, profiles: Profiles, schedule: Schedule, start: Start, reserve_bytes: int = 0, *,
-    state_bytes: int = 0, arena_bytes: int = 0,
+    state_bytes: int = 0, arena: Arena = (),
 ) -> Footprint:  # fmt: skip
     """Play `STEPS` steps, the gradients and outputs of each being dropped after it.
 
     Args:
         reserve_bytes: what is set aside on top of both figures.
         state_bytes: the optimizer's state, which the first update of the parameters makes.
-        arena_bytes: the one segment that the first step asks for in advance (`passes.run.arena`).
+        arena: what the first step asks for in advance (`passes.run.arena`).
     """
     allocator = CachingAllocator(expandable=start.expandable, segments=start.segments, descending=start.descending)
-    if arena_bytes:
-        allocator.release(allocator.allocate(arena_bytes))
+    for size in arena:
+        allocator.release(allocator.allocate(size))
     player = _Player(lowered, profiles, allocator, state_sizes(state_bytes, lowered.gradient_bytes))
     for _ in range(STEPS):
         player.step(schedule)
@@ -170,9 +171,8 @@ class _Player:
         op, node = self.lowered.problem.ops[i], self.lowered.nodes[i]
         profile = self.profiles.get(node) if node is not None else None
         tape = profile.tape if profile is not None else None
-        self._keep(tape or NO_TAPE, backward)
         given = None if donated is None else self.held.pop(donated, None)
-        made = self._play(tape, given) if tape else self._plain(op.workspace)
+        made = self._play(tape, given, backward) if tape else self._plain(op.workspace)
         for t in op.outputs:
             storage = self.lowered.storages[t]
             k = tape.results[storage.index] if tape and storage and storage.index < len(tape.results) else None
@@ -188,12 +188,13 @@ class _Player:
         for block in made.values():
             self.allocator.release(block)
 
-    def _play(self, tape: Tape, given: Block | None) -> dict[int, Block]:
+    def _play(self, tape: Tape, given: Block | None, backward: bool) -> dict[int, Block]:
         """The allocations that are left at the op's end; the first result's is not made where memory is given."""
         skipped = tape.results[0] if given is not None and tape.results else None
         made: dict[int, Block] = {}
-        count = 0
-        for event in tape.events:
+        count, missing = 0, self._missing(tape, backward)
+        for place, event in enumerate(tape.events):
+            self._allocate(missing.pop(place, ()))
             if event < 0:
                 if (block := made.pop(-1 - event, None)) is not None:
                     self.allocator.release(block)
@@ -201,14 +202,22 @@ class _Player:
             if count != skipped:
                 made[count] = self.allocator.allocate(event)
             count += 1
+        self._allocate(size for sizes in missing.values() for size in sizes)
         return made
 
     def _plain(self, workspace: int) -> dict[int, Block]:
         return {-1: self.allocator.allocate(workspace)} if workspace else {}
 
-    def _keep(self, tape: Tape, backward: bool) -> None:
-        """cuBLAS keeps a workspace for each thread that runs products: autograd's has its own."""
-        for size, count in Counter(tape.kept).items():
-            while self.kept[backward][size] < count:
-                self.allocator.allocate(size)
+    def _missing(self, tape: Tape, backward: bool) -> dict[int, list[int]]:
+        """What the op leaves behind for ever and no op before it has, by the event that it comes before.
+
+        cuBLAS keeps a workspace for each thread that runs products: autograd's has its own.
+        """
+        missing: dict[int, list[int]] = {}
+        wanted: Counter[int] = Counter()
+        for place, size in tape.kept:
+            wanted[size] += 1
+            if self.kept[backward][size] < wanted[size]:
                 self.kept[backward][size] += 1
+                missing.setdefault(place, []).append(size)
+        return missing

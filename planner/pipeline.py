@@ -13,6 +13,7 @@ from passes.exclusive import exclusive
 from passes.lower import stateful_primals
 from passes.ops import is_random
 from passes.rewrite import Rewritten, reads, rewrite
+from passes.run.arena import Arena
 from passes.run.step import Step
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
@@ -89,7 +90,7 @@ def emit(prepared: Prepared, solution: Solution, budget_bytes: int | None, progr
         rewritten = rewrite(prepared.traced, prepared.aliases, prepared.lowered, solution.schedule)
     with progress.stage("verify"):
         verify(prepared.traced, rewritten)
-    step = bind_step(prepared, rewritten, prepared.arena_bytes(solution.schedule, budget_bytes))
+    step = bind_step(prepared, rewritten, prepared.arena(solution.schedule, budget_bytes))
     return Decided(prepared, solution, (rewritten, step), budget_bytes, dict(progress.seconds))
 
 
@@ -114,7 +115,7 @@ def emit_schedule(prepared: Prepared, schedule: Schedule, solver: str = "given")
     return emit(prepared, solution(prepared.problem, schedule, solver), None, Progress(False))
 
 
-def bind_step(prepared: Prepared, rewritten: Rewritten, arena_bytes: int = 0) -> Step:
+def bind_step(prepared: Prepared, rewritten: Rewritten, arena: Arena = ()) -> Step:
     """Bind the halves to what the runtime has to know."""
     traced = prepared.traced
     returned = [leaf for leaf in traced.outputs if leaf.input is None]
@@ -137,7 +138,7 @@ def bind_step(prepared: Prepared, rewritten: Rewritten, arena_bytes: int = 0) ->
         reads=reads(traced, rewritten),
         autocast=traced.backward_autocast,
         others=tuple(without) if elsewhere else (),
-        arena_bytes=arena_bytes,
+        arena=arena,
     )
 
 

@@ -17,6 +17,7 @@ from passes.lower import UPDATE, Lowered, lower
 from passes.memory import granule, round_up
 from passes.printable import printable
 from passes.profile import Measured, OpProfile, profile
+from passes.run.arena import Arena
 from passes.trace.capture import Traced, capture
 from passes.trace.layouts import Layouts, learned
 from passes.trace.refuse import refuse, refuse_sharded
@@ -115,23 +116,23 @@ class Prepared:
         gradients = sum(round_up(t.numel() * t.element_size(), granule(self.device)) for t in trained)
         return others_bytes(problem, schedule, flight, size, outputs, gradients)
 
-    def footprint(self, schedule: Schedule, arena_bytes: int = 0) -> Footprint | None:
+    def footprint(self, schedule: Schedule, arena: Arena = ()) -> Footprint | None:
         """What the device's caching allocator makes of a schedule; None where there is none."""
         if self.start is None:
             return None
         options = self.options
         return footprint(
             self.lowered, self.profiles, schedule, self.start, options.reserve_bytes + options.wrapper_bytes,
-            state_bytes=options.update.state_bytes, arena_bytes=arena_bytes,
+            state_bytes=options.update.state_bytes, arena=arena,
         )  # fmt: skip
 
-    def arena_bytes(self, schedule: Schedule, budget_bytes: int | None) -> int:
-        """The segment to ask for before the first step (`planner.arena`); 0 where that lowers nothing."""
+    def arena(self, schedule: Schedule, budget_bytes: int | None) -> Arena:
+        """What to ask for before the first step (`planner.arena`); nothing where that lowers nothing."""
         if self.start is None:
-            return 0
+            return ()
         limit = self.start.room_bytes if budget_bytes is None else budget_bytes
         measure = partial(self.footprint, schedule)
-        return best_arena(cast(Callable[[int], Footprint], measure), self.start, len(schedule), limit)
+        return best_arena(cast(Callable[[Arena], Footprint], measure), self.start, len(schedule), limit)
 
 
 @exclusive()

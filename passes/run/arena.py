@@ -1,4 +1,4 @@
-"""arena: a step's larger tensors in one segment of torch's caching allocator, which the first step asks for at once.
+"""arena: a step's larger tensors in one segment, or two, of torch's caching allocator, which the first step asks for at once.
 
 Left alone, the allocator takes a segment wherever no free block is large enough, and what tensors of another size leave
 of one is lost. One segment is split and merged as tensors come and go, and wastes less. The allocator keeps it cached,
@@ -13,22 +13,25 @@ import torch
 
 IDLE = 0.5  # of the arena: where more lies idle in segments that cannot be given back, another one would be too much
 
-_reserved_bytes: dict[tuple[torch.device, int], int] = {}  # what was reserved once an arena had been asked for
+Arena = tuple[int, ...]  # bytes of its segments, ascending: none is served from those before it
+
+_reserved_bytes: dict[tuple[torch.device, Arena], int] = {}  # what was reserved once an arena had been asked for
 
 
-def ask_for(size: int, device: torch.device) -> None:
-    """Have one segment of `size` bytes reserved, at the first step and wherever the cache has been emptied since."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+def ask_for(arena: Arena, device: torch.device) -> None:
+    """Have an arena's segments reserved, at the first step and wherever the cache has been emptied since."""
+    if not arena or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return
-    known = _reserved_bytes.get((device, size))
+    known = _reserved_bytes.get((device, arena))
     if known is not None and _now(device) >= known:
         return
     torch.cuda.empty_cache()
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if idle <= IDLE * size and torch.cuda.mem_get_info(device)[0] >= size:
+    if idle <= IDLE * sum(arena) and torch.cuda.mem_get_info(device)[0] >= sum(arena):
         with contextlib.suppress(torch.OutOfMemoryError):
-            torch.empty(size, dtype=torch.uint8, device=device)
-    _reserved_bytes[device, size] = _now(device)
+            for size in arena:
+                torch.empty(size, dtype=torch.uint8, device=device)
+    _reserved_bytes[device, arena] = _now(device)
 
 
 def _now(device: torch.device) -> int:

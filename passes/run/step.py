@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from ._torch import Autocast, active_autocast, below_autograd, under_transform
-from .arena import ask_for
+from .arena import Arena, ask_for
 from .errors import PlannerError
 from .replay import as_tensor, copy_generator, old_value
 from .tensors import alone, apart, distinct, is_laid_out, laid_out
@@ -68,7 +68,7 @@ class Step:
         others: primals that get a gradient only where the backward starts from other outputs than planned for.
         starts: what to call the `expected` outputs.
         autocast: what the backward was traced under. Under another one the plain backward casts in other places.
-        arena_bytes: the segment that CUDA's caching allocator is asked for before the first step.
+        arena: bytes of the segments that CUDA's caching allocator is asked for before the first step.
     """
 
     forward: Half
@@ -87,7 +87,7 @@ class Step:
     others: tuple[int, ...] = ()
     starts: tuple[str, ...] = ()
     autocast: Autocast = ()
-    arena_bytes: int = 0
+    arena: Arena = ()
 
     def __call__(self, primals: Sequence[torch.Tensor], fallback: Fallback | None) -> tuple[Any, ...]:
         """Run the forward; gradients flow when `backward` is called on an output.
@@ -127,8 +127,7 @@ class _Run:
         self.step, self.fallback, self.primals = step, fallback, primals
         self.owned = (*step.leaves[:-1], (*step.leaves[-1], *step.others))
         self.token = torch.empty(0, device=next((p.device for p in primals if p.requires_grad), None))
-        if step.arena_bytes:
-            ask_for(step.arena_bytes, self.token.device)
+        ask_for(step.arena, self.token.device)
         self.versions = [p._version for p in primals]
         self.generators = {device: copy_generator(device) for device in step.rng_devices}
         self.overwritten = {i: old_value(primals[i]) for i in step.keep_primals}

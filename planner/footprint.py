@@ -23,7 +23,7 @@ Profiles = dict[fx.Node, OpProfile]
 IDLE = "inactive"
 # Settings of the allocator under which it behaves otherwise than `passes.allocator`.
 UNKNOWN_SETTINGS = ("max_split_size_mb", "roundup_power2_divisions", "garbage_collection_threshold", "cudaMallocAsync")
-STEPS = 3  # the second finds what the first left cached; the third shows that nothing more is needed
+STEPS, MOST_STEPS = 3, 8  # the second finds what the first left cached; the last shows that nothing more is needed
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def footprint(
     lowered: Lowered, profiles: Profiles, schedule: Schedule, start: Start, reserve_bytes: int = 0, *,
     state_bytes: int = 0, arena: Arena = (),
 ) -> Footprint:  # fmt: skip
-    """Play `STEPS` steps, the gradients and outputs of each being dropped after it.
+    """Play steps until one needs no more than those before, the gradients and outputs of each being dropped after it.
 
     Args:
         reserve_bytes: what is set aside on top of both figures.
@@ -108,8 +108,11 @@ def footprint(
     for size in arena:
         allocator.release(allocator.allocate(size))
     player = _Player(lowered, profiles, allocator, state_sizes(state_bytes, lowered.gradient_bytes))
-    for _ in range(STEPS):
+    for count in range(MOST_STEPS):
+        before = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
         player.step(schedule)
+        if count + 1 >= STEPS and before == (allocator.peak_allocated_bytes, allocator.peak_reserved_bytes):
+            break
     allocated = allocator.peak_allocated_bytes - start.others_bytes
     return Footprint(allocated + reserve_bytes, allocator.peak_reserved_bytes + reserve_bytes)
 

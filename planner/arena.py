@@ -15,8 +15,8 @@ from passes.run.arena import IDLE, Arena
 from .footprint import Footprint, Start
 
 ENOUGH = 1.02  # reserved over allocated; there is less to gain than a segment is large
-LOW = 0.8  # of what must be allocated besides what there is: the rest may fit into holes
-EVENTS, FEWEST, MOST = 200_000, 8, 24  # steps of a schedule that are played in all, and how often it is
+BELOW = 0.3  # of what must be allocated besides what there is: small tensors have segments of their own
+EVENTS, FEWEST, MOST = 200_000, 8, 36  # steps of a schedule that are played in all, and how often it is
 
 
 def best_arena(measure: Callable[[Arena], Footprint], start: Start, length: int, limit_bytes: int) -> Arena:
@@ -30,9 +30,9 @@ def best_arena(measure: Callable[[Arena], Footprint], start: Start, length: int,
     plain = measure(())
     blocks = [block for segment in start.segments for block in segment.blocks]
     there, used = sum(size for size, _ in blocks), sum(size for size, used in blocks if used)
-    high, low = plain.reserved_bytes - there, int(LOW * (plain.allocated_bytes - there))
+    high, low = plain.reserved_bytes - there, plain.allocated_bytes - there
     small = plain.reserved_bytes <= ENOUGH * plain.allocated_bytes or low < 2 * OWN_SEGMENT
-    if small or there - used > IDLE * low:
+    if small or there - used > IDLE * (1 - BELOW) * low:
         return ()
     tries = min(MOST, max(FEWEST, EVENTS // length))
     return _Search(measure, plain, limit_bytes, used - start.others_bytes).between(low, high, tries)
@@ -46,12 +46,16 @@ class _Search:
         self.found = {0: plain.reserved_bytes}
 
     def between(self, low: int, high: int, tries: int) -> Arena:
-        """Sizes at equal distances, then halving the way from the best of them down to where the step fits no more."""
-        coarse = 2 * tries // 3
-        for k in range(coarse):
-            self._attempt(low + (high - low) * k // coarse)
-        below = self._best() - (high - low) // coarse
-        for _ in range(tries - coarse if self._best() else 0):
+        """Sizes from `low` on, ever less densely, and some below; then the way from the best of them down to where the
+        step fits no more is halved.
+        """
+        above, under = tries // 2, tries // 3
+        sizes = [low - int(BELOW * low) * k // under for k in range(under, 0, -1)]
+        sizes += [low + (high - low) * k * k // above**2 for k in range(above)]
+        for size in sizes:
+            self._attempt(size)
+        below = max((size for size in self.found if size < self._best()), default=0)
+        for _ in range(tries - above - under if self._best() else 0):
             best = self._best()
             middle = round_up((below + best) // 2, SMALL_SEGMENT)
             if middle >= best:

@@ -18,8 +18,8 @@ class Tape:
     Attributes:
         events: `n > 0` asks for n bytes, as allocation 0, 1, ...; `-1 - k` frees allocation k.
         results: for each result the allocation that holds its storage, or None where the op did not make it.
-        kept: each allocation that the first op to need it leaves behind for ever (a workspace of cuBLAS): after how many
-            events, and its bytes.
+        kept: each allocation that the first op to need it leaves behind for ever (a workspace of cuBLAS): how many
+            events come before it, and its bytes.
     """
 
     events: tuple[int, ...]

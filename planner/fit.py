@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from passes.device import kind_of, room_bytes
-from passes.run.arena import Arena
 from solvers import Report
 from solvers.errors import MIB, BudgetError
 from solvers.minimum import Minimum, minimum_budget
@@ -165,7 +164,7 @@ class _Search:
         return replace(tried.found, notes=(*tried.found.notes, f"planned to reserve {size}"))
 
     def _measured(self, asked_bytes: int, found: Solution) -> _Try:
-        needed = self._worst(found.schedule)
+        needed = self.prepared.worst_footprint(found.schedule)
         if needed.reserved_bytes > self.room_bytes:
             needed = self._least(found.schedule)
         over = needed.reserved_bytes - self.room_bytes
@@ -174,17 +173,5 @@ class _Search:
         return _Try(asked_bytes, found, over)
 
     def _least(self, schedule: Schedule) -> Footprint:
-        """With the segment that is asked for in advance."""
-        return self._worst(schedule, self.prepared.arena(schedule, self.budget_bytes))
-
-    def _worst(self, schedule: Schedule, arena: Arena = ()) -> Footprint:
-        """Where the driver will place new segments is its own affair: the plan is to fit both ways."""
-        start = self.prepared.start
-        assert start is not None
-        both = [
-            replace(self.prepared, start=replace(start, descending=way)).footprint(schedule, arena)
-            for way in (False, True)
-        ]
-        return Footprint(
-            max(f.allocated_bytes for f in both if f is not None), max(f.reserved_bytes for f in both if f is not None)
-        )
+        """With what is asked for in advance."""
+        return self.prepared.worst_footprint(schedule, self.prepared.arena(schedule, self.budget_bytes))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -131,8 +131,15 @@ class Prepared:
         if self.start is None:
             return ()
         limit = self.start.room_bytes if budget_bytes is None else budget_bytes
-        measure = partial(self.footprint, schedule)
-        return best_arena(cast(Callable[[Arena], Footprint], measure), self.start, len(schedule), limit)
+        return best_arena(partial(self.worst_footprint, schedule), self.start, len(schedule), limit)
+
+    def worst_footprint(self, schedule: Schedule, arena: Arena = ()) -> Footprint:
+        """Where the driver places new segments is its own affair: the larger figures of both ways."""
+        assert self.start is not None
+        starts = [replace(self.start, descending=way) for way in (False, True)]
+        both = [replace(self, start=start).footprint(schedule, arena) for start in starts]
+        figures = [(f.allocated_bytes, f.reserved_bytes) for f in both if f is not None]
+        return Footprint(*map(max, zip(*figures, strict=True)))
 
 
 @exclusive()

@@ -1,4 +1,4 @@
-"""arena: a step's larger tensors in one segment, or two, of torch's caching allocator, which the first step asks for at once.
+"""arena: a step's larger tensors in one segment or two of torch's caching allocator, asked for before the first step.
 
 Left alone, the allocator takes a segment wherever no free block is large enough, and what tensors of another size leave
 of one is lost. One segment is split and merged as tensors come and go, and wastes less. The allocator keeps it cached,

@@ -23,6 +23,7 @@ from passes._torch import (
     compiling_flags,
     eager_kernels,
     export_joint,
+    is_dense,
     is_distributed,
     local_part,
     mutation_count,
@@ -325,7 +326,10 @@ class _StepTracer:
         return value
 
     def _started(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
-        strides = self.layouts.get(gradient_key(path, tensor))
+        """A gradient comes in its output's strides until another is seen (torch 2.11 expects it contiguous)."""
+        permuted = tensor.layout is torch.strided and not tensor.is_contiguous() and is_dense(tensor)
+        own = tuple(tensor.stride()) if permuted else None
+        strides = self.layouts.get(gradient_key(path, tensor), own)
         return tensor if strides is None else GivenGradient.apply(tensor, strides)
 
 

@@ -25,14 +25,14 @@ def best_arena(measure: Callable[[Arena], Footprint], start: Start, length: int,
     Args:
         measure: the footprint with an arena.
         length: of the schedule.
-        limit_bytes: what may be allocated, if more than without an arena.
+        limit_bytes: what may be allocated; less above it comes before less that is reserved.
     """
     plain = measure(())
     blocks = [block for segment in start.segments for block in segment.blocks]
     there, used = sum(size for size, _ in blocks), sum(size for size, used in blocks if used)
     high, low = plain.reserved_bytes - there, plain.allocated_bytes - there
-    small = plain.reserved_bytes <= ENOUGH * plain.allocated_bytes or low < 2 * OWN_SEGMENT
-    if small or there - used > IDLE * (1 - BELOW) * low:
+    fits = plain.allocated_bytes <= limit_bytes and plain.reserved_bytes <= ENOUGH * plain.allocated_bytes
+    if fits or low < 2 * OWN_SEGMENT or limit_bytes - used < 2 * OWN_SEGMENT or there - used > IDLE * (1 - BELOW) * low:
         return ()
     tries = min(MOST, max(FEWEST, EVENTS // length))
     return _Search(measure, plain, limit_bytes, used - start.others_bytes).between(low, high, tries)
@@ -40,10 +40,9 @@ def best_arena(measure: Callable[[Arena], Footprint], start: Start, length: int,
 
 class _Search:
     def __init__(self, measure: Callable[[Arena], Footprint], plain: Footprint, limit_bytes: int, used: int) -> None:
-        self.measure, self.plain = measure, plain
-        self.limit_bytes = max(limit_bytes, plain.allocated_bytes)
-        self.largest = (self.limit_bytes - used) // SMALL_SEGMENT * SMALL_SEGMENT  # more would be a peak of its own
-        self.found = {0: plain.reserved_bytes}
+        self.measure, self.limit_bytes = measure, limit_bytes
+        self.largest = (limit_bytes - used) // SMALL_SEGMENT * SMALL_SEGMENT  # more would be a peak of its own
+        self.found = {0: self._score(plain)}
 
     def between(self, low: int, high: int, tries: int) -> Arena:
         """Sizes from `low` on, ever less densely, and some below; then the way from the best of them down to where the
@@ -67,13 +66,14 @@ class _Search:
     def _best(self) -> int:
         return min(self.found, key=lambda size: (self.found[size], size))
 
-    def _attempt(self, size: int) -> int:
+    def _attempt(self, size: int) -> tuple[int, int]:
         size = round_up(size, SMALL_SEGMENT)
         if size not in self.found:
-            tried = self.measure(self._arena(size))
-            fits = tried.allocated_bytes <= self.limit_bytes
-            self.found[size] = tried.reserved_bytes if fits else self.plain.reserved_bytes
+            self.found[size] = self._score(self.measure(self._arena(size)))
         return self.found[size]
+
+    def _score(self, needed: Footprint) -> tuple[int, int]:
+        return max(0, needed.allocated_bytes - self.limit_bytes), needed.reserved_bytes
 
     def _arena(self, size: int) -> Arena:
         """Asking for all at once must not be what peaks: the rest comes first, and is smaller."""

@@ -164,13 +164,14 @@ class _Search:
         return replace(tried.found, notes=(*tried.found.notes, f"planned to reserve {size}"))
 
     def _measured(self, asked_bytes: int, found: Solution) -> _Try:
-        needed = self.prepared.worst_footprint(found.schedule)
-        if needed.reserved_bytes > self.room_bytes:
-            needed = self._least(found.schedule)
-        over = needed.reserved_bytes - self.room_bytes
-        if self.budget_bytes is not None:
-            over = max(over, needed.allocated_bytes - self.budget_bytes)
+        over = self._over(self.prepared.worst_footprint(found.schedule))
+        if over > 0:
+            over = self._over(self._least(found.schedule))
         return _Try(asked_bytes, found, over)
+
+    def _over(self, needed: Footprint) -> int:
+        over = needed.reserved_bytes - self.room_bytes
+        return over if self.budget_bytes is None else max(over, needed.allocated_bytes - self.budget_bytes)
 
     def _least(self, schedule: Schedule) -> Footprint:
         """With what is asked for in advance."""

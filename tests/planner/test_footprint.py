@@ -104,13 +104,13 @@ def test_an_arena_lowers_what_is_reserved_within_what_may_be_allocated(mixed: Pl
         return footprint(lowered, {}, mixed.schedule, start, arena=arena)
 
     plain = measure(())
-    arenas = [best_arena(measure, start, len(mixed.schedule), limit) for limit in (0, 1 << 40)]
+    arenas = [best_arena(measure, start, len(mixed.schedule), limit) for limit in (plain.allocated_bytes, 1 << 40)]
     tight, free = map(measure, arenas)
     assert tight.allocated_bytes <= plain.allocated_bytes
     assert free.reserved_bytes <= tight.reserved_bytes <= plain.reserved_bytes
     if not expandable:  # segments that grow and merge are an arena already
         assert plain.reserved_bytes > 1.2 * plain.allocated_bytes > 1.04 * tight.reserved_bytes
-    assert best_arena(measure, replace(start, segments=(Segment(0, False, ((1 << 40, False),)),)), 100, 0) == ()
+    assert best_arena(measure, replace(start, segments=(Segment(0, False, ((1 << 40, False),)),)), 100, 1 << 40) == ()
 
 
 def test_what_is_reserved_fits_once_it_is_asked_for_at_once(mixed: Plan) -> None:

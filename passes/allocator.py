@@ -112,7 +112,7 @@ class CachingAllocator:
         block.pool.put(block)
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
-        place = bisect_left(pool.free, (size, -1), key=lambda entry: entry[:2])
+        place = bisect_left(pool.free, (size, -ENDLESS), key=lambda entry: entry[:2])
         if place == len(pool.free):
             return None
         if self.expandable:  # a block that can grow counts as large as it can become

@@ -34,7 +34,16 @@ def _apply(formula: Callable[..., Any] | None, node: fx.Node, result: Any) -> in
     args, kwargs = pytree.tree_map(
         lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, dict(node.kwargs))
     )
+    if "scaled_dot_product" in str(node.target):
+        args = _with_equal_heads(args)
     return int(formula(*args, **kwargs, out_val=result))
+
+
+def _with_equal_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Heads of keys and values that several of the query share count for each (torch 2.11's formula refuses them)."""
+    heads = [a.shape[1] if isinstance(a, torch.Tensor) and a.dim() == 4 else 0 for a in args[:4]]
+    shared = [i for i, count in enumerate(heads) if 0 < count < max(heads)]
+    return tuple(a[:, :1].expand(-1, max(heads), -1, -1) if i in shared else a for i, a in enumerate(args))
 
 
 def _rnn_layer(x: torch.Tensor, input_weight: torch.Tensor, hidden_weight: torch.Tensor, *_: Any, out_val: Any) -> int:

@@ -51,6 +51,7 @@ class Lowered:
         accumulated_bytes: gradients from before the step, part of the Problem's static bytes.
         leaves: which gradients leave before the backward's end, after which op.
         arriving: bytes of the gradients that are added to those from before, by the op that stands for it.
+        gradient_bytes: the size of each parameter's gradient.
     """
 
     problem: Problem
@@ -64,6 +65,7 @@ class Lowered:
     accumulated_bytes: int = 0
     leaves: tuple[Leave, ...] = ()
     arriving: Mapping[int, int] = field(default_factory=dict)
+    gradient_bytes: tuple[int, ...] = ()
 
 
 def split_nodes(traced: Traced) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -201,6 +203,8 @@ class _Lowering:
         return Lowered(
             problem, nodes, tuple(self.storages), self.rng_state, tangent_tensors, num_forward,
             {n: i for i, n in enumerate(nodes) if n is not None}, self.storage_tensor, accumulated, left, self.arriving,
+            {n: i for i, n in enumerate(nodes) if n is not None}, self.storage_tensor, accumulated, left,
+            tuple(fate.bytes for i, fate in self.fates.items() if i < len(self.traced.state)),
         )  # fmt: skip
 
     def _movable(self, num_forward: int) -> list[int]:
@@ -482,7 +486,7 @@ def _same_layout(source: torch.Tensor, result: torch.Tensor) -> bool:
 
 def kept_bytes(nodes: Collection[fx.Node], profiles: dict[fx.Node, OpProfile]) -> int:
     """What ops that run in one thread leave on the device for ever, each size once (cuBLAS has a handle per thread)."""
-    return sum(dict.fromkeys(size for n in nodes for size in (profiles[n].tape or NO_TAPE).kept))
+    return sum(dict.fromkeys(size for n in nodes for _, size in (profiles[n].tape or NO_TAPE).kept))
 
 
 def stateful_primals(traced: Traced) -> tuple[int, ...]:

@@ -18,12 +18,13 @@ class Tape:
     Attributes:
         events: `n > 0` asks for n bytes, as allocation 0, 1, ...; `-1 - k` frees allocation k.
         results: for each result the allocation that holds its storage, or None where the op did not make it.
-        kept: bytes of each allocation that the first op to need it leaves behind for ever (a workspace of cuBLAS).
+        kept: each allocation that the first op to need it leaves behind for ever (a workspace of cuBLAS): how many
+            events come before it, and its bytes.
     """
 
     events: tuple[int, ...]
     results: tuple[int | None, ...]
-    kept: tuple[int, ...] = ()
+    kept: tuple[tuple[int, int], ...] = ()
 
     def workspace_bytes(self, granule: int) -> int:
         """The highest point above what is returned, each allocation rounded up to `granule`."""
@@ -49,15 +50,14 @@ def record(run: Callable[[], Any], expected: Sequence[Any] | None = None) -> tup
     """
     forget_cublas_workspaces()
     events, result = cuda_allocations(run)
-    first = _tape(events, result, None)
-    left = _left_behind(first)
+    left = _left_behind(_tape(events, result, None))
     del result
     events, result = cuda_allocations(run)
     found = _tape(events, result, expected)
-    again = _left_behind(_tape(events, result, None))
-    for size in again:
-        if size in left:
-            left.remove(size)
+    for _, size in _left_behind(_tape(events, result, None)):
+        same = next((entry for entry in left if entry[1] == size), None)
+        if same is not None:
+            left.remove(same)
     return Tape(found.events, found.results, tuple(left)), _several(result)
 
 
@@ -84,8 +84,14 @@ def _tape(events: Sequence[tuple[int, int]], result: Any, expected: Sequence[Any
     return Tape(tuple(tape), tuple(results))
 
 
-def _left_behind(tape: Tape) -> list[int]:
-    """Sizes of allocations that were neither freed nor returned."""
-    sizes = [n for n in tape.events if n > 0]
+def _left_behind(tape: Tape) -> list[tuple[int, int]]:
+    """Sizes of allocations that were neither freed nor returned, each after how many of the other events."""
     gone = {-1 - n for n in tape.events if n < 0} | set(tape.results)
-    return [size for k, size in enumerate(sizes) if k not in gone]
+    left, made, others = [], 0, 0
+    for event in tape.events:
+        kept = event > 0 and made not in gone
+        if kept:
+            left.append((others, event))
+        made += event > 0
+        others += not kept
+    return left

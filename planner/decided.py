@@ -119,7 +119,7 @@ class Decided:
     @cached_property
     def footprint(self) -> Footprint | None:
         """What the device's caching allocator makes of the schedule."""
-        return self.prepared.footprint(self.schedule)
+        return self.prepared.footprint(self.schedule, self.halves[1].arena if self.halves else ())
 
     @property
     def baseline_peak_bytes(self) -> int:

@@ -31,7 +31,6 @@ class _Try:
     asked_bytes: int
     found: Solution
     over_bytes: int
-    reserved_bytes: int
 
 
 def solve_to_fit(prepared: Prepared, budget_bytes: int | None, *, report: Report | None = None) -> Solution:
@@ -145,7 +144,7 @@ class _Search:
         tried = self._measured(minimum.minimum_bytes, found)
         if tried.over_bytes <= 0:
             return tried
-        needed = self._worst(found.schedule)
+        needed = self._least(found.schedule)
         raise BudgetError(
             f"the step does not fit: the smallest plan known allocates {needed.allocated_bytes / MIB:,.1f} MiB, for "
             f"which torch's allocator reserves {needed.reserved_bytes / MIB:,.1f} MiB of the device; the limits are "
@@ -160,23 +159,20 @@ class _Search:
         plain = self.budget_bytes is None or self.budget_bytes > self.room_bytes
         if not plain:
             return tried.found
-        size = f"{tried.reserved_bytes / MIB:,.1f} of the device's {self.room_bytes / MIB:,.1f} MiB"
+        reserved_bytes = self._least(tried.found.schedule).reserved_bytes
+        size = f"{reserved_bytes / MIB:,.1f} of the device's {self.room_bytes / MIB:,.1f} MiB"
         return replace(tried.found, notes=(*tried.found.notes, f"planned to reserve {size}"))
 
     def _measured(self, asked_bytes: int, found: Solution) -> _Try:
-        needed = self._worst(found.schedule)
-        over = needed.reserved_bytes - self.room_bytes
-        if self.budget_bytes is not None:
-            over = max(over, needed.allocated_bytes - self.budget_bytes)
-        return _Try(asked_bytes, found, over, needed.reserved_bytes)
+        over = self._over(self.prepared.worst_footprint(found.schedule))
+        if over > 0:
+            over = self._over(self._least(found.schedule))
+        return _Try(asked_bytes, found, over)
 
-    def _worst(self, schedule: Schedule) -> Footprint:
-        """Where the driver will place new segments is its own affair: the plan is to fit both ways."""
-        start = self.prepared.start
-        assert start is not None
-        both = [
-            replace(self.prepared, start=replace(start, descending=way)).footprint(schedule) for way in (False, True)
-        ]
-        return Footprint(
-            max(f.allocated_bytes for f in both if f is not None), max(f.reserved_bytes for f in both if f is not None)
-        )
+    def _over(self, needed: Footprint) -> int:
+        over = needed.reserved_bytes - self.room_bytes
+        return over if self.budget_bytes is None else max(over, needed.allocated_bytes - self.budget_bytes)
+
+    def _least(self, schedule: Schedule) -> Footprint:
+        """With what is asked for in advance."""
+        return self.prepared.worst_footprint(schedule, self.prepared.arena(schedule, self.budget_bytes))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from passes.allocator import OWN_SEGMENT, Block, CachingAllocator, Segment
+from passes.allocator import GRANULE, OWN_SEGMENT, Block, CachingAllocator, Segment
 from passes.device import empty_cache, kind_of, room_bytes
-from passes.lower import Lowered
+from passes.lower import UPDATE, Lowered
 from passes.profile import OpProfile
-from passes.tape import NO_TAPE, Tape
+from passes.run.arena import Arena
+from passes.tape import Tape
 from solvers.replay import replay
 from solvers.schedule import Schedule
 
@@ -22,7 +23,7 @@ Profiles = dict[fx.Node, OpProfile]
 IDLE = "inactive"
 # Settings of the allocator under which it behaves otherwise than `passes.allocator`.
 UNKNOWN_SETTINGS = ("max_split_size_mb", "roundup_power2_divisions", "garbage_collection_threshold", "cudaMallocAsync")
-STEPS = 3  # the second finds what the first left cached; the third shows that nothing more is needed
+STEPS, MOST_STEPS = 3, 8  # the second finds what the first left cached; the last shows that nothing more is needed
 
 
 @dataclass(frozen=True)
@@ -93,26 +94,51 @@ def _descends(device: torch.device) -> bool:
 
 
 def footprint(
-    lowered: Lowered, profiles: Profiles, schedule: Schedule, start: Start, reserve_bytes: int = 0
-) -> Footprint:
-    """Play `STEPS` steps, the gradients and outputs of each being dropped after it.
+    lowered: Lowered, profiles: Profiles, schedule: Schedule, start: Start, reserve_bytes: int = 0, *,
+    state_bytes: int = 0, arena: Arena = (),
+) -> Footprint:  # fmt: skip
+    """Play steps until one needs no more than those before, the gradients and outputs of each being dropped after it.
 
     Args:
         reserve_bytes: what is set aside on top of both figures.
+        state_bytes: the optimizer's state, which the first update of the parameters makes.
+        arena: what the first step asks for in advance (`passes.run.arena`).
     """
     allocator = CachingAllocator(expandable=start.expandable, segments=start.segments, descending=start.descending)
-    player = _Player(lowered, profiles, allocator)
-    for _ in range(STEPS):
+    for size in arena:
+        allocator.release(allocator.allocate(size))
+    player = _Player(lowered, profiles, allocator, state_sizes(state_bytes, lowered.gradient_bytes))
+    for count in range(MOST_STEPS):
+        before = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
         player.step(schedule)
+        if count + 1 >= STEPS and before == (allocator.peak_allocated_bytes, allocator.peak_reserved_bytes):
+            break
     allocated = allocator.peak_allocated_bytes - start.others_bytes
     return Footprint(allocated + reserve_bytes, allocator.peak_reserved_bytes + reserve_bytes)
 
 
+def state_sizes(state_bytes: int, gradient_bytes: Sequence[int]) -> tuple[int, ...]:
+    """The blocks that an optimizer's state is made of: for each parameter, as many of its size as there is room for."""
+    total = sum(gradient_bytes)
+    if not total:
+        return (state_bytes,) if state_bytes else ()
+    copies = state_bytes // total
+    rest = state_bytes - copies * total
+    parts = [g for g in gradient_bytes for _ in range(copies) if g]
+    left = [g * rest // total // GRANULE * GRANULE for g in gradient_bytes]
+    return tuple(size for size in (*parts, *left, rest - sum(left)) if size)
+
+
 class _Player:
-    def __init__(self, lowered: Lowered, profiles: Profiles, allocator: CachingAllocator) -> None:
+    def __init__(
+        self, lowered: Lowered, profiles: Profiles, allocator: CachingAllocator, state: tuple[int, ...] = ()
+    ) -> None:
         self.lowered, self.profiles, self.allocator = lowered, profiles, allocator
         self.held: dict[int, Block] = {}
         self.kept: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
+        self.state = state  # not made yet
+        if lowered.accumulated_bytes:
+            self._allocate(lowered.gradient_bytes)
 
     def step(self, schedule: Schedule) -> None:
         backward = False
@@ -122,9 +148,22 @@ class _Player:
                 self._drop(i)
                 continue
             backward = backward or i == self.lowered.tangent_op
+            if self.lowered.problem.ops[i].name == UPDATE:
+                self._update()
             self._compute(i, moment.donated, backward)
+        self._update()
         for t in list(self.held):
             self._drop(t)
+
+    def _update(self) -> None:
+        """The first update of the parameters makes the optimizer's state, while the gradients are there."""
+        self._allocate(self.state)
+        self.state = ()
+
+    def _allocate(self, sizes: Iterable[int]) -> None:
+        """For good."""
+        for size in filter(None, sizes):
+            self.allocator.allocate(size)
 
     def _drop(self, tensor: int) -> None:
         block = self.held.pop(tensor, None)
@@ -135,9 +174,8 @@ class _Player:
         op, node = self.lowered.problem.ops[i], self.lowered.nodes[i]
         profile = self.profiles.get(node) if node is not None else None
         tape = profile.tape if profile is not None else None
-        self._keep(tape or NO_TAPE, backward)
         given = None if donated is None else self.held.pop(donated, None)
-        made = self._play(tape, given) if tape else self._plain(op.workspace)
+        made = self._play(tape, given, backward) if tape else self._plain(op.workspace)
         for t in op.outputs:
             storage = self.lowered.storages[t]
             k = tape.results[storage.index] if tape and storage and storage.index < len(tape.results) else None
@@ -153,12 +191,13 @@ class _Player:
         for block in made.values():
             self.allocator.release(block)
 
-    def _play(self, tape: Tape, given: Block | None) -> dict[int, Block]:
+    def _play(self, tape: Tape, given: Block | None, backward: bool) -> dict[int, Block]:
         """The allocations that are left at the op's end; the first result's is not made where memory is given."""
         skipped = tape.results[0] if given is not None and tape.results else None
         made: dict[int, Block] = {}
-        count = 0
-        for event in tape.events:
+        count, missing = 0, self._missing(tape, backward)
+        for place, event in enumerate(tape.events):
+            self._allocate(missing.pop(place, ()))
             if event < 0:
                 if (block := made.pop(-1 - event, None)) is not None:
                     self.allocator.release(block)
@@ -166,14 +205,22 @@ class _Player:
             if count != skipped:
                 made[count] = self.allocator.allocate(event)
             count += 1
+        self._allocate(size for sizes in missing.values() for size in sizes)
         return made
 
     def _plain(self, workspace: int) -> dict[int, Block]:
         return {-1: self.allocator.allocate(workspace)} if workspace else {}
 
-    def _keep(self, tape: Tape, backward: bool) -> None:
-        """cuBLAS keeps a workspace for each thread that runs products: autograd's has its own."""
-        for size, count in Counter(tape.kept).items():
-            while self.kept[backward][size] < count:
-                self.allocator.allocate(size)
+    def _missing(self, tape: Tape, backward: bool) -> dict[int, list[int]]:
+        """What the op leaves behind for ever and no op before it has, by the event that it comes before.
+
+        cuBLAS keeps a workspace for each thread that runs products: autograd's has its own.
+        """
+        missing: dict[int, list[int]] = {}
+        wanted: Counter[int] = Counter()
+        for place, size in tape.kept:
+            wanted[size] += 1
+            if self.kept[backward][size] < wanted[size]:
                 self.kept[backward][size] += 1
+                missing.setdefault(place, []).append(size)
+        return missing

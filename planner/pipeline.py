@@ -14,6 +14,7 @@ from passes.leaves import sums
 from passes.lower import stateful_primals
 from passes.ops import is_random
 from passes.rewrite import Rewritten, reads, rewrite
+from passes.run.arena import Arena
 from passes.run.step import Step
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
@@ -92,7 +93,7 @@ def emit(prepared: Prepared, solution: Solution, budget_bytes: int | None, progr
         rewritten = rewrite(prepared.traced, prepared.aliases, prepared.lowered, solution.schedule)
     with progress.stage("verify"):
         verify(prepared.traced, rewritten)
-    step = bind_step(prepared, rewritten)
+    step = bind_step(prepared, rewritten, prepared.arena(solution.schedule, budget_bytes))
     return Decided(prepared, solution, (rewritten, step), budget_bytes, dict(progress.seconds))
 
 
@@ -117,7 +118,7 @@ def emit_schedule(prepared: Prepared, schedule: Schedule, solver: str = "given")
     return emit(prepared, solution(prepared.problem, schedule, solver), None, Progress(False))
 
 
-def bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
+def bind_step(prepared: Prepared, rewritten: Rewritten, arena: Arena = ()) -> Step:
     """Bind the halves to what the runtime has to know."""
     traced = prepared.traced
     returned = [leaf for leaf in traced.outputs if leaf.input is None]
@@ -141,6 +142,7 @@ def bind_step(prepared: Prepared, rewritten: Rewritten) -> Step:
         sums=tuple(sums(traced).items()),
         autocast=traced.backward_autocast,
         others=tuple(without) if elsewhere else (),
+        arena=arena,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from passes.lower import UPDATE, Lowered, lower
 from passes.memory import granule, round_up
 from passes.printable import printable
 from passes.profile import Measured, OpProfile, profile
+from passes.run.arena import Arena
 from passes.trace.capture import Traced, capture
 from passes.trace.layouts import Layouts, learned
 from passes.trace.refuse import refuse, refuse_sharded
@@ -25,6 +27,7 @@ from solvers.problem import Problem
 from solvers.schedule import Schedule, plain_order, with_frees
 from solvers.simulate import simulate
 
+from .arena import best_arena
 from .elsewhere import held_bytes, seen_there
 from .footprint import Footprint, Start, footprint, start_of
 from .hints import Hinted, resolve
@@ -113,12 +116,30 @@ class Prepared:
         around = Around(size, outputs, lowered.accumulated_bytes, lowered.arriving)
         return flight_peak(problem, schedule, flight, around) - simulate(problem, schedule).peak_bytes
 
-    def footprint(self, schedule: Schedule) -> Footprint | None:
+    def footprint(self, schedule: Schedule, arena: Arena = ()) -> Footprint | None:
         """What the device's caching allocator makes of a schedule; None where there is none."""
         if self.start is None:
             return None
-        aside = self.options.reserve_bytes + self.options.wrapper_bytes
-        return footprint(self.lowered, self.profiles, schedule, self.start, aside)
+        options = self.options
+        return footprint(
+            self.lowered, self.profiles, schedule, self.start, options.reserve_bytes + options.wrapper_bytes,
+            state_bytes=options.update.state_bytes, arena=arena,
+        )  # fmt: skip
+
+    def arena(self, schedule: Schedule, budget_bytes: int | None) -> Arena:
+        """What to ask for before the first step (`planner.arena`); nothing where that lowers nothing."""
+        if self.start is None:
+            return ()
+        limit = self.start.room_bytes if budget_bytes is None else budget_bytes
+        return best_arena(partial(self.worst_footprint, schedule), self.start, len(schedule), limit)
+
+    def worst_footprint(self, schedule: Schedule, arena: Arena = ()) -> Footprint:
+        """Where the driver places new segments is its own affair: the larger figures of both ways."""
+        assert self.start is not None
+        starts = [replace(self.start, descending=way) for way in (False, True)]
+        both = [replace(self, start=start).footprint(schedule, arena) for start in starts]
+        figures = [(f.allocated_bytes, f.reserved_bytes) for f in both if f is not None]
+        return Footprint(*map(max, zip(*figures, strict=True)))
 
 
 @exclusive()

@@ -35,6 +35,7 @@ STEP = "planned.step"
 # What the spec holds of the `Step`.
 STEP_FIELDS = ("mutated", "num_outputs", "saved_primals", "differentiable", "expected", "tangent_strides",
                "hold_outputs", "leaves", "reads", "sums")
+               "hold_outputs", "leaves", "reads", "arena")
 
 
 @dataclass

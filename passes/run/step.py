@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from ._torch import Autocast, active_autocast, below_autograd, under_transform
+from .arena import Arena, ask_for
 from .errors import PlannerError
 from .mixing import watch_sum
 from .replay import as_tensor, copy_generator, old_value
@@ -69,6 +70,7 @@ class Step:
         others: primals that get a gradient only where the backward starts from other outputs than planned for.
         starts: what to call the `expected` outputs.
         autocast: what the backward was traced under. Under another one the plain backward casts in other places.
+        arena: bytes of the segments that CUDA's caching allocator is asked for before the first step.
     """
 
     forward: Half
@@ -88,6 +90,7 @@ class Step:
     others: tuple[int, ...] = ()
     starts: tuple[str, ...] = ()
     autocast: Autocast = ()
+    arena: Arena = ()
 
     def __call__(self, primals: Sequence[torch.Tensor], fallback: Fallback | None) -> tuple[Any, ...]:
         """Run the forward; gradients flow when `backward` is called on an output.
@@ -128,6 +131,7 @@ class _Run:
         self.step, self.fallback, self.primals = step, fallback, primals
         self.owned = (*step.leaves[:-1], (*step.leaves[-1], *step.others))
         self.token = torch.empty(0, device=next((p.device for p in primals if p.requires_grad), None))
+        ask_for(step.arena, self.token.device)
         self.versions = [p._version for p in primals]
         self.sums = {i: name for i, name in step.sums if not primals[i]._backward_hooks}
         self.generators = {device: copy_generator(device) for device in step.rng_devices}

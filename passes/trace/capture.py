@@ -23,6 +23,7 @@ from passes._torch import (
     compiling_flags,
     eager_kernels,
     export_joint,
+    is_dense,
     is_distributed,
     local_part,
     mutation_count,
@@ -64,7 +65,7 @@ from .modules import fill_forward_paths, module_path, module_paths
 from .notice import Rerun, check_backward, judged, notice
 from .reads import Reads
 from .recorder import Recorder
-from .refuse import storage_kind
+from .refuse import own_generator, storage_kind
 from .state import Snapshot
 from .structure import Template, Tree, argument_path, flatten, shared, slots, unflatten
 from .value_guards import Guard, KnownValues
@@ -325,7 +326,10 @@ class _StepTracer:
         return value
 
     def _started(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
-        strides = self.layouts.get(gradient_key(path, tensor))
+        """A gradient comes in its output's strides until another is seen (torch 2.11 expects it contiguous)."""
+        permuted = tensor.layout is torch.strided and not tensor.is_contiguous() and is_dense(tensor)
+        own = tuple(tensor.stride()) if permuted else None
+        strides = self.layouts.get(gradient_key(path, tensor), own)
         return tensor if strides is None else GivenGradient.apply(tensor, strides)
 
 
@@ -475,11 +479,7 @@ def _check_constants(graph_module: fx.GraphModule) -> None:
     for node in graph_module.graph.find_nodes(op="get_attr"):
         value = getattr(graph_module, str(node.target), None)
         if isinstance(value, torch.Generator):
-            raise Unsupported(
-                "random generator of its own", ", ".join(u.name for u in node.users) or node.name,
-                "only the default generators' state is kept for what is computed again",
-                "Draw from the default generator (torch.manual_seed), or pass the random tensor as an argument.",
-            )  # fmt: skip
+            raise own_generator(", ".join(u.name for u in node.users) or node.name)
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise Unsupported(
                 "a tensor to be trained that is no parameter of the model", f"shape {tuple(value.shape)}",

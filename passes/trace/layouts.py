@@ -34,6 +34,7 @@ from passes.ops import looks_at_values
 
 from .constants import Constants
 from .leaks import Remembered
+from .refuse import own_generator
 
 aten = torch.ops.aten
 
@@ -59,6 +60,8 @@ class EagerLayouts(TorchDispatchMode):
         self.remembered = remembered
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
+            raise own_generator(func.overloadpacket.__name__)
         result = self._laid_out(func, args, kwargs or {})
         self.remembered.add(result)
         return result

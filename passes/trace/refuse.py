@@ -45,6 +45,14 @@ def _subclasses(model: nn.Module) -> Iterator[str]:
             yield f"{name} ({type(tensor).__name__})"
 
 
+def own_generator(place: str) -> Unsupported:
+    """The refusal of a draw that is not from a default generator (torch 2.11 cannot trace it, later releases can)."""
+    return Unsupported(
+        "random generator of its own", place, "only the default generators' state is kept for what is computed again",
+        "Draw from the default generator (torch.manual_seed), or pass the random tensor as an argument.",
+    )  # fmt: skip
+
+
 def is_quantized_weight(tensor: torch.Tensor) -> bool:
     """Whether it is frozen, and made of plain tensors in a way that torch can trace, as torchao's are.
 

@@ -44,7 +44,8 @@ def tag(
 
     Args:
         gm: a functional graph of ATen ops. Gradients of outputs, if it takes any, are its last inputs; nodes of the
-            backward have `autograd_backward` or `partitioner_tag` in their `meta`, or read such a gradient.
+            backward have `autograd_backward`, `partitioner_tag` or (torch 2.11) `custom["remat_pass_tag"]` in their
+            `meta`, or read such a gradient.
         budget_mb: MiB of the peak, the graph's inputs included, or a size ("40GB").
 
     Returns:
@@ -80,7 +81,7 @@ def _step(gm: fx.GraphModule) -> Traced:
         if symbols_of(node.meta.get("val") if node.op == "placeholder" else None):
             raise Unsupported("a size that is a symbol", node.name, "a plan is for given sizes", "Trace with numbers.")
         nodes[node] = graph.node_copy(node, nodes.__getitem__)
-        if node.meta.get("autograd_backward"):
+        if node.meta.get("autograd_backward") or node.meta.get("custom", {}).get("remat_pass_tag") == "is_backward":
             nodes[node].meta["partitioner_tag"] = "is_backward"
     given = [n for n in graph.nodes if n.op == "placeholder"]
     tangents = [n for n in given if is_tangent(n)]

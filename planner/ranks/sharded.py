@@ -71,7 +71,9 @@ def gathered_gradient_bytes(model: nn.Module) -> int:
 
 def _groups(model: nn.Module) -> list[Any]:
     states = [m._get_fsdp_state() for m in model.modules() if is_sharded(m)]  # type: ignore[operator]
-    return [group for state in states for group in state._fsdp_param_groups]
+    several = [getattr(state, "_fsdp_param_groups", None) for state in states]  # torch 2.11 has one or none
+    groups = [g for found, s in zip(several, states, strict=True) for g in found or [s._fsdp_param_group]]
+    return [group for group in groups if group is not None]
 
 
 class _Alone:

@@ -20,6 +20,7 @@ from torch import fx, nn
 from passes._torch import TORCH_VERSION, pytree
 from passes.printable import brief
 from passes.run import _torch, exported, exported_errors, gradients, kernels, mixing, random, replay, step, tensors
+from passes.run import _torch, arena, exported, exported_errors, gradients, kernels, random, replay, step, tensors
 from passes.run._torch import Autocast
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import OutputLeaf, Traced
@@ -38,6 +39,7 @@ from .source import Half, docstring, identifier, write_guard, write_half
 COPIED = {
     "runtime.py": exported, "errors.py": exported_errors, "step.py": step, "replay.py": replay, "random.py": random,
     "kernels.py": kernels, "tensors.py": tensors, "gradients.py": gradients, "mixing.py": mixing, "_torch.py": _torch,
+    "arena.py": arena, "kernels.py": kernels, "tensors.py": tensors, "gradients.py": gradients, "_torch.py": _torch,
 }  # fmt: skip
 INIT = '''{doc}
 

@@ -50,6 +50,8 @@ def test_complex_numbers(name: str) -> None:
 
 @pytest.mark.parametrize("index", [60, 215])
 def test_a_smoothed_cross_entropy_with_weights_and_ignored_targets(index: int) -> None:
+    if not hasattr(torch.nn, "LinearCrossEntropyLoss"):
+        pytest.skip("this release of torch does not have it")
     found = cases(torch.float32, ("inside",), names=["nn.LinearCrossEntropyLoss"])
     assert expect_no_bad(next(itertools.islice(found, index, None))) == "equal"
 

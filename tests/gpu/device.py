@@ -39,6 +39,14 @@ class Measured:
     retries: int
 
 
+def is_expandable() -> bool:
+    """Whether the allocator's segments grow."""
+    block = torch.empty(1 << 20, device=CUDA)
+    found = any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+    del block
+    return found
+
+
 def on_device(make: Callable[[], tuple[nn.Module, Any]]) -> tuple[nn.Module, Any]:
     """A model and its sample on an allocator that caches nothing."""
     gc.collect()

@@ -9,22 +9,15 @@ import torch
 
 from passes.allocator import CachingAllocator
 from planner.footprint import start_of
-from tests.gpu.device import CUDA, ON_A_GPU
+from tests.gpu.device import CUDA, ON_A_GPU, is_expandable
 
 pytestmark = ON_A_GPU
-
-
-def _is_expandable() -> bool:
-    block = torch.empty(1 << 20, device=CUDA)
-    found = any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
-    del block
-    return found
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_it_allocates_and_reserves_what_torchs_allocator_does(seed: int) -> None:
     draw = random.Random(seed)
-    expandable = _is_expandable()
+    expandable = is_expandable()
     resident = [torch.empty(int(2 ** draw.uniform(4, 24)), dtype=torch.uint8, device=CUDA) for _ in range(12)]
     del resident[::3]
     start = start_of(resident, CUDA)  # with holes

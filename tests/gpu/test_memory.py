@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
-from tests.gpu.device import HOLLOW, ON_A_GPU, measure, on_device, plan_for
-from tests.zoo.compare import differences, run_step
+from tests.gpu.device import HOLLOW, ON_A_GPU, is_expandable, measure, on_device, plan_for
+from tests.gpu.table import most_reserved
+from tests.zoo.compare import differences, forward_backward, run_step
 from tests.zoo.table import ENTRIES
 
 pytestmark = ON_A_GPU
@@ -25,6 +28,41 @@ def test_the_prediction_is_what_torch_counts(name: str, share: int | None) -> No
     assert 0.999 * plan.peak_bytes <= found.allocated_bytes <= plan.peak_bytes
     assert plan.peak_bytes <= plan.budget_bytes
     assert found.reserved_bytes == pytest.approx(plan.reserved_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["vit", "vnet"])
+def test_what_is_reserved_is_kept_low(name: str) -> None:
+    model, sample = on_device(ENTRIES[name])
+    plan = plan_for(model, sample, None)
+    found = measure(plan, model, sample)
+    assert found.reserved_bytes == pytest.approx(plan.reserved_bytes, rel=0.02)
+    assert found.reserved_bytes <= most_reserved(plan.peak_bytes) < math.inf
+
+
+@pytest.mark.parametrize("options", [{"optimizer": torch.optim.AdamW}, {"gradients": "accumulated"}])
+def test_what_the_loop_holds_besides_is_predicted(options: dict[str, Any]) -> None:
+    model, sample = on_device(ENTRIES["vit"])
+    plan = plan_for(model, sample, 60, **options)
+    optimizer = options["optimizer"](model.parameters()) if "optimizer" in options else None
+    for parameter in model.parameters() if optimizer is None else ():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(4):
+        output = forward_backward(plan.module, sample)
+        del output
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert 0.999 * plan.peak_bytes <= torch.cuda.max_memory_allocated() <= plan.peak_bytes
+    assert torch.cuda.max_memory_reserved() == pytest.approx(plan.reserved_bytes, rel=0.02)
+
+
+def test_an_emptied_cache_is_asked_for_again() -> None:
+    model, sample = on_device(ENTRIES["vit"])
+    plan = plan_for(model, sample, None)
+    assert plan.step.arena or is_expandable()
+    first = measure(plan, model, sample)
+    assert measure(plan, model, sample) == first  # it empties the cache
 
 
 @pytest.mark.skipif(HOLLOW, reason="the kernels of the hollow GPU do nothing: there are no numbers to compare")

@@ -40,6 +40,23 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, q, q)
 
 
+def test_heads_of_keys_and_values_that_queries_share_count_for_each() -> None:
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q * self.scale, k, k, enable_gqa=True)
+
+    q = torch.randn(2, 4, 16, 8)
+    alone, shared = (
+        [p.work for p in profiles(module, given) if "scaled_dot_product" in p.target]
+        for module, given in ((Attention(), (q,)), (Grouped(), (q, q[:, :2])))
+    )
+    assert len(alone) == 2 and shared == alone
+
+
 def test_attention_on_the_cpu_counts_what_its_matrix_products_would() -> None:
     q = torch.randn(2, 4, 16, 8)
     fused = [p for p in profiles(Attention(), (q,)) if "flash_attention_for_cpu" in p.target]

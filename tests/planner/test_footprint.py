@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
+from passes.allocator import Segment
 from passes.lower import Lowered
+from passes.run.arena import Arena
 from planner import BudgetError, auto_checkpoint
+from planner.arena import best_arena
 from planner.fit import solve_to_fit
-from planner.footprint import Start, footprint, unknown_settings
+from planner.footprint import Footprint, Start, footprint, state_sizes, unknown_settings
 from planner.plan import Plan
 from solvers.errors import MIB
 from solvers.schedule import plain_order, with_frees
@@ -30,10 +34,21 @@ def plan() -> Plan:
     return auto_checkpoint(model, sample, 0.7 * free.peak_bytes / MIB, check=False, time_limit=5)
 
 
-def _larger(lowered: Lowered) -> Lowered:
+@pytest.fixture(scope="module")
+def mixed() -> Plan:
+    """Tensors of many sizes."""
+    torch.manual_seed(0)
+    widths = (48, 192, 96, 320, 64, 256, 48, 160, 224, 48)
+    layers = [m for a, b in pairwise(widths) for m in (nn.Linear(a, b), nn.GELU(), nn.Dropout(0.1))]
+    model, sample = nn.Sequential(*layers).train(), torch.randn(1024, 48)
+    free = auto_checkpoint(model, sample, check=False)
+    return auto_checkpoint(model, sample, 0.7 * free.peak_bytes / MIB, check=False, time_limit=5)
+
+
+def _larger(lowered: Lowered, factor: int = EIGHT) -> Lowered:
     problem = lowered.problem
-    ops = tuple(replace(op, workspace=EIGHT * op.workspace) for op in problem.ops)
-    tensors = tuple(replace(t, bytes=EIGHT * t.bytes) for t in problem.tensors)
+    ops = tuple(replace(op, workspace=factor * op.workspace) for op in problem.ops)
+    tensors = tuple(replace(t, bytes=factor * t.bytes) for t in problem.tensors)
     return replace(lowered, problem=replace(problem, ops=ops, tensors=tensors, static_bytes=0))
 
 
@@ -59,6 +74,56 @@ def test_what_is_reserved_decides_whether_a_plan_fits(plan: Plan) -> None:
     assert found.added_cost and "planned to reserve" in found.notes[-1]
     with pytest.raises(BudgetError, match="reserves"):
         solve_to_fit(replace(prepared, start=replace(EMPTY, room_bytes=MIB)), None)
+
+
+def test_an_optimizers_state_and_gradients_from_before_are_there(plan: Plan) -> None:
+    lowered = _larger(plan.prepared.lowered)
+    own, sizes = footprint(lowered, {}, plan.schedule, EMPTY), tuple(EIGHT * g for g in lowered.gradient_bytes)
+    trained = sum(p.numel() * p.element_size() for p in plan.module.parameters())
+    assert EIGHT * trained == sum(sizes)
+    lowered = replace(lowered, gradient_bytes=sizes)
+    for state in (sum(sizes) // 2, 2 * sum(sizes), 2 * sum(sizes) + 512 * 3):
+        found = footprint(lowered, {}, plan.schedule, EMPTY, state_bytes=state)
+        assert found.allocated_bytes == own.allocated_bytes + state
+    before = footprint(replace(lowered, accumulated_bytes=sum(sizes)), {}, plan.schedule, EMPTY)
+    assert before.allocated_bytes == own.allocated_bytes + sum(sizes)
+
+
+@pytest.mark.parametrize("state", [0, 512, 4096, 40960 + 512])
+def test_the_blocks_of_a_state_add_up(state: int) -> None:
+    sizes = state_sizes(state, (512, 4096, 0, 12800))
+    assert sum(sizes) == state and all(size % 512 == 0 and size for size in sizes)
+    assert state_sizes(state, ()) == ((state,) if state else ())
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_an_arena_lowers_what_is_reserved_within_what_may_be_allocated(mixed: Plan, expandable: bool) -> None:
+    lowered, start = _larger(mixed.prepared.lowered, 160), replace(EMPTY, expandable=expandable)
+
+    def measure(arena: Arena) -> Footprint:
+        return footprint(lowered, {}, mixed.schedule, start, arena=arena)
+
+    plain = measure(())
+    arenas = [best_arena(measure, start, len(mixed.schedule), limit) for limit in (plain.allocated_bytes, 1 << 40)]
+    tight, free = map(measure, arenas)
+    assert tight.allocated_bytes <= plain.allocated_bytes
+    assert free.reserved_bytes <= tight.reserved_bytes <= plain.reserved_bytes
+    if not expandable:  # segments that grow and merge are an arena already
+        assert plain.reserved_bytes > 1.2 * plain.allocated_bytes > 1.04 * tight.reserved_bytes
+    assert best_arena(measure, replace(start, segments=(Segment(0, False, ((1 << 40, False),)),)), 100, 1 << 40) == ()
+
+
+def test_what_is_reserved_fits_once_it_is_asked_for_at_once(mixed: Plan) -> None:
+    lowered = _larger(mixed.prepared.lowered, 160)
+    start = replace(EMPTY, expandable=False)
+    prepared = replace(mixed.prepared, lowered=lowered, profiles={}, start=start)
+    schedule = with_frees(lowered.problem, plain_order(lowered.problem))
+    arena = prepared.arena(schedule, None)
+    left_alone, asked_for = prepared.footprint(schedule), prepared.worst_footprint(schedule, arena)
+    assert left_alone is not None
+    assert asked_for.reserved_bytes < left_alone.reserved_bytes - 2 * MIB
+    room = replace(start, room_bytes=asked_for.reserved_bytes)
+    assert solve_to_fit(replace(prepared, start=room), None).added_cost == 0
 
 
 def test_settings_that_are_not_simulated_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

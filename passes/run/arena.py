@@ -1,0 +1,38 @@
+"""arena: a step's larger tensors in one segment or two of torch's caching allocator, asked for before the first step.
+
+Left alone, the allocator takes a segment wherever no free block is large enough, and what tensors of another size leave
+of one is lost. One segment is split and merged as tensors come and go, and wastes less. The allocator keeps it cached,
+so later steps ask for nothing. Needs torch alone: exports hold a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+IDLE = 0.5  # of the arena: where more lies idle in segments that cannot be given back, another one would be too much
+
+Arena = tuple[int, ...]  # bytes of its segments, ascending: none is served from those before it
+
+_reserved_bytes: dict[tuple[torch.device, Arena], int] = {}  # what was reserved once an arena had been asked for
+
+
+def ask_for(arena: Arena, device: torch.device) -> None:
+    """Have an arena's segments reserved, at the first step and wherever the cache has been emptied since."""
+    if not arena or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return
+    known = _reserved_bytes.get((device, arena))
+    if known is not None and _now(device) >= known:
+        return
+    torch.cuda.empty_cache()
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if idle <= IDLE * sum(arena) and torch.cuda.mem_get_info(device)[0] >= sum(arena):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            for size in arena:
+                torch.empty(size, dtype=torch.uint8, device=device)
+    _reserved_bytes[device, arena] = _now(device)
+
+
+def _now(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]["current"])

@@ -1,0 +1,83 @@
+"""arena: how large a segment to ask for before the first step, so that torch's caching allocator reserves least.
+
+Too small, and what does not fit takes segments besides; too large, and the rest of it is wasted. Between the two lies
+one that the step just fits into, or nearly, which playing the step into segments of several sizes finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from passes.allocator import OWN_SEGMENT, SMALL_SEGMENT
+from passes.device import round_up
+from passes.run.arena import IDLE, Arena
+
+from .footprint import Footprint, Start
+
+ENOUGH = 1.02  # reserved over allocated; there is less to gain than a segment is large
+BELOW = 0.3  # of what must be allocated besides what there is: small tensors have segments of their own
+EVENTS, FEWEST, MOST = 200_000, 8, 36  # steps of a schedule that are played in all, and how often it is
+
+
+def best_arena(measure: Callable[[Arena], Footprint], start: Start, length: int, limit_bytes: int) -> Arena:
+    """What to ask for in advance; nothing where no less would be reserved for it.
+
+    Args:
+        measure: the footprint with an arena.
+        length: of the schedule.
+        limit_bytes: what may be allocated; less above it comes before less that is reserved.
+    """
+    plain = measure(())
+    blocks = [block for segment in start.segments for block in segment.blocks]
+    there, used = sum(size for size, _ in blocks), sum(size for size, used in blocks if used)
+    high, low = plain.reserved_bytes - there, plain.allocated_bytes - there
+    fits = plain.allocated_bytes <= limit_bytes and plain.reserved_bytes <= ENOUGH * plain.allocated_bytes
+    if fits or low < 2 * OWN_SEGMENT or limit_bytes - used < 2 * OWN_SEGMENT or there - used > IDLE * (1 - BELOW) * low:
+        return ()
+    tries = min(MOST, max(FEWEST, EVENTS // length))
+    return _Search(measure, plain, limit_bytes, used - start.others_bytes).between(low, high, tries)
+
+
+class _Search:
+    def __init__(self, measure: Callable[[Arena], Footprint], plain: Footprint, limit_bytes: int, used: int) -> None:
+        self.measure, self.limit_bytes = measure, limit_bytes
+        self.largest = (limit_bytes - used) // SMALL_SEGMENT * SMALL_SEGMENT  # more would be a peak of its own
+        self.found = {0: self._score(plain)}
+
+    def between(self, low: int, high: int, tries: int) -> Arena:
+        """Sizes from `low` on, ever less densely, and some below; then the way from the best of them down to where the
+        step fits no more is halved.
+        """
+        above, under = tries // 2, tries // 3
+        sizes = [low - int(BELOW * low) * k // under for k in range(under, 0, -1)]
+        sizes += [low + (high - low) * k * k // above**2 for k in range(above)]
+        for size in sizes:
+            self._attempt(size)
+        below = max((size for size in self.found if size < self._best()), default=0)
+        for _ in range(tries - above - under if self._best() else 0):
+            best = self._best()
+            middle = round_up((below + best) // 2, SMALL_SEGMENT)
+            if middle >= best:
+                break
+            if self._attempt(middle) >= self.found[best]:
+                below = middle
+        return self._arena(self._best())
+
+    def _best(self) -> int:
+        return min(self.found, key=lambda size: (self.found[size], size))
+
+    def _attempt(self, size: int) -> tuple[int, int]:
+        size = round_up(size, SMALL_SEGMENT)
+        if size not in self.found:
+            self.found[size] = self._score(self.measure(self._arena(size)))
+        return self.found[size]
+
+    def _score(self, needed: Footprint) -> tuple[int, int]:
+        return max(0, needed.allocated_bytes - self.limit_bytes), needed.reserved_bytes
+
+    def _arena(self, size: int) -> Arena:
+        """Asking for all at once must not be what peaks: the rest comes first, and is smaller."""
+        if size <= self.largest:
+            return (size,) if size else ()
+        rest = max(size - self.largest, OWN_SEGMENT)
+        return rest, size - rest

@@ -271,6 +271,8 @@ def plain_class(kind: type) -> type:
 def direct_call(op: Any) -> Any:
     """What calls an op without `OpOverload.__call__`'s frame of Python."""
     return getattr(op, "_op", op) if type(op) is OpOverload else op
+
+
 def running_data_parallel() -> Any:
     """The `DistributedDataParallel` in whose forward this is called; None outside of one."""
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()

@@ -203,7 +203,6 @@ class _Lowering:
         return Lowered(
             problem, nodes, tuple(self.storages), self.rng_state, tangent_tensors, num_forward,
             {n: i for i, n in enumerate(nodes) if n is not None}, self.storage_tensor, accumulated, left, self.arriving,
-            {n: i for i, n in enumerate(nodes) if n is not None}, self.storage_tensor, accumulated, left,
             tuple(fate.bytes for i, fate in self.fates.items() if i < len(self.traced.state)),
         )  # fmt: skip
 

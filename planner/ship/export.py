@@ -19,8 +19,19 @@ from torch import fx, nn
 
 from passes._torch import TORCH_VERSION, pytree
 from passes.printable import brief
-from passes.run import _torch, exported, exported_errors, gradients, kernels, mixing, random, replay, step, tensors
-from passes.run import _torch, arena, exported, exported_errors, gradients, kernels, random, replay, step, tensors
+from passes.run import (
+    _torch,
+    arena,
+    exported,
+    exported_errors,
+    gradients,
+    kernels,
+    mixing,
+    random,
+    replay,
+    step,
+    tensors,
+)
 from passes.run._torch import Autocast
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import OutputLeaf, Traced
@@ -38,8 +49,8 @@ from .source import Half, docstring, identifier, write_guard, write_half
 # Files of a folder that are ours, word for word.
 COPIED = {
     "runtime.py": exported, "errors.py": exported_errors, "step.py": step, "replay.py": replay, "random.py": random,
-    "kernels.py": kernels, "tensors.py": tensors, "gradients.py": gradients, "mixing.py": mixing, "_torch.py": _torch,
-    "arena.py": arena, "kernels.py": kernels, "tensors.py": tensors, "gradients.py": gradients, "_torch.py": _torch,
+    "kernels.py": kernels, "tensors.py": tensors, "gradients.py": gradients, "mixing.py": mixing, "arena.py": arena,
+    "_torch.py": _torch,
 }  # fmt: skip
 INIT = '''{doc}
 

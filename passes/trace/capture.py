@@ -328,7 +328,8 @@ class _StepTracer:
     def _started(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
         """A gradient comes in its output's strides until another is seen (torch 2.11 expects it contiguous)."""
         permuted = tensor.layout is torch.strided and not tensor.is_contiguous() and is_dense(tensor)
-        own = tuple(tensor.stride()) if permuted else None
+        of_leaf = tensor._base is not None and tensor._base.is_leaf  # refused in `_traced`, which has to see it
+        own = tuple(tensor.stride()) if permuted and not of_leaf else None
         strides = self.layouts.get(gradient_key(path, tensor), own)
         return tensor if strides is None else GivenGradient.apply(tensor, strides)
 

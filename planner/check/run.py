@@ -21,6 +21,7 @@ from .record import NOT_RUN, Check, Checked
 from .room import room_for
 
 STEPS = 2
+LEAST_SECONDS = 1.0  # that a check may take however quick planning was
 COST = 2.2  # of one compared step, in plain steps: the planned one recomputes
 
 
@@ -35,8 +36,8 @@ def check_step(
     the hooks of the user's parameters; attributes, training flags and generators are put back, whatever happens.
 
     Args:
-        check: "auto" runs it where it takes no longer than planning took, its memory is free, and no other thread
-            runs.
+        check: "auto" runs it where it takes no longer than planning took, or a second, its memory is free, and no other
+            thread runs.
 
     Raises:
         CheckError: something differs, or, under `check=True`, the check could not run.
@@ -61,7 +62,7 @@ def _check(
 ) -> Checked:
     case = _case(model, planned, bound, loss_fn, auto)
     with case.left_as_it_was():
-        plain = _plain_steps(case, sum(planned.seconds.values()) if auto else None)
+        plain = _plain_steps(case, max(LEAST_SECONDS, sum(planned.seconds.values())) if auto else None)
         try:
             ours = case.take(case.planned(planned), len(plain))
         except Exception as error:
@@ -104,7 +105,7 @@ def _plain_steps(case: Case, limit: float | None) -> list[Observed]:
         plain = _one_batch(case, enough)
     took = (time.perf_counter() - begun) / len(plain)
     if limit is not None and COST * took > limit:
-        raise _CannotRun(f"a step of the plain model takes {took:.1f} s, and planning took {limit:.1f} s")
+        raise _CannotRun(f"a step of the plain model takes {took:.1f} s, and a check is given {limit:.1f} s")
     return plain
 
 

@@ -376,11 +376,11 @@ def auto(model: nn.Module, planned: Decided, sample: Any) -> Checked:
 
 def test_auto_takes_no_longer_than_planning(built: Built, calls: dict[str, int]) -> None:
     model, sample, planned = built
-    calls["sleep"] = 0.3  # type: ignore[assignment]
-    assert auto(model, replace(planned, seconds={"solve": 1.3}), sample).steps == 1
+    calls["sleep"] = 0.6  # type: ignore[assignment]
+    assert auto(model, replace(planned, seconds={"solve": 2.0}), sample).steps == 1
     assert (calls["plain"], calls["planned"]) == (1, 1)
     slow = auto(model, replace(planned, seconds={"solve": 0.5}), sample)
-    assert re.search("a step of the plain model takes .* planning took 0.5 s", str(slow))
+    assert re.search("a step of the plain model takes .* a check is given 1.0 s", str(slow))
     assert (calls["plain"], calls["planned"]) == (2, 1)
 
 

@@ -91,9 +91,9 @@ def auto_checkpoint(
               no budget: always). Where the budget leaves no room, or an op may not run again, it is kept, and a note
               says so. `plan.bound` then bounds the schedules that run these ops at least as often as the plan does.
         check: whether two steps of the planned and of the plain model are run from equal state, on copies, and
-            compared bit for bit before the plan is handed over; `plan.checked` tells. "auto" does so where the memory
-            is free, and for no longer than planning took, or a second: with one step instead of two, or not at all. True
-            does so always, also when a call with other shapes is planned anew.
+            compared bit for bit before the plan is handed over; `plan.checked` tells. "auto" does so where the
+            memory is free, and for no longer than planning took, or a second: with one step instead of two, or not
+            at all. True does so always, also when a call with other shapes is planned anew.
         regions: "whole" plans the model as one step. Patterns of module paths ("model.layers.*") choose submodules:
             each is planned as a step of its own in place of its forward, all under one budget, and the code between
             them runs as it is, what it holds being measured on the sample. "auto" plans the whole model where it can be

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import logging
 import operator
@@ -373,10 +374,18 @@ def refer_weakly(module: fx.GraphModule) -> None:
 _sources: Any = getattr(fx.graph_module, "_loader", None)
 
 
+_watched: dict[str, tuple[weakref.ref[fx.GraphModule], ...]] = {}  # by name of the source
+
+
 def forget_source(module: fx.GraphModule) -> None:
-    """Let the generated source of `module` go with it: torch keeps every source, for tracebacks, for ever."""
+    """Let the generated source of `module` go with it: torch keeps every source, for tracebacks, for ever.
+
+    No Python runs when the module goes: Ctrl-C would be lost there.
+    """
     name = getattr(getattr(getattr(module, "forward", None), "__code__", None), "co_filename", "")
-    weakref.finalize(module, _forget, [name]).atexit = False
+    if _sources is not None and name in _sources.eval_cache:
+        kept: list[dict[str, Any]] = [_sources.eval_cache, linecache.cache, _watched]
+        _watched[name] = tuple(weakref.ref(module, functools.partial(each.pop, name)) for each in kept)
 
 
 @contextlib.contextmanager

@@ -354,7 +354,7 @@ def test_damaged_hints_are_named(hints: Any, tmp_path: Path) -> None:
 
 
 def test_the_command_line_takes_hints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "hinted_model.py").write_text(
         "import torch\nfrom torch import nn\n"
         "def small():\n"
         "    torch.manual_seed(0)\n"
@@ -363,13 +363,13 @@ def test_the_command_line_takes_hints(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     monkeypatch.chdir(tmp_path)
     hints = ["--recompute", "aten.gelu", "--save", "0"]
-    command = ["checkpoint-planner", "plan", "mine.py:small", "--budget", "100%", "--out", "p.json", *hints]
+    command = ["checkpoint-planner", "plan", "hinted_model.py:small", "--budget", "100%", "--out", "p.json", *hints]
     monkeypatch.setattr("sys.argv", command)
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0, capsys.readouterr().err
     assert read("p.json")["options"]["hints"] == {"save": ["0"], "never_recompute": [], "recompute": ["aten.gelu"]}
-    command = ["checkpoint-planner", "min-budget", "mine.py:small", "--never-recompute", "aten.gel"]
+    command = ["checkpoint-planner", "min-budget", "hinted_model.py:small", "--never-recompute", "aten.gel"]
     monkeypatch.setattr("sys.argv", command)
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:

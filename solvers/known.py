@@ -1,12 +1,14 @@
 """Schedules of the smallest peaks stated so far in this process, so that a stated minimum is met when it is asked for.
 
 What a refusal names was found within a share of one search's time. The next search of the same problem may have less
-time, or a busier machine: where it finds nothing, the schedule that the refusal was about is still there.
+time, a busier machine, or costs that were measured anew: where it finds nothing, the schedule that the refusal was
+about is still there. Costs decide no peak, so problems that differ in them alone are the same here.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 
 from .errors import ScheduleError
 from .problem import Problem
@@ -22,15 +24,15 @@ def remember(problem: Problem, schedule: Schedule) -> None:
     """Keep a schedule whose peak is about to be stated, unless a lower one is known."""
     peak, _ = peak_and_cost(problem, schedule)
     if not recalled(problem, peak):
-        _schedules[hash(problem)] = schedule
-    _schedules.move_to_end(hash(problem))
+        _schedules[_key(problem)] = schedule
+    _schedules.move_to_end(_key(problem))
     while len(_schedules) > MOST:
         _schedules.popitem(last=False)
 
 
 def recalled(problem: Problem, budget_bytes: int) -> tuple[Schedule, ...]:
     """The schedule of the smallest peak stated, where it is within the budget."""
-    schedule = _schedules.get(hash(problem))
+    schedule = _schedules.get(_key(problem))
     if schedule is None:
         return ()
     try:
@@ -38,3 +40,7 @@ def recalled(problem: Problem, budget_bytes: int) -> tuple[Schedule, ...]:
     except (ScheduleError, IndexError):  # of another problem with the same hash
         return ()
     return (schedule,) if peak <= budget_bytes else ()
+
+
+def _key(problem: Problem) -> int:
+    return hash(replace(problem, ops=tuple(replace(op, cost=0) for op in problem.ops)))

@@ -22,7 +22,7 @@ from passes.trace.arguments import (
     state_tensors,
 )
 from passes.trace.capture import Traced, capture
-from passes.trace.refuse import refuse
+from passes.trace.refuse import refuse, sharded_modules
 from passes.trace.structure import unflatten
 from planner.errors import ModelMismatch
 from planner.files.fingerprint import describe_value, fingerprint, node_lines, tensor_lines
@@ -53,6 +53,8 @@ def apply(planned: PlannedModule, model: nn.Module | None = None, sample: Any = 
     elif current is not state.traced_forward and not _wraps(current, state):
         raise _mismatch("its forward was replaced after planning")
     model.forward = PlannedForward(planned, model, current, state)
+    if next(sharded_modules(model), None) is not None:
+        state.plan_before_hooks()
     return given
 
 
@@ -72,6 +74,7 @@ def remove(planned: PlannedModule, model: nn.Module | None = None) -> nn.Module:
     current = _bound_anew(getattr(model, "__dict__", {}).get("forward"))
     if not isinstance(current, PlannedForward) or current.module is not planned:
         raise PlannerError(f"this {type(model).__name__} does not run this plan: {_what_it_runs(current)}.")
+    current.state.stop()
     if current.previous is None:
         del model.forward
     else:

@@ -19,10 +19,10 @@ from torch import nn
 
 from passes._torch import TORCH_FOLDER, active_saving_hooks, local_part
 from passes.errors import InputMismatch, NoBackward
-from passes.trace.arguments import argument_names, run_model, state_tensors
+from passes.trace.arguments import argument_names, bind_call, run_model, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.matching import Differs, match
-from passes.trace.refuse import sharded_modules
+from passes.trace.refuse import is_sharded, sharded_modules
 from passes.trace.structure import flatten
 from planner.decided import Decided
 from planner.pipeline import Replan
@@ -56,6 +56,8 @@ class PlanState:
         self.applied: Any = None  # the `PlannedForward` that is being called
         self.noticed_hooks = self.noticed_gradients = self.still_eval = False
         self.replans, self.replan_seconds, self.next_slow = Counter[str](), 0.0, SLOW_REPLANS
+        self.before_hooks: Any = None  # the hook that plans before those of `fully_shard` gather parameters
+        self.looking = False  # whether that runs
 
     def start(self, bound: Mapping[str, Any], planned: Decided) -> None:
         """Remember the first plan, made for calls that look like `bound`."""
@@ -75,7 +77,7 @@ class PlanState:
         """Remember a plan; the one used longest ago is dropped when there are too many."""
         state = state_tensors(self.model, planned.prepared.traced.state)
         starts = starts_of(planned.prepared.traced) if starts is None else starts
-        entry = Entry(key, list(map(state_key, state)), planned, starts)
+        entry = Entry(key, list(map(state_key, state)), planned, starts, sharded=self._sharded)
         self.latest = planned
         self.cache = [entry, *self.cache][:CACHE_SIZE]
         return entry
@@ -84,17 +86,9 @@ class PlanState:
         """Run the step planned for such a call, planning it first where that is asked for; else `plain`."""
         self.still_eval = False
         tensors, template = flatten(dict(bound))
-        key = call_key(tensors, template)
-        starts = self.losses.predict()
-        entry, state = self.find(key, tensors, starts)
-        if entry is None or entry.outdated or entry.starts != (starts or entry.starts):
-            trained = any(t.requires_grad for t in (*self.model.parameters(), *tensors))
-            if not trained or (entry is None and not self._may_plan(key, tensors)):
-                return plain(bound)
-            try:
-                entry, state = self._plan(key, bound, entry, starts)
-            except NoBackward:  # merged adapters: as in eager, it is `backward` that would fail
-                return plain(bound)
+        entry, state = self._look(bound, tensors, template)
+        if entry is None:
+            return plain(bound)
         if entry.planned.runs:
             self._notice_gradients(entry.planned, self.model.parameters())
             if not entry.regions or not are_of(entry.regions, self.model):
@@ -102,6 +96,59 @@ class PlanState:
             with running_regions(entry.regions):
                 return plain(bound)
         return self._execute(entry, [*state, *tensors])
+
+    def _look(
+        self, bound: Mapping[str, Any], tensors: Sequence[torch.Tensor], template: Any
+    ) -> tuple[Entry | None, list[torch.Tensor]]:
+        """The plan for such a call, made now where there is none and one may be made."""
+        key, starts = call_key(tensors, template), self.losses.predict()
+        entry, state = self.find(key, tensors, starts)
+        if entry is None or entry.outdated or entry.starts != (starts or entry.starts) or self._sharded_since(entry):
+            trained = any(t.requires_grad for t in (*self.model.parameters(), *tensors))
+            if not trained or (entry is None and not self._may_plan(key, tensors)):
+                return None, []
+            if entry is not None and self._in_hooks:
+                self.plan_before_hooks()
+                return entry, state
+            try:
+                return self._plan(key, bound, entry, starts)
+            except NoBackward:  # merged adapters: as in eager, it is `backward` that would fail
+                return None, []
+        return entry, state
+
+    def _sharded_since(self, entry: Entry) -> bool:
+        """Whether `fully_shard` was called since a plan by regions was made, which changes what the step holds."""
+        places = (self.model, *(region.model for region in entry.regions or ()))
+        if not entry.planned.runs or entry.sharded or not any(map(is_sharded, places)):
+            return False
+        if self._in_hooks and self.before_hooks is None:
+            warnings.warn(
+                "fully_shard was called after this model was planned: its next call is planned anew, for what it then "
+                "holds. This one may not be under the budget.",
+                stacklevel=_user_frame(),
+            )
+            self.plan_before_hooks()
+        return True
+
+    @property
+    def _sharded(self) -> bool:
+        return next(sharded_modules(self.model), None) is not None
+
+    @property
+    def _in_hooks(self) -> bool:
+        """Whether hooks of the model have gathered its parameters for this call, in which nothing can be measured."""
+        return self._sharded and not self.looking
+
+    def plan_before_hooks(self) -> None:
+        """From now on look for a call's plan before hooks of the model gather parameters for it."""
+        if self.before_hooks is None:
+            self.before_hooks = self.model.register_forward_pre_hook(_before_hooks, prepend=True, with_kwargs=True)
+
+    def stop(self) -> None:
+        """The plan was removed from the model."""
+        if self.before_hooks is not None:
+            self.before_hooks.remove()
+            self.before_hooks = None
 
     def find(
         self, key: Key, inputs: Sequence[torch.Tensor], starts: tuple[str, ...] | None = None
@@ -125,9 +172,11 @@ class PlanState:
         if self.on_new_shape == "error":
             raise mismatch
         self.replans[mismatch.argument] += 1
-        inside = next(sharded_modules(self.model), None)  # what hooks gather cannot be measured while they run
-        planned = self.on_new_shape == "replan" and inside is None
+        planned = self.on_new_shape == "replan" and not self._in_hooks
         said = "planning anew" if planned else "planned step not used"
+        if self.on_new_shape == "replan" and not planned and self.loss_fn is None and self.before_hooks is None:
+            said = "planned from the next call on"
+            self.plan_before_hooks()
         warnings.warn(f"{said}: {mismatch}", stacklevel=_user_frame())
         return planned
 
@@ -140,7 +189,8 @@ class PlanState:
         with uncounted if active_saving_hooks() else nullcontext(), self.set_aside():
             planned = self.replan(self.model, dict(bound), starts)
         # An entry whose model was changed since finds its objects again when it is next looked at.
-        self.cache = [replace(e, matched=None) for e in self.cache if not (e is other and e.outdated)]
+        stale = other is not None and (other.outdated or self._sharded_since(other))
+        self.cache = [replace(e, matched=None) for e in self.cache if not (stale and e is other)]
         self._notice_replans(time.monotonic() - begin)
         return self._add(key, planned, starts), state_tensors(self.model, planned.prepared.traced.state)
 
@@ -287,6 +337,22 @@ class PlanState:
             yield
         finally:
             own["forward"] = current
+
+
+def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of a model and of `plan.module`, which runs the model's hooks as well."""
+    state: PlanState | None = module.__dict__.get("_plan_state")
+    applied: Any = module.__dict__.get("forward")
+    if getattr(applied, "runs_plan", False):
+        state = applied.state
+    if state is None or state.unplanned or not module.training or not torch.is_grad_enabled():
+        return
+    bound = bind_call(state.signature, args, kwargs)
+    state.looking = True
+    try:
+        state._look(bound, *flatten(dict(bound)))
+    finally:
+        state.looking = False
 
 
 def _check_materialized(traced: Traced, primals: Sequence[torch.Tensor]) -> None:

@@ -42,8 +42,8 @@ _DECIDES = attrgetter("shape", "dtype", "device", "requires_grad")
 class Entry:
     """A plan and what it holds for; `matched` are its reads as found on the model of the `PlanState` that has it.
 
-    `starts` are the outputs that its backward was to start from when it was planned; `regions` are those of a plan by
-    regions, as `planner.dropin.regions` runs them.
+    `starts` are the outputs that its backward was to start from when it was planned; `sharded` is whether
+    `fully_shard` had been called; `regions` are those of a plan by regions, as `planner.dropin.regions` runs them.
     """
 
     key: Key
@@ -53,6 +53,7 @@ class Entry:
     outdated: bool = False
     matched: Matched | None = None
     regions: Any = None
+    sharded: bool = False
 
     @property
     def reads(self) -> Reads:

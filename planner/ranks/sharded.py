@@ -88,7 +88,7 @@ class _Alone:
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         if input_tensor.device.type == "cpu":
-            torch.empty_like(input_tensor)  # gloo copies what it sends
+            torch.empty_like(max(input_tensor, output_tensor, key=torch.numel))  # gloo copies what all ranks have
         self.run(output_tensor, input_tensor)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -171,12 +172,30 @@ def fsdp_after(rank: int, share: str = "85%", shard: Call = models.shard, **opti
 
 
 def fsdp_before(rank: int, share: str = "85%") -> Compared:
-    """The plan is made and applied before the model is sharded; its budget is that of the model unsharded."""
+    """The plan is made and applied before the model is sharded, and made anew at the second step."""
     batch, model = models.tokens(rank), models.language()
     plan = auto_checkpoint(model, (batch, batch), share, regions="blocks.*", group=dist.group.WORLD, **QUICK)
     plan.apply(model)
     models.shard(model)
-    return compared(models.shard(models.language()), model, plan, model, batch)
+    return compared_anew(models.shard(models.language()), model, plan, model, batch)
+
+
+def fsdp_other_shape(rank: int, applied: bool = True) -> Compared:
+    """The sharded model is planned for another batch than it is trained on."""
+    batch, model = models.tokens(rank, rows=6), models.shard(models.language())
+    plan = auto_checkpoint(model, (models.tokens(rank),) * 2, "70%", **QUICK)
+    call = plan.apply(model) if applied else plan.module
+    return compared_anew(models.shard(models.language()), model, plan, call, batch)
+
+
+def compared_anew(plain: nn.Module, model: nn.Module, plan: Plan, call: nn.Module, batch: torch.Tensor) -> Compared:
+    """As `compared`, with the figures of the plan that was made while the model was trained."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = compared(plain, model, plan, call, batch)
+    latest = plan.module._plan_state.latest
+    assert latest is not plan.module._plan_state.first.planned
+    return replace(found, overhead=latest.overhead, predicted=latest.peak_bytes)
 
 
 def fsdp_loaded(rank: int, share: str = "85%") -> Compared:

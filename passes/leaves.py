@@ -62,7 +62,7 @@ def leaves(
 def sums(traced: Traced) -> dict[int, str]:
     """The primals whose gradient may be a sum, as the step reads them more than once, and their names."""
     gradients: Any = traced.pristine.output_node().args[0]
-    names, found = [*(e.name for e in traced.state), *traced.input_names], {}
+    names, found = traced.primal_names, {}
     for i, gradient in enumerate(gradients[traced.num_forward_outputs :]):
         while isinstance(gradient, fx.Node) and is_view(gradient):
             gradient = gradient.args[0]

@@ -131,6 +131,10 @@ class Traced:
         return len(self.state) + self.num_inputs
 
     @property
+    def primal_names(self) -> tuple[str, ...]:
+        return (*(entry.name for entry in self.state), *self.input_names)
+
+    @property
     def backward_autocast(self) -> Autocast:
         """What the backward was traced under: no autocast, as torch advises, unless it was seen to run under one."""
         return self.layouts.get(BACKWARD_AUTOCAST, ())

@@ -756,14 +756,44 @@ def test_frozen_and_thawed_parameters_are_noticed() -> None:
     assert_same_gradients(model, plain)
 
 
-def test_a_change_between_forward_and_backward_raises() -> None:
-    model, x = mlp(0.0), batch(8, 32)
-    chosen = tight(model, x)
-    output = squares(chosen.module(x))
+def replaced(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "how"),
+    [
+        ("3.weight", lambda p: p.add_(1), "changed in place"),
+        ("0.bias", lambda p: p.add_(1), "changed in place"),  # which the plain step would not read again
+        ("3.weight", replaced, "given other data"),
+        ("0.bias", replaced, "given other data"),
+    ],
+)
+@pytest.mark.parametrize("loss", [squares, lambda output: output["loss"]], ids=["planned", "replayed"])
+def test_a_change_between_forward_and_backward_raises(name: str, change: Any, how: str, loss: Any) -> None:
+    both = loss is not squares
+    net, x = mlp(0.0), batch(64, 32)
+    model: nn.Module = Wrap(lambda self, x: {"y": self.net(x), "loss": squares(self.net(x))}, net=net) if both else net
+    chosen = plan(model, x, recompute=["aten.addmm"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        output = loss(chosen.module(x))
     with torch.no_grad():
-        model[3].weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        change(net.get_parameter(name))
+    with pytest.raises(RuntimeError, match=f"{name} was {how}.* between forward and backward"):
         output.backward()
+
+
+def test_data_moved_elsewhere_between_forward_and_backward_is_the_same_data() -> None:
+    model, plain = twins(mlp(0.0))
+    x = batch(8, 32)
+    chosen = tight(model, x)
+    for each, module in ((model, chosen.module), (plain, plain)):
+        loss = squares(module(x))
+        for parameter in each.parameters():
+            parameter.data = parameter.data.clone()
+        loss.backward()
+    assert_same_gradients(model, plain)
 
 
 # Parameters: tied, unused, frozen, LoRA -------------------------------------------------------------------------

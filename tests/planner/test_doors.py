@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from planner import PlannerError, Unsupported
@@ -226,5 +227,13 @@ def test_transforms_are_refused_in_a_sentence() -> None:
     def loss(weight: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(module, {"weight": weight, "bias": model.bias}, (x,)).sum()
 
-    with pytest.raises(PlannerError, match="Give them the original model"):
-        torch.func.grad(loss)(model.weight)
+    def tangents(t: torch.Tensor) -> torch.Tensor:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(module(forward_ad.make_dual(t, t))).tangent
+
+    def batched(t: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(module(t), model.bias, torch.ones(2, 4, 8), is_grads_batched=True)[0]
+
+    for call, given in ((torch.func.grad(loss), model.weight), (tangents, x), (batched, x)):
+        with pytest.raises(PlannerError, match="Give them the original model"):
+            call(given)

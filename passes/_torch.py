@@ -81,6 +81,7 @@ __all__ = [
     "flop_registry",
     "forget_cublas_workspaces",
     "forget_source",
+    "global_hooks",
     "is_dense",
     "is_distributed",
     "local_part",
@@ -424,6 +425,16 @@ def active_saving_hooks() -> str:
         return ""
     module, name = hooks[0].__module__, hooks[0].__qualname__.partition(".")[0]
     return module if module == "torch.utils.checkpoint" else f"{module}.{name}"
+
+
+_OF_EVERY_MODULE = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+
+
+def global_hooks() -> list[Any]:
+    """What `register_module_forward_hook` and its like were given for every module, but for those who only watch."""
+    tables = (getattr(torch.nn.modules.module, f"_global_{name}", {}) for name in _OF_EVERY_MODULE)
+    hooks = [hook for table in tables for hook in table.values()]
+    return [h for h in hooks if not str(getattr(h, "__module__", "")).startswith("torch.")]  # FlopCounterMode's
 
 
 def native_kernels() -> contextlib.AbstractContextManager[Any]:

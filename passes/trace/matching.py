@@ -7,13 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
 from passes._torch import plain_class, wrapped_tensors
 
 from .expected import (
+    BY_VALUE,
     MISSING,
     Constant,
     Contents,
@@ -198,8 +198,8 @@ class _Matching:
         now = parts_of(value) or []
         if isinstance(value, torch.Tensor):
             self.matched.computed.append((partial(_wrapped, value), "", _wrapped(value)))
-        if isinstance(value, (list, dict, set, deque, numpy.ndarray)):
-            by_value = isinstance(value, (set, numpy.ndarray))
+        if isinstance(value, (list, dict, deque, *BY_VALUE)):
+            by_value = isinstance(value, BY_VALUE)
             if by_value or len(value):
                 self.matched.contents.append((value, now if by_value else items_of(value)))
             else:

@@ -71,6 +71,17 @@ def sums(traced: Traced) -> dict[int, str]:
     return found
 
 
+def casts(traced: Traced) -> dict[int, str]:
+    """The parameters that are cast and whose gradient is cast back: autocast does so once for all uses of one."""
+    found = {}
+    for i, (entry, gradient) in enumerate(zip(traced.state, traced.gradients, strict=False)):
+        while isinstance(gradient, fx.Node) and is_view(gradient):
+            gradient = gradient.args[0]
+        if entry.is_parameter and getattr(gradient, "target", None) is torch.ops.aten._to_copy.default:
+            found[i] = entry.name
+    return found
+
+
 def _owners(
     traced: Traced, aliases: Aliases, problem: Problem, tensor_of: Mapping[Storage, int]
 ) -> dict[int, list[int]]:

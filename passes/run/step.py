@@ -11,7 +11,6 @@ Needs torch alone: exports hold a copy.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -169,8 +168,7 @@ class _Run:
         places = [s.untyped_storage().data_ptr() for s in saved]
         self.saved = [alone(s) if place in returned else s for s, place in zip(saved, places, strict=True)]
         self.held = [o.detach() for o in outputs] if step.hold_outputs else None
-        owners = Counter(o.untyped_storage().data_ptr() for o in outputs)
-        kept = {*places, *(place for place, count in owners.items() if count > 1)}
+        kept = set(places)
         shared = [t for t in (*outputs, *primals) if t.untyped_storage().data_ptr() in kept]
         self.shared = [(t.detach(), t._version) for t in shared]
         return outputs
@@ -210,7 +208,7 @@ class _Run:
         if any(output._version != version for output, version in self.shared):
             raise ChangedInPlace(
                 "an input or output of the planned step was changed in place between forward and backward, and the "
-                "backward needs its old value, or another output is a view of the same memory. Change a clone() of it, or use the out-of-place form."
+                "backward needs its old value. Change a clone() of it, or use the out-of-place form."
             )
         self.shared = []
 

@@ -54,9 +54,9 @@ from .hidden import refuse_hidden
 from .isolate import isolated
 from .layouts import (
     BACKWARD_AUTOCAST,
+    LAID_OUT,
     EagerFakes,
     EagerLayouts,
-    LAID_OUT,
     GivenGradient,
     Layouts,
     gradient_key,

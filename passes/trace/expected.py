@@ -127,7 +127,7 @@ _PARTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
     (types.MappingProxyType, lambda m: items_of(dict(m))),
     (ChainMap, lambda m: list(m.maps)),
     (weakref.ref, lambda r: [r()]),
-    (ContextVar, lambda v: [v.get(None)]),
+    (ContextVar, lambda v: [c for c in [v.get(None)] if type(c) in LITERALS]),  # a setting; others collect things
     (torch.Tensor, lambda t: [t.requires_grad, *wrapped_tensors(t)]),
 )
 BY_VALUE = (set, numpy.ndarray, bytearray, array, types.MappingProxyType, ChainMap, weakref.ref, ContextVar)

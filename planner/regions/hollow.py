@@ -439,8 +439,8 @@ OTHER_SUM = (
 
 
 SHARED_CAST = (
-    "its parameter {name!r} has other uses, and autocast casts it once for all of them: the gradients of the uses would "
-    "be added up in another type than the plain step's"
+    "its parameter {name!r} has other uses, and autocast casts it once for all of them: the gradients of the uses "
+    "would be added up in another type than the plain step's"
 )
 
 

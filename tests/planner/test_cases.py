@@ -878,6 +878,81 @@ def test_views_as_outputs() -> None:
     assert_same_gradients(model, plain)
 
 
+SHARING: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a detached loss": lambda y: {"loss": y.pow(2).mean(), "log": y.pow(2).mean().detach(), "y": y, "seen": y.detach()},
+    "a row": lambda y: (y, y[0]),
+    "rows": lambda y: (y[0], y[1:]),
+    "nested views": lambda y: (y.tanh(), y[0], y[0][:3], y.reshape(-1)),
+    "another layout": lambda y: (y, y.t(), y.diagonal(), y[:, :1].expand(-1, 3)),
+    "parts of complex numbers": lambda y: (lambda c: (c.real, c.imag))(torch.fft.fft(y)),
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_outputs_that_share_memory(name: str) -> None:
+    model, plain = twins(Wrap(lambda self, x: SHARING[name](self.net(x).tanh()), net=linear()))
+    x = batch()
+    chosen = plan(model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a start from one of them is replayed, then planned for
+        for parts in (slice(None), slice(1, 2), slice(1)):
+            for each in (chosen.module, plain):
+                found, _ = flatten(each(x))
+                wanted = [t for t in found if t.requires_grad][parts] or found[:1]
+                sum(t.sin().sum() for t in wanted).backward()
+            assert_same_gradients(model, plain)
+    output, again = flatten(chosen.module(x))[0], flatten(plain(x))[0]
+    assert all(torch.equal(a, b) and a.requires_grad == b.requires_grad for a, b in zip(output, again, strict=True))
+
+
+def test_an_output_changed_in_place_under_another_one_is_noticed() -> None:
+    model = Wrap(lambda self, x: (lambda y: (y, y[0]))(self.layer(x).sin()), layer=linear())
+    y, row = plan(model, batch()).module(batch())
+    with torch.no_grad():
+        y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        (y.sum() + row.sum()).backward()
+
+
+@torch.library.custom_op("planner_cases::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rand_like(x)
+
+
+@torch.library.custom_op("planner_cases::counting", mutates_args=())
+def counting(x: torch.Tensor) -> torch.Tensor:
+    CALLS.append(1)
+    return x * len(CALLS)
+
+
+CALLS: list[int] = []
+for op in (noisy, counting):
+    op.register_fake(torch.empty_like)
+    op.register_autograd(lambda ctx, gradient: gradient)
+
+
+@pytest.mark.parametrize("op", [noisy, counting], ids=["draws", "counts"])
+def test_a_custom_op_that_varies_runs_once(op: Any) -> None:
+    """It says nothing of it, and was recomputed."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.net:
+            x = op(layer(x).tanh()).sin()
+        return x
+
+    model, plain = twins(Wrap(forward, net=nn.ModuleList(nn.Linear(32, 32) for _ in range(3))))
+    x = batch(64, 32)
+    before = torch.get_rng_state()
+    chosen = plan(model, x, recompute=["*"], check=False)
+    assert chosen.recomputed and not any("planner_cases" in name for name in chosen.recomputed)
+    assert torch.equal(torch.get_rng_state(), before)
+    for each in (chosen.module, plain):
+        CALLS.clear()
+        torch.manual_seed(1)
+        squares(each(x)).backward()
+    assert_same_gradients(model, plain)
+
+
 def test_an_input_returned_is_that_input() -> None:
     model = Wrap(lambda self, x: (self.layer(x), x, self.layer.weight), layer=linear())
     x = batch()

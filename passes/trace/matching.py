@@ -198,10 +198,11 @@ class _Matching:
         now = parts_of(value) or []
         if isinstance(value, torch.Tensor):
             self.matched.computed.append((partial(_wrapped, value), "", _wrapped(value)))
-        if isinstance(value, (list, dict, deque, *BY_VALUE)):
-            by_value = isinstance(value, BY_VALUE)
-            if by_value or len(value):
-                self.matched.contents.append((value, now if by_value else items_of(value)))
+        if isinstance(value, BY_VALUE):
+            self.matched.contents.append((value, now))
+        elif isinstance(value, (list, dict, deque)):
+            if len(value):
+                self.matched.contents.append((value, items_of(value)))
             else:
                 self.matched.empty.append(value)
         return len(now) == len(expected.parts) and all(map(self.agrees, expected.parts, now))

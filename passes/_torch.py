@@ -182,9 +182,21 @@ def wrapped_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [inner for part in parts for inner in (wrapped_tensors(part) or [part])]
 
 
-def swapped_state(module: nn.Module, state: dict[str, torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Run `module` with other tensors as parameters and buffers (`torch.func.functional_call`'s own helper)."""
-    return _reparametrize_module(module, state, tie_weights=True, strict=False, stack_weights=True)
+@contextlib.contextmanager
+def swapped_state(module: nn.Module, state: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Run `module` with other tensors as parameters and buffers (`torch.func.functional_call`'s own helper).
+
+    An RNN keeps a list of its weights besides, which the helper forgets where they are swapped for parameters.
+    """
+    with _reparametrize_module(module, state, tie_weights=True, strict=False, stack_weights=True):
+        lists = [(m, m._flat_weights) for m in module.modules() if isinstance(m, nn.RNNBase)]
+        for rnn, _ in lists:
+            rnn.__dict__["_flat_weights"] = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+        try:
+            yield
+        finally:
+            for rnn, weights in lists:
+                rnn.__dict__["_flat_weights"] = weights
 
 
 class _InThisThread:

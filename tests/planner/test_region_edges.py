@@ -132,7 +132,19 @@ class Collects(nn.Module):
         return self.last(x).sum() + sum(inner.sin().sum() for inner in collected["inner"])
 
 
-@pytest.mark.parametrize("kind", [ChangesInPlace, ManyReaders, UsesCache, Collects])
+class Recurrent(nn.Module):
+    """An RNN keeps its weights in a list as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.last = nn.LSTM(16, 16, batch_first=True), Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert bool(x.isfinite().all())
+        return self.last(self.rnn(x)[0]).pow(2).sum()
+
+
+@pytest.mark.parametrize("kind", [ChangesInPlace, ManyReaders, UsesCache, Collects, Recurrent])
 def test_bits_and_bytes_are_those_of_the_plain_step(kind: Any) -> None:
     torch.manual_seed(0)
     model, sample = kind(), torch.randn(4, 32, 16)

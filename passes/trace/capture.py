@@ -309,8 +309,9 @@ class _StepTracer:
         bound = unflatten(self.input_template, flat[len(self.entries) :])
         known = KnownValues(flat[len(self.entries) :], self.sample)
         with ExitStack() as stack:
-            casts = _casts_kept(self.keeps_casts)
-            for mode in (casts, swapped_state(self.model, state), known, EagerLayouts(self.remembered), *modes):
+            casts, swapped = _casts_kept(self.keeps_casts), swapped_state(self.model, state)
+            entered: list[AbstractContextManager[Any]] = [casts, swapped, known, EagerLayouts(self.remembered), *modes]
+            for mode in entered:
                 stack.enter_context(mode)
             value = run_model(self.model, self.loss_fn, self.signature, bound)
             _check_arguments(bound, flat[len(self.entries) :], self.input_template)

@@ -167,7 +167,7 @@ class Net(Base):
             setattr(self, name, value)
         if "shown" in attributes:
             self.shown = types.MappingProxyType(self.table)
-        if "cfg" in attributes:
+        if "weak" in attributes:
             self.weak = weakref.ref(self.cfg)
 
     def middle(self, x: torch.Tensor) -> torch.Tensor:
@@ -359,7 +359,7 @@ CHANGES: dict[str, Change] = {
         lambda m: m.table.update(a=3.0),
     ),
     "a weak reference's object": (
-        lambda: Net(lambda self, h: h * self.weak().scale, cfg=Config()), setting("cfg.scale", 3.0)
+        lambda: Net(lambda self, h: h * self.weak().scale, cfg=Config(), weak=None), setting("cfg.scale", 3.0)
     ),
     "a context variable": (reader("t", 1.0, lambda v: v * FACTOR.get()), lambda m: FACTOR.set(FACTOR.get() + 1)),
     "what a hook of a tensor reads": (

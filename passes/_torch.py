@@ -81,6 +81,7 @@ __all__ = [
     "flop_registry",
     "forget_cublas_workspaces",
     "forget_source",
+    "global_hooks",
     "is_dense",
     "is_distributed",
     "local_part",
@@ -181,9 +182,21 @@ def wrapped_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [inner for part in parts for inner in (wrapped_tensors(part) or [part])]
 
 
-def swapped_state(module: nn.Module, state: dict[str, torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Run `module` with other tensors as parameters and buffers (`torch.func.functional_call`'s own helper)."""
-    return _reparametrize_module(module, state, tie_weights=True, strict=False, stack_weights=True)
+@contextlib.contextmanager
+def swapped_state(module: nn.Module, state: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Run `module` with other tensors as parameters and buffers (`torch.func.functional_call`'s own helper).
+
+    An RNN keeps a list of its weights besides, which the helper forgets where they are swapped for parameters.
+    """
+    with _reparametrize_module(module, state, tie_weights=True, strict=False, stack_weights=True):
+        lists = [(m, m._flat_weights) for m in module.modules() if isinstance(m, nn.RNNBase)]
+        for rnn, _ in lists:
+            rnn.__dict__["_flat_weights"] = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+        try:
+            yield
+        finally:
+            for rnn, weights in lists:
+                rnn.__dict__["_flat_weights"] = weights
 
 
 class _InThisThread:
@@ -424,6 +437,16 @@ def active_saving_hooks() -> str:
         return ""
     module, name = hooks[0].__module__, hooks[0].__qualname__.partition(".")[0]
     return module if module == "torch.utils.checkpoint" else f"{module}.{name}"
+
+
+_OF_EVERY_MODULE = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+
+
+def global_hooks() -> list[Any]:
+    """What `register_module_forward_hook` and its like were given for every module, but for those who only watch."""
+    tables = (getattr(torch.nn.modules.module, f"_global_{name}", {}) for name in _OF_EVERY_MODULE)
+    hooks = [hook for table in tables for hook in table.values()]
+    return [h for h in hooks if not str(getattr(h, "__module__", "")).startswith("torch.")]  # FlopCounterMode's
 
 
 def native_kernels() -> contextlib.AbstractContextManager[Any]:

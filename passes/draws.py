@@ -6,12 +6,16 @@ thread that trains drew in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import random
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 
+from ._torch import pytree
 from .fuse import records
 from .run import kernels
 from .run.random import get_rng_state, set_rng_state
@@ -32,6 +36,25 @@ def drawing_privately(target: Any, args: Any, kwargs: Any, device: torch.device)
     if (same := _with_generator(target)) is not None:
         return partial(same, *args, **{**kwargs, "generator": generator})
     return partial(_undone, target, args, kwargs, str(device))
+
+
+def varies(run: Callable[[], Any]) -> bool:
+    """Whether another run of an op gives other values: it draws without saying so, counts, or asks the clock."""
+    first, second = (pytree.tree_leaves(run()) for _ in range(2))
+    pairs = zip(first, second, strict=True)
+    return not all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor))
+
+
+@contextlib.contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Put torch's, Python's and NumPy's generators back after the block."""
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(arrays)
 
 
 def _native_dropout(values: torch.Tensor, p: float, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

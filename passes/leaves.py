@@ -62,12 +62,23 @@ def leaves(
 def sums(traced: Traced) -> dict[int, str]:
     """The primals whose gradient may be a sum, as the step reads them more than once, and their names."""
     gradients: Any = traced.pristine.output_node().args[0]
-    names, found = [*(e.name for e in traced.state), *traced.input_names], {}
+    names, found = traced.primal_names, {}
     for i, gradient in enumerate(gradients[traced.num_forward_outputs :]):
         while isinstance(gradient, fx.Node) and is_view(gradient):
             gradient = gradient.args[0]
         if isinstance(gradient, fx.Node) and gradient.target is torch.ops.aten.add.Tensor:
             found[i] = names[i]
+    return found
+
+
+def casts(traced: Traced) -> dict[int, str]:
+    """The parameters that are cast and whose gradient is cast back: autocast does so once for all uses of one."""
+    found = {}
+    for i, (entry, gradient) in enumerate(zip(traced.state, traced.gradients, strict=False)):
+        while isinstance(gradient, fx.Node) and is_view(gradient):
+            gradient = gradient.args[0]
+        if entry.is_parameter and getattr(gradient, "target", None) is torch.ops.aten._to_copy.default:
+            found[i] = entry.name
     return found
 
 

@@ -38,6 +38,11 @@ OPAQUE_RESULTS = frozenset(
 
 
 
+# In a node's meta: its op was seen to give other values when it ran again on the same ones.
+VARIES = "varies"
+_KNOWN_NAMESPACES = frozenset({"aten", "prims", "planner", "_c10d_functional", "c10d_functional", "c10d"})
+
+
 @dataclass(frozen=True)
 class Donation:
     """The op that writes the same bits into the memory of one of its arguments.
@@ -108,6 +113,11 @@ TIES = frozenset(
     getattr(aten, name)
     for name in ("topk", "sort", "argsort", "msort", "kthvalue", "median", "nanmedian", "mode", "_unique2")
 )
+
+
+def is_custom(node: fx.Node) -> bool:
+    """Whether the op is neither torch's nor ours, so that nothing is known of it but what its author says."""
+    return isinstance(node.target, OpOverload) and node.target.namespace not in _KNOWN_NAMESPACES
 
 
 def is_random(node: fx.Node) -> bool:
@@ -199,4 +209,6 @@ def must_run_once(node: fx.Node, device: torch.device) -> str | None:
         return "collective"
     if torch.Tag.nondeterministic_bitwise in target.tags:
         return "not bitwise deterministic"
+    if node.meta.get(VARIES):
+        return "another run of it gives other values"
     return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,14 +23,14 @@ from solvers.errors import BudgetError
 from ._torch import FakeTensor, TorchDispatchMode, pytree
 from .alias import device_of, is_compute
 from .device import kind_of
-from .draws import drawing_privately
+from .draws import drawing_privately, generators_kept, varies
 from .errors import Unsupported
 from .exclusive import exclusive, interrupt_point
 from .flops import listed_flops, unlisted_flops
 from .fuse.records import BY_OP, workspace_bytes
 from .memory import high_water, span
 from .op_class import op_class
-from .ops import OPAQUE_RESULTS, is_collective, is_random, looks_at_values
+from .ops import OPAQUE_RESULTS, VARIES, is_collective, is_custom, is_random, looks_at_values
 from .run._torch import below_autograd
 from .tape import Tape, record
 
@@ -88,13 +89,14 @@ class OpProfile:
 
 @dataclass(frozen=True)
 class Measured:
-    """What running an op showed: see `OpProfile`."""
+    """What running an op showed: see `OpProfile`; and whether another run of it gave other values."""
 
     workspace_bytes: int
     result_bytes: tuple[int, ...] | None = None
     result_strides: tuple[tuple[int, ...] | None, ...] | None = None
     seconds: float | None = None
     tape: Tape | None = None
+    varies: bool = False
 
 
 def roofline(op: OpProfile, ridge: float = RIDGE) -> float:
@@ -152,6 +154,9 @@ def profile(
         for key, node in progress(new, "profile") if progress else new:
             interrupt_point()
             known[key] = _measure(node, timed)
+    for key, group in distinct.items():
+        for node in group:
+            node.meta[VARIES] = known[key].varies
     return {node: _annotated(static[node], known[key]) for key, group in distinct.items() for node in group}
 
 
@@ -252,7 +257,9 @@ def _measure(node: fx.Node, timed: bool) -> Measured:
             break
         try:
             run = _call(node, make_up)
-            workspace, results, tape = _memory(run, device, expected)
+            with generators_kept(device) if is_custom(node) else nullcontext():
+                once = is_custom(node) and varies(run)
+                workspace, results, tape = _memory(run, device, expected)
         except torch.OutOfMemoryError as error:
             raise BudgetError(
                 f"the device has no room to run {node.name} ({node.target}) by itself, as profiling does: {error}. "
@@ -264,7 +271,7 @@ def _measure(node: fx.Node, timed: bool) -> Measured:
         sizes = tuple(t.untyped_storage().nbytes() if isinstance(t, torch.Tensor) else 0 for t in results)
         told = expected if expected is not None else [value]
         strides = tuple(_strides(*pair) for pair in zip(told, results, strict=False))
-        seen.append(Measured(workspace, sizes, strides, _time(run, device) if timed else None, tape))
+        seen.append(Measured(workspace, sizes, strides, _time(run, device) if timed else None, tape, once))
     if not seen:
         counted = _count(node)
         return Measured(2 * (counted.bytes_read + counted.bytes_written), seconds=0.0 if timed else None)

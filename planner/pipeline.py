@@ -10,7 +10,7 @@ from torch import nn
 from passes.alias import device_of
 from passes.errors import CaptureError, NoBackward, Unsupported
 from passes.exclusive import exclusive
-from passes.leaves import sums
+from passes.leaves import casts, sums
 from passes.lower import stateful_primals
 from passes.ops import is_random
 from passes.rewrite import Rewritten, reads, rewrite
@@ -139,7 +139,8 @@ def bind_step(prepared: Prepared, rewritten: Rewritten, arena: Arena = ()) -> St
         hold_outputs=prepared.options.keep_outputs,
         leaves=rewritten.leaves,
         reads=reads(traced, rewritten),
-        sums=tuple(sums(traced).items()),
+        sums=tuple(dict.fromkeys([*sums(traced), *list(casts(traced))[:1]])),  # one cast tells of all
+        names=traced.primal_names,
         autocast=traced.backward_autocast,
         others=tuple(without) if elsewhere else (),
         arena=arena,

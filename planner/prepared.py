@@ -15,6 +15,7 @@ from passes.alias import Aliases, Storage, alias
 from passes.exclusive import exclusive
 from passes.lower import UPDATE, Lowered, lower
 from passes.memory import granule, round_up
+from passes.ops import VARIES
 from passes.printable import printable
 from passes.profile import Measured, OpProfile, profile
 from passes.run.arena import Arena
@@ -189,6 +190,8 @@ def prepare(
         if all(layouts.get(key) == strides for key, strides in made.items()):
             break
         layouts.update(made)
+    if any(n.meta.get(VARIES) for n in profiles):  # seen while profiling: it may not run again
+        hinted = resolve(options.hints, traced, aliases, target, required=required_hints)
     options = replace(options, flight=with_loss(options.flight, traced, device))
     lowered = lower_step(traced, aliases, profiles, device, options, once)
     schedule = with_frees(lowered.problem, plain_order(lowered.problem))

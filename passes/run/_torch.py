@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._pytree import register_pytree_node
 
 __all__ = [
@@ -56,10 +57,18 @@ def with_autograd() -> Iterator[None]:
         yield
 
 
-def under_transform() -> bool:
-    """Whether a `torch.func` transform (grad, vmap, jvp, ...) is running this code."""
-    level = getattr(getattr(_C, "_functorch", None), "maybe_current_level", lambda: None)()
-    return level is not None
+def under_transform(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether a transform of `torch.func` (grad, vmap, jvp, ...) runs this code, or has to do with the tensors.
+
+    So has forward-mode differentiation with those that have a tangent, and `is_grads_batched` with gradients.
+    """
+    functorch: Any = getattr(_C, "_functorch", None)
+    if getattr(functorch, "maybe_current_level", lambda: None)() is not None:
+        return True
+    batched = getattr(functorch, "is_legacy_batchedtensor", lambda t: False)
+    given = [t for t in tensors if t is not None]
+    dual = getattr(forward_ad, "_current_level", -1) >= 0
+    return any(map(batched, given)) or (dual and any(forward_ad.unpack_dual(t).tangent is not None for t in given))
 
 
 def backward_number() -> int:

@@ -42,9 +42,10 @@ class _Look:
     def __call__(self, gradient: torch.Tensor | None) -> None:
         if gradient is not None and memory_of(gradient) != self.memory:
             warnings.warn(
-                f"the gradient of {self.name} is a sum, as the planned step reads it more than once, and this backward "
-                "adds it to a gradient from outside of the step (a penalty on parameters, another call of the model): "
-                "in another order than the plain step, which shows in the last bits. For the same bits call "
+                f"the gradient of {self.name} is a sum, as the planned step reads it more than once or autocast casts "
+                "it, and this backward adds it to a gradient from outside of the step (a penalty on parameters, "
+                "another call of the model): in another order or type than the plain step, which shows in the last "
+                "bits of the type that it computes in. For the same bits call "
                 "backward for each, or let all of it be one module, or its loss_fn, that is planned.",
                 stacklevel=2,
             )

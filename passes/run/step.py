@@ -5,13 +5,13 @@ their gradients have been computed, and hands them to autograd, which accumulate
 goes on to the next node. So gradients leave while the backward proceeds, as in eager.
 
 The saved tensors are held in a list that the backward empties into its own variables, so each dies at its last use.
-Parameters and inputs go through `save_for_backward`, so that a change between forward and backward raises as usual.
+A change of what it reads between forward and backward raises, as autograd's own check of saved tensors would.
 Needs torch alone: exports hold a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from .arena import Arena, ask_for
 from .errors import PlannerError
 from .mixing import watch_sum
 from .replay import as_tensor, copy_generator, old_value
-from .tensors import alone, apart, distinct, is_laid_out, laid_out
+from .tensors import alone, apart, distinct, is_laid_out, laid_out, memory_of
 
 
 class BackwardTwice(PlannerError, RuntimeError):
@@ -66,7 +66,8 @@ class Step:
             does.
         leaves: groups of primals whose gradients the backward hands over together, in this order, the last at its end.
         reads: which parameters the backward reads on its way to each of the groups.
-        sums: primals that the forward reads more than once, so that their gradients are sums; with their names.
+        sums: primals that the forward reads more than once, so that their gradients are sums.
+        names: what the primals are called.
         others: primals that get a gradient only where the backward starts from other outputs than planned for.
         starts: what to call the `expected` outputs.
         autocast: what the backward was traced under. Under another one the plain backward casts in other places.
@@ -86,7 +87,8 @@ class Step:
     hold_outputs: bool = True
     leaves: tuple[tuple[int, ...], ...] = ((),)
     reads: tuple[tuple[int, ...], ...] = ((),)
-    sums: tuple[tuple[int, str], ...] = ()
+    sums: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
     others: tuple[int, ...] = ()
     starts: tuple[str, ...] = ()
     autocast: Autocast = ()
@@ -102,17 +104,22 @@ class Step:
         Raises:
             PlannerError: under a transform of `torch.func`.
         """
-        if under_transform():
-            raise PlannerError(
-                "a planned step runs under loss.backward() and torch.autograd.grad; torch.func.grad, vmap, jvp and the "
-                "other transforms cannot look into it. Give them the original model."
-            )
+        _refuse_transform(primals)
         run = _Run(self, fallback, primals)
         token = run.token
         for place in reversed(range(len(run.owned))):
             token = _Owner.apply(run, place, token, *(primals[i] for i in run.owned[place]))
         results: tuple[Any, ...] = _Result.apply(run, token)
         return results
+
+
+def _refuse_transform(tensors: Iterable[torch.Tensor | None]) -> None:
+    if under_transform(tensors):
+        raise PlannerError(
+            "a planned step runs under loss.backward() and torch.autograd.grad; torch.func.grad, vmap, jvp and the "
+            "other transforms cannot look into it, nor can forward-mode differentiation and batched gradients "
+            "(is_grads_batched). Give them the original model."
+        )
 
 
 class _Run:
@@ -124,6 +131,7 @@ class _Run:
         program: the backward, which yields the gradients of one node after another.
         read: the parameters that it reads.
         sums: as of the step, but for tensors with hooks, after which a gradient is another tensor.
+        given: the primals as they came, without autograd: assigning to a parameter's `data` does not change them.
         replayed: all gradients, where the fallback found them.
     """
 
@@ -133,7 +141,8 @@ class _Run:
         self.token = torch.empty(0, device=next((p.device for p in primals if p.requires_grad), None))
         ask_for(step.arena, self.token.device)
         self.versions = [p._version for p in primals]
-        self.sums = {i: name for i, name in step.sums if not primals[i]._backward_hooks}
+        self.given: Sequence[torch.Tensor] = [p.detach() for p in primals]
+        self.sums = {i for i in step.sums if not primals[i]._backward_hooks}
         self.generators = {device: copy_generator(device) for device in step.rng_devices}
         self.overwritten = {i: old_value(primals[i]) for i in step.keep_primals}
         self.saved: list[torch.Tensor] | None = None
@@ -147,7 +156,7 @@ class _Run:
         """The outputs."""
         step, primals = self.step, self.primals
         with below_autograd():
-            results = step.forward.forward([p.detach() for p in primals])
+            results = step.forward.forward(list(self.given))
         count = len(step.mutated)
         with torch.no_grad():
             for i, value in zip(step.mutated, results[:count], strict=True):
@@ -164,18 +173,10 @@ class _Run:
         self.shared = [(t.detach(), t._version) for t in shared]
         return outputs
 
-    def read_primals(self) -> list[torch.Tensor]:
-        """What must not change between forward and backward."""
-        return [self.primals[i] for i in self.step.saved_primals if i not in self.step.mutated]
-
-    def start(self, ctx: Any, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Begin the backward; it runs when it is resumed.
-
-        Args:
-            ctx: its `saved_tensors` are the `read_primals`.
-            gradients: of the outputs.
-        """
+    def start(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Begin the backward from the gradients of the outputs; it runs when it is resumed."""
         step = self.step
+        _refuse_transform(gradients)
         self._check()
         present = tuple(i for i, g in enumerate(gradients) if g is not None)
         given = [g for g in gradients if g is not None]
@@ -186,11 +187,11 @@ class _Run:
             self.replayed = self._replay(dict(zip(present, given, strict=True)))
             return
         tangents = [laid_out(g, s) for g, s in zip(given, step.tangent_strides, strict=True)]
-        kept = iter(ctx.saved_tensors)
-        values = [self.primals[i] if i in step.mutated else next(kept) for i in step.saved_primals]
+        self._check_primals(i for i in step.saved_primals if i not in step.mutated)
         self.read = {i: self.primals[i] for part in step.reads for i in part}
-        self.program = step.backward.forward([*(self.saved or ()), *(p.detach() for p in values), *tangents])
-        self.saved, self.primals = None, ()
+        values = (self.given[i] for i in step.saved_primals)
+        self.program = step.backward.forward([*(self.saved or ()), *values, *tangents])
+        self.saved, self.primals, self.given = None, (), ()
 
     def _check(self) -> None:
         if self.saved is None:
@@ -218,14 +219,24 @@ class _Run:
                 f"backward must start from {starts} (that is what was planned), and from nothing else, and under "
                 f"{autocast}."
             )
-        for i, (primal, version) in enumerate(zip(self.primals, self.versions, strict=True)):
-            if primal._version != version:
-                raise ChangedInPlace(
-                    f"input {i} of the planned step was changed in place between forward and backward"
-                )
+        self._check_primals(range(len(self.primals)))
         old = {i: as_tensor(value, self.primals[i]) for i, value in self.overwritten.items()}
         self.saved = None
         return self.fallback([old.get(i, p) for i, p in enumerate(self.primals)], self.generators, gradients)
+
+    def _check_primals(self, indices: Iterable[int]) -> None:
+        for i in indices:
+            primal, given = self.primals[i], self.given[i]
+            if primal._version != self.versions[i]:
+                how = "changed in place"
+            elif memory_of(primal) != memory_of(given) and not torch.equal(primal, given):
+                how = "given other data (.data = ...)"
+            else:
+                continue
+            raise ChangedInPlace(
+                f"{self.step.names[i]} was {how} between forward and backward, and the backward of the planned step "
+                "needs its old value. Change it after the backward."
+            )
 
     def resume(self, place: int) -> tuple[Any, ...]:
         """Run the backward up to the gradients of a node of the chain; nothing else holds them then."""
@@ -234,10 +245,12 @@ class _Run:
             for i in self.owned[place]:
                 self.replayed[i] = None
             return found
-        if any(self.read[i]._version != self.versions[i] for i in self.step.reads[place]):
+        changed = [i for i in self.step.reads[place] if self.read[i]._version != self.versions[i]]
+        if changed:
             raise ChangedInPlace(
-                "a parameter of the planned step was changed in place while its backward ran, which still reads it: a "
-                "hook may change a parameter once that parameter's own gradient is there, but no other one."
+                f"{self.step.names[changed[0]]} was changed in place while the backward of the planned step ran, which "
+                "still reads it: a hook may change a parameter once that parameter's own gradient is there, but no "
+                "other one."
             )
         assert self.program is not None
         with below_autograd():
@@ -265,7 +278,7 @@ class _Owner(torch.autograd.Function):
         for place, i in enumerate(run.owned[ctx.place]):
             if i in run.sums and found[place] is not None:
                 found[place] = alone(found[place])
-                watch_sum(ctx.next_functions[1 + place], found[place], run.sums[i])
+                watch_sum(ctx.next_functions[1 + place], found[place], run.step.names[i])
         return (None, None, token, *found)
 
 
@@ -276,7 +289,6 @@ class _Result(torch.autograd.Function):
     def forward(ctx: Any, run: _Run, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.run = run
         outputs = run.forward()
-        ctx.save_for_backward(*run.read_primals())
         differentiable = run.step.differentiable
         ctx.mark_non_differentiable(*(o for o, d in zip(outputs, differentiable, strict=True) if not d))
         ctx.set_materialize_grads(False)
@@ -284,5 +296,5 @@ class _Result(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        ctx.run.start(ctx, gradients)
+        ctx.run.start(gradients)
         return None, ctx.run.token

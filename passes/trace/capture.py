@@ -8,6 +8,7 @@ regions are in the graph as executed.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,7 @@ from .hidden import refuse_hidden
 from .isolate import isolated
 from .layouts import (
     BACKWARD_AUTOCAST,
+    LAID_OUT,
     EagerFakes,
     EagerLayouts,
     GivenGradient,
@@ -129,6 +131,10 @@ class Traced:
     @property
     def num_primals(self) -> int:
         return len(self.state) + self.num_inputs
+
+    @property
+    def primal_names(self) -> tuple[str, ...]:
+        return (*(entry.name for entry in self.state), *self.input_names)
 
     @property
     def backward_autocast(self) -> Autocast:
@@ -216,6 +222,7 @@ def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
         raise capture_error(error) from error
     finally:
         tracer.watch.stop()
+        tracer.recorder.stop()
     _check_in_the_kernels(joint.graph_module.graph)
     settle_gradients(joint.graph_module.graph)
     fill_forward_paths(joint.graph_module.graph.nodes)
@@ -261,6 +268,7 @@ class _StepTracer:
         self.keeps_casts = torch.is_autocast_cache_enabled()
 
     def __call__(self, *parts: torch.Tensor) -> list[torch.Tensor]:
+        self.recorder.stop()
         self.before.restore()  # torch traces several times: each time from what the model held
         _make_leaves(parts[: len(self.entries)])
         flat = tuple(map(as_distributed, parts, self.given))
@@ -275,6 +283,7 @@ class _StepTracer:
             paths.setdefault(i, path)
         wanted = choose_differentiated(self.output_template, tensors, paths, self.differentiated)
         self.leaves = []
+        aliased = _sharing(tensors, flat)
         returned: list[torch.Tensor] = []
         for i, tensor in enumerate(tensors):
             same = next((k for k, t in enumerate(flat) if t is tensor), None)
@@ -282,9 +291,15 @@ class _StepTracer:
             index = -1 if same is not None else len(returned)
             self.leaves.append(OutputLeaf(paths[i], same, index, tensor.requires_grad, chosen))
             if same is None:
-                returned.append(self._started(paths[i], tensor) if chosen else tensor.detach())
-        if self.runs and self.watch.custom_backward:
-            self.watch.start()  # torch goes on with the backward
+                own = tensor.stride() if id(tensor) in aliased else None
+                if chosen:
+                    returned.append(self._started(paths[i], tensor, own))
+                else:
+                    returned.append(tensor.detach() if own is None else LAID_OUT(tensor.detach(), own))
+        if self.runs:  # torch goes on with the backward
+            self.recorder.follow_backward()
+            if self.watch.custom_backward:
+                self.watch.start()
         self.runs += 1
         return returned
 
@@ -294,8 +309,9 @@ class _StepTracer:
         bound = unflatten(self.input_template, flat[len(self.entries) :])
         known = KnownValues(flat[len(self.entries) :], self.sample)
         with ExitStack() as stack:
-            casts = _casts_kept(self.keeps_casts)
-            for mode in (casts, swapped_state(self.model, state), known, EagerLayouts(self.remembered), *modes):
+            casts, swapped = _casts_kept(self.keeps_casts), swapped_state(self.model, state)
+            entered: list[AbstractContextManager[Any]] = [casts, swapped, known, EagerLayouts(self.remembered), *modes]
+            for mode in entered:
                 stack.enter_context(mode)
             value = run_model(self.model, self.loss_fn, self.signature, bound)
             _check_arguments(bound, flat[len(self.entries) :], self.input_template)
@@ -325,13 +341,29 @@ class _StepTracer:
         self.watch = watch
         return value
 
-    def _started(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A gradient comes in its output's strides until another is seen (torch 2.11 expects it contiguous)."""
-        permuted = tensor.layout is torch.strided and not tensor.is_contiguous() and is_dense(tensor)
+    def _started(self, path: str, tensor: torch.Tensor, aliased: Sequence[int] | None) -> torch.Tensor:
+        """A gradient comes in its output's strides until another is seen (torch 2.11 expects it contiguous).
+
+        One that shares memory with another output has its own gradient: torch would ask for that of both together.
+        """
+        dense = tensor.layout is torch.strided and is_dense(tensor)
         of_leaf = tensor._base is not None and tensor._base.is_leaf  # refused in `_traced`, which has to see it
-        own = tuple(tensor.stride()) if permuted and not of_leaf else None
+        own = tuple(tensor.stride()) if dense and not tensor.is_contiguous() and not of_leaf else None
+        if aliased is not None and own is None:
+            own = tuple(aliased) if dense else torch.empty(tensor.shape, device="meta").stride()
         strides = self.layouts.get(gradient_key(path, tensor), own)
         return tensor if strides is None else GivenGradient.apply(tensor, strides)
+
+
+def _sharing(outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> set[int]:
+    """The ids of the outputs that share memory with other outputs, and with nothing that was given."""
+
+    def place(tensor: torch.Tensor) -> Any:
+        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+    owners = Counter(map(place, outputs))
+    inputs = set(map(place, given))
+    return {id(t) for t in outputs if owners[place(t)] > 1 and place(t) not in inputs}
 
 
 def _refuse_distributed(tensors: list[torch.Tensor], template: Template) -> None:

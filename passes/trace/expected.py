@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import types
-from collections import OrderedDict, deque
+import weakref
+from array import array
+from collections import ChainMap, OrderedDict, deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -120,9 +123,15 @@ _PARTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
     (types.SimpleNamespace, lambda n: [vars(n)]),
     (slice, lambda s: [s.start, s.stop, s.step]),
     (numpy.ndarray, lambda a: [a.dtype.str, a.shape, a.tobytes()]),
+    ((bytearray, array), lambda a: [bytes(a)]),
+    (types.MappingProxyType, lambda m: items_of(dict(m))),
+    (ChainMap, lambda m: list(m.maps)),
+    (weakref.ref, lambda r: [r()]),
+    (ContextVar, lambda v: [c for c in [v.get(None)] if type(c) in LITERALS]),  # a setting; others collect things
     (torch.Tensor, lambda t: [t.requires_grad, *wrapped_tensors(t)]),
 )
-_PLAIN = frozenset({"builtins", "collections", "functools", "types", "numpy"})
+BY_VALUE = (set, numpy.ndarray, bytearray, array, types.MappingProxyType, ChainMap, weakref.ref, ContextVar)
+_PLAIN = frozenset({"builtins", "collections", "functools", "types", "numpy", "array", "weakref"})
 
 
 def same_value(a: Any, b: Any) -> bool:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
 from passes._torch import plain_class, wrapped_tensors
 
 from .expected import (
+    BY_VALUE,
     MISSING,
     Constant,
     Contents,
@@ -198,10 +198,11 @@ class _Matching:
         now = parts_of(value) or []
         if isinstance(value, torch.Tensor):
             self.matched.computed.append((partial(_wrapped, value), "", _wrapped(value)))
-        if isinstance(value, (list, dict, set, deque, numpy.ndarray)):
-            by_value = isinstance(value, (set, numpy.ndarray))
-            if by_value or len(value):
-                self.matched.contents.append((value, now if by_value else items_of(value)))
+        if isinstance(value, BY_VALUE):
+            self.matched.contents.append((value, now))
+        elif isinstance(value, (list, dict, deque)):
+            if len(value):
+                self.matched.contents.append((value, items_of(value)))
             else:
                 self.matched.empty.append(value)
         return len(now) == len(expected.parts) and all(map(self.agrees, expected.parts, now))

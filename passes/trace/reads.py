@@ -15,12 +15,11 @@ from itertools import repeat
 from operator import is_, itemgetter
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
 from .arguments import StateEntry
-from .expected import MISSING, Expected, items_of, parts_of, same_value
+from .expected import BY_VALUE, MISSING, Expected, items_of, parts_of, same_value
 
 Getter = Callable[[str, Any], Any]
 
@@ -47,6 +46,11 @@ _GET_HOOKS = itemgetter(*HOOKS)
 def of_hooks(holder: nn.Module) -> Getter:
     own: dict[str, Any] = object.__getattribute__(holder, "__dict__")
     return lambda *_: _GET_HOOKS(own)
+
+
+def of_call(holder: Callable[[], Any]) -> Getter:
+    """A getter of what a function without arguments answers."""
+    return lambda *_: holder()
 
 
 def of_class(holder: type) -> Getter:
@@ -174,7 +178,7 @@ class Matched:
 
 
 def holds_these(container: Any, items: list[Any]) -> bool:
-    if isinstance(container, (set, numpy.ndarray)):
+    if isinstance(container, BY_VALUE):
         now = parts_of(container) or []
         return len(now) == len(items) and all(map(same_value, now, items))
     now = items_of(container)

@@ -45,7 +45,7 @@ from .expected import (
     items_of,
     parts_of,
 )
-from .places import OUR_FOLDERS
+from .places import OUR_FOLDERS, is_users_file
 from .reads import (
     HOOKS,
     REGISTERED,
@@ -55,6 +55,7 @@ from .reads import (
     Reads,
     by_attribute,
     names_of,
+    of_call,
     of_class,
     of_globals,
     of_hooks,
@@ -74,11 +75,29 @@ class Recorder:
         self.numbers: dict[int, int] = {}
         self.reads: dict[tuple[Any, ...], Read] = {}
         self.looked_at: set[tuple[int, str]] = set()
-        self.entered: set[tuple[Any, ...]] = set()
+        self.entered: set[Any] = set()
         self.functions: dict[int, types.FunctionType] = {}
         self.watched: dict[type, Any] = {}
+        self.in_backward = False
         for path, module in model.named_modules():
             self._add(module, path, is_submodule=True)
+
+    def follow_backward(self) -> None:
+        """Go on recording attributes that the user's code reads: custom functions and hooks of tensors run in it."""
+        self.in_backward = True
+        for kind in (nn.Module, *(known.kind for known in self.known)):
+            if not issubclass(kind, nn.Module) or kind is nn.Module:
+                self._watch(kind)
+
+    def stop(self) -> None:
+        """Undo `follow_backward`, or what an interrupt left of `recording`."""
+        self.in_backward = False
+        while self.watched:
+            kind, own = self.watched.popitem()
+            if own is not None:
+                type.__setattr__(kind, "__getattribute__", own)
+            elif "__getattribute__" in vars(kind):
+                type.__delattr__(kind, "__getattribute__")
 
     @contextlib.contextmanager
     def recording(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -97,12 +116,7 @@ class Recorder:
             _profile_again(before)
             if collects:
                 gc.enable()
-            while self.watched:
-                kind, own = self.watched.popitem()
-                if own is not None:
-                    type.__setattr__(kind, "__getattribute__", own)
-                elif "__getattribute__" in vars(kind):
-                    type.__delattr__(kind, "__getattribute__")
+            self.stop()
 
     def finish(self, graph_module: fx.GraphModule) -> Reads:
         """What was read; outside the model's modules, as it is after the trace."""
@@ -160,12 +174,24 @@ class Recorder:
         number = self.numbers[id(value)] = len(self.objects)
         self.objects.append(value)
         self.known.append(Known(type(value), path, is_submodule))
+        self._special_methods(type(value))
         if not isinstance(value, nn.Module):
             self._watch(type(value))
         return Object(number)
 
+    def _special_methods(self, kind: type) -> None:
+        """Python looks them up by itself, and the functions may have other names."""
+        if kind in self.entered:
+            return
+        self.entered.add(kind)
+        for name in dir(kind):
+            function = getattr(kind, name, None) if name.startswith("__") else None
+            if isinstance(function, types.FunctionType) and (_is_users(function.__code__) or name == "__call__"):
+                self._class_attribute(kind, name)
+
     def _discover(self, value: Any) -> None:
         """A function reads its closure and defaults; a wrapper's function is one too."""
+        cached = isinstance(value, functools._lru_cache_wrapper)
         for kind, attribute in _WRAPPERS.items():
             value = getattr(value, attribute) if isinstance(value, kind) else value
         if not isinstance(value, types.FunctionType) or id(value) in self.functions:
@@ -174,6 +200,8 @@ class Recorder:
         where = f"function {value.__qualname__}"
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             self._read(cell, by_attribute, "cell_contents", f"{name} in the closure of {value.__qualname__}")
+        if cached:  # what it read when it ran is in what it remembers
+            self._enter(value.__code__, None, value.__globals__)
         if _is_users(value.__code__):
             for name in ("__code__", "__defaults__", "__kwdefaults__", "__dict__"):
                 self._read(value, by_attribute, name, where)
@@ -210,6 +238,8 @@ class Recorder:
         caller = sys._getframe(2).f_code
         machinery = caller.co_filename == module_file.__file__ and caller.co_name in _MACHINERY
         if threading.get_ident() != self.thread or (machinery and name not in _READ_BY_MACHINERY):
+            return
+        if self.in_backward and not is_users_file(caller.co_filename):
             return
         self.looked_at.add((id(obj), name))
         if name in HOOKS:
@@ -279,6 +309,9 @@ class Recorder:
                 self._named(self._read(names, of_globals, name, label), code)
             elif isinstance(imported := sys.modules.get(name), types.ModuleType):
                 self._named(imported, code)
+        for inner in code.co_consts:  # a hook of a tensor runs in the backward
+            if isinstance(inner, types.CodeType):
+                self._enter(inner, None, names)
         if owner is not None:
             for name in (code.co_name, *code.co_names):
                 self._class_attribute(owner, name)
@@ -296,11 +329,22 @@ class Recorder:
         if not isinstance(value, types.ModuleType) or (code, value) in self.entered:
             return
         self.entered.add((code, value))
+        if value.__name__.startswith("torch"):
+            self._settings(value, code)
         users = _is_users_file(getattr(value, "__file__", None) or "")
         for name in code.co_names:
             found = vars(value).get(name, MISSING)
             if found is not MISSING and (users or callable(found) or isinstance(found, types.ModuleType)):
                 self._named(self._read(vars(value), of_globals, name, f"module {value.__name__}"), code)
+
+    def _settings(self, module: types.ModuleType, code: types.CodeType) -> None:
+        """What torch answers to code that asks for its settings: by functions, and by attributes that compute."""
+        for name in code.co_names:
+            label = f"{module.__name__}.{name}"
+            if name in _SETTINGS and callable(function := getattr(module, name, None)):
+                self._read(function, of_call, f"{name}()", label)
+            elif hasattr(vars(type(module)).get(name), "__get__") and type(getattr(module, name)) in LITERALS:
+                self._read(module, by_attribute, name, label)
 
     def _autograd_function(self, kind: type) -> None:
         """Torch calls these by name, and the backward after the forward."""
@@ -348,6 +392,11 @@ class _NotInsideOps(TorchFunctionMode):
 
 
 _DEEPEST = 12
+_SETTINGS = frozenset({
+    "are_deterministic_algorithms_enabled", "get_deterministic_debug_mode", "get_float32_matmul_precision",
+    "get_num_interop_threads", "get_num_threads", "is_anomaly_check_nan_enabled", "is_anomaly_enabled",
+    "is_deterministic_algorithms_warn_only_enabled", "is_warn_always_enabled",
+})  # fmt: skip
 _WRAPPERS = {
     property: "fget", staticmethod: "__func__", classmethod: "__func__", functools._lru_cache_wrapper: "__wrapped__"
 }  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from passes._torch import is_distributed, plain_class, wrapped_tensors
+from passes._torch import global_hooks, is_distributed, plain_class, wrapped_tensors
 from passes.errors import Unsupported
 
 
@@ -31,6 +31,10 @@ def refuse(model: nn.Module) -> None:
 
 def _backward_hooks(model: nn.Module) -> Iterator[str]:
     return (n for n, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks)
+
+
+def _hooks_of_every_module(model: nn.Module) -> Iterator[str]:
+    return (getattr(hook, "__qualname__", type(hook).__name__) for hook in global_hooks())
 
 
 def _sparse_gradients(model: nn.Module) -> Iterator[str]:
@@ -160,6 +164,11 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "module backward hook", "the planned backward runs no module boundaries",
         "Use hooks on parameters (they fire as usual), or remove it before planning.", _backward_hooks,
+    ),
+    Refusal(
+        "hook of every module (register_module_forward_hook, ...)", "it would run on modules of the tracer's own",
+        "Remove it before planning, or register it on the model's submodules (register_forward_hook).",
+        _hooks_of_every_module,
     ),
     Refusal(
         "sparse gradient", "its memory depends on the batch", "Build the embedding with sparse=False.",

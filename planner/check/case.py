@@ -20,7 +20,7 @@ from planner.decided import Decided
 from planner.dropin.regions import regions_of, running_regions
 
 from .compare import Observed, unequal
-from .restore import Generators, Snapshot, put_back
+from .restore import Generators, Snapshot, put_back, strangers_kept
 from .twins import nudged, twins, varied
 
 Tensors = list[torch.Tensor]
@@ -141,7 +141,7 @@ class Case:
         given = list(tensors)
         before = self.generators.state()
         torch.clear_autocast_cache()  # under autocast around both steps, the second would see the first one's weights
-        output, template = run(tensors, step, lambda output: self._backward(output, step))
+        output, template = run(tensors, step, lambda output: self._backward(output, step, tensors))
         own = {t.untyped_storage().data_ptr() for t in given}
         outputs = [self._kept(t.detach(), t.untyped_storage().data_ptr() in own) for t in output]
         first: dict[int, str] = {}
@@ -171,7 +171,7 @@ class Case:
             return tensor.to("cpu", copy=True)
         return tensor.clone() if copy else tensor
 
-    def _backward(self, output: Any, step: int) -> tuple[Tensors, Any]:
+    def _backward(self, output: Any, step: int, own: Tensors) -> tuple[Tensors, Any]:
         """Start a backward where the trace did; what the output is made of."""
         leaves, template = flatten(output)
         chosen = [t for t, leaf in zip(leaves, self.traced.outputs, strict=False)
@@ -180,7 +180,8 @@ class Case:
             planned = self.traced.placeholders[self.traced.num_primals :][: len(chosen)]
             strides = [p.meta["val"].stride() for p in planned]
             tangents = [tangent(t, s, step) for t, s in zip(chosen, strides, strict=True)]
-            with under_autocast(self.traced.backward_autocast):
+            memory = {t.untyped_storage().data_ptr() for t in own}
+            with under_autocast(self.traced.backward_autocast), strangers_kept(chosen, memory):
                 torch.autograd.backward(chosen, tangents)
         return leaves, template
 

@@ -7,7 +7,7 @@ import random
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -136,3 +136,33 @@ def put_back(snapshot: Snapshot, generators: Generators) -> Iterator[None]:
     finally:
         snapshot.restore()
         generators.set(before)
+
+
+@contextlib.contextmanager
+def strangers_kept(outputs: Iterable[torch.Tensor], own: Container[int]) -> Iterator[None]:
+    """Put the gradients back of what a backward from `outputs` reaches and is not the step's: a loss's parameters.
+
+    Args:
+        own: where the memory of the step's tensors begins.
+    """
+    before = [(t, t.grad) for t in _leaves_of(outputs) if t.untyped_storage().data_ptr() not in own]
+    for tensor, _ in before:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient in before:
+            tensor.grad = gradient
+
+
+def _leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    waiting: list[Any] = [t.grad_fn for t in outputs]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        waiting += [following for following, _ in node.next_functions]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import TORCH_FOLDER, active_saving_hooks, local_part
+from passes._torch import TORCH_FOLDER, active_saving_hooks, global_hooks, local_part
 from passes.errors import InputMismatch, NoBackward
 from passes.trace.arguments import argument_names, bind_call, run_model, state_tensors
 from passes.trace.capture import Traced
@@ -54,7 +54,7 @@ class PlanState:
         self.losses = Losses()
         self.unplanned = False
         self.applied: Any = None  # the `PlannedForward` that is being called
-        self.noticed_hooks = self.noticed_gradients = self.still_eval = False
+        self.noticed_hooks = self.noticed_global_hooks = self.noticed_gradients = self.still_eval = False
         self.replans, self.replan_seconds, self.next_slow = Counter[str](), 0.0, SLOW_REPLANS
         self.before_hooks: Any = None  # the hook that plans before those of `fully_shard` gather parameters
         self.looking = False  # whether that runs
@@ -85,6 +85,9 @@ class PlanState:
     def run(self, bound: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> Any:
         """Run the step planned for such a call, planning it first where that is asked for; else `plain`."""
         self.still_eval = False
+        if global_hooks():
+            self._notice_global_hooks()
+            return plain(bound)
         tensors, template = flatten(dict(bound))
         entry, state = self._look(bound, tensors, template)
         if entry is None:
@@ -259,6 +262,15 @@ class PlanState:
             "out (torch.utils.checkpoint would also run the planned forward a second time).",
             stacklevel=_user_frame(),
         )
+
+    def _notice_global_hooks(self) -> None:
+        if not self.noticed_global_hooks:
+            self.noticed_global_hooks = True
+            warnings.warn(
+                "hooks of every module (register_module_forward_hook and its like) are registered: the model's own "
+                "forward runs as long as they are, and not under the budget. Register them on submodules instead.",
+                stacklevel=_user_frame(),
+            )
 
     def difference(self, key: Key) -> InputMismatch:
         """How a call differs from those of the first plan."""

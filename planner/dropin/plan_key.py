@@ -88,7 +88,7 @@ def describe_autocast(autocast: Autocast) -> str:
 
 
 def torch_defaults() -> tuple[tuple[str, Any], ...]:
-    """Process-wide settings that a trace takes as given."""
+    """Process-wide settings that a trace takes as given: they choose what torch's composite ops are made of."""
     attention = torch.backends.cuda
     return (
         ("default dtype", torch.get_default_dtype()),
@@ -96,4 +96,11 @@ def torch_defaults() -> tuple[tuple[str, Any], ...]:
         ("flash attention", attention.flash_sdp_enabled()),
         ("memory-efficient attention", attention.mem_efficient_sdp_enabled()),
         ("math attention", attention.math_sdp_enabled()),
+        ("cuDNN attention", attention.cudnn_sdp_enabled()),
+        ("reduced precision in math attention", attention.fp16_bf16_reduction_math_sdp_allowed()),
+        ("oneDNN", torch.backends.mkldnn.enabled),
+        ("cuDNN", torch.backends.cudnn.enabled),
+        ("deterministic algorithms", torch.are_deterministic_algorithms_enabled()),
+        ("autocast cache", torch.is_autocast_cache_enabled()),
+        ("autocast dtypes", (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))),
     )

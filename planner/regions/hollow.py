@@ -25,7 +25,7 @@ from passes.trace.arguments import bind_call, call_bound, call_signature, run_mo
 from passes.trace.capture import OutputLeaf, choose_differentiated
 from passes.trace.refuse import is_sharded
 from passes.trace.structure import flatten, slots, unflatten
-from planner.check.restore import Generators, Snapshot, put_back
+from planner.check.restore import Generators, Snapshot, put_back, strangers_kept
 from planner.ranks.sharded import gathered_gradient_bytes, without_reducing, without_talking
 
 from .losses import LOSS, looking_at_losses, losses_set_aside
@@ -425,7 +425,9 @@ class Sample:
         hollow.again = _refuse_other_sums(hollow, chosen) or hollow.again
         hollow.mark("backward")
         starts = [None if t.dim() == 0 else torch.ones_like(t) for t in chosen]
-        torch.autograd.backward(chosen, starts)
+        sharded = any(map(is_sharded, self.model.modules()))  # what hooks gather has gradients of its own
+        with nullcontext() if sharded else strangers_kept(chosen, hollow.static):
+            torch.autograd.backward(chosen, starts)
         hollow.mark("end")
         hollow.late = True
 
@@ -436,11 +438,18 @@ OTHER_SUM = (
 )
 
 
+SHARED_CAST = (
+    "its parameter {name!r} has other uses, and autocast casts it once for all of them: the gradients of the uses "
+    "would be added up in another type than the plain step's"
+)
+
+
 def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor]) -> bool:
     """Leave to eager regions that sum a part of a gradient which the plain step adds, term by term, to others.
 
     Autograd runs what was recorded last first, so that terms from a later reader come before the region's own.
     """
+    casters: dict[tuple[Any, int], int] = Counter()
     latest: dict[tuple[Any, int], int] = {}
     regions: list[Any] = []
     waiting, seen = [t.grad_fn for t in outputs if t.grad_fn is not None], set[Any]()
@@ -452,10 +461,16 @@ def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor]) -> bool:
         regions += [node] if isinstance(getattr(node, "owner", None), Run) else []
         for edge in node.next_functions:
             latest[edge] = max(latest.get(edge, 0), node._sequence_nr())
+            casters[edge] += type(node).__name__ == "ToCopyBackward0"
         waiting += [following for following, _ in node.next_functions if following is not None]
+    for node in regions:
+        casters.update(node.next_functions[1:][i] for i in node.owner.part.casts)
     new = False
     for node in regions:
         part, edges = node.owner.part, node.next_functions[1:]  # without the token's
+        for i, name in part.casts.items():
+            if casters[edges[i]] > 1:
+                new = hollow.parts.refuse(node.owner.path, SHARED_CAST.format(name=name)) or new
         for i, name in part.sums.items():
             if edges[i][0] is not None and latest[edges[i]] > node._sequence_nr():
                 why = OTHER_SUM.format(name=name)

@@ -13,7 +13,7 @@ from torch import fx, nn
 from passes._torch import is_dense
 from passes.alias import Aliases, Storage, alias
 from passes.errors import CaptureError, Unsupported
-from passes.leaves import sums
+from passes.leaves import casts, sums
 from passes.profile import Measured, OpProfile, profile
 from passes.run.tensors import is_laid_out
 from passes.trace.arguments import state_tensors
@@ -64,6 +64,11 @@ class Part:
     def sums(self) -> dict[int, str]:
         """Primals whose gradient may be a sum."""
         return sums(self.traced)
+
+    @cached_property
+    def casts(self) -> dict[int, str]:
+        """Parameters that autocast casts in it."""
+        return casts(self.traced) if self.key.autocast else {}
 
     @cached_property
     def position(self) -> dict[Any, int]:

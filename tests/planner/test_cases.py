@@ -756,14 +756,44 @@ def test_frozen_and_thawed_parameters_are_noticed() -> None:
     assert_same_gradients(model, plain)
 
 
-def test_a_change_between_forward_and_backward_raises() -> None:
-    model, x = mlp(0.0), batch(8, 32)
-    chosen = tight(model, x)
-    output = squares(chosen.module(x))
+def replaced(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "how"),
+    [
+        ("3.weight", lambda p: p.add_(1), "changed in place"),
+        ("0.bias", lambda p: p.add_(1), "changed in place"),  # which the plain step would not read again
+        ("3.weight", replaced, "given other data"),
+        ("0.bias", replaced, "given other data"),
+    ],
+)
+@pytest.mark.parametrize("loss", [squares, lambda output: output["loss"]], ids=["planned", "replayed"])
+def test_a_change_between_forward_and_backward_raises(name: str, change: Any, how: str, loss: Any) -> None:
+    both = loss is not squares
+    net, x = mlp(0.0), batch(64, 32)
+    model: nn.Module = Wrap(lambda self, x: {"y": self.net(x), "loss": squares(self.net(x))}, net=net) if both else net
+    chosen = plan(model, x, recompute=["aten.addmm"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        output = loss(chosen.module(x))
     with torch.no_grad():
-        model[3].weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        change(net.get_parameter(name))
+    with pytest.raises(RuntimeError, match=f"{name} was {how}.* between forward and backward"):
         output.backward()
+
+
+def test_data_moved_elsewhere_between_forward_and_backward_is_the_same_data() -> None:
+    model, plain = twins(mlp(0.0))
+    x = batch(8, 32)
+    chosen = tight(model, x)
+    for each, module in ((model, chosen.module), (plain, plain)):
+        loss = squares(module(x))
+        for parameter in each.parameters():
+            parameter.data = parameter.data.clone()
+        loss.backward()
+    assert_same_gradients(model, plain)
 
 
 # Parameters: tied, unused, frozen, LoRA -------------------------------------------------------------------------
@@ -845,6 +875,81 @@ def test_views_as_outputs() -> None:
     for each in (plan(model, x).module, plain):
         a, b = each(x)
         (a * 2 + b).sum().backward()
+    assert_same_gradients(model, plain)
+
+
+SHARING: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a detached loss": lambda y: {"loss": y.pow(2).mean(), "log": y.pow(2).mean().detach(), "y": y, "seen": y.detach()},
+    "a row": lambda y: (y, y[0]),
+    "rows": lambda y: (y[0], y[1:]),
+    "nested views": lambda y: (y.tanh(), y[0], y[0][:3], y.reshape(-1)),
+    "another layout": lambda y: (y, y.t(), y.diagonal(), y[:, :1].expand(-1, 3)),
+    "parts of complex numbers": lambda y: (lambda c: (c.real, c.imag))(torch.fft.fft(y)),
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_outputs_that_share_memory(name: str) -> None:
+    model, plain = twins(Wrap(lambda self, x: SHARING[name](self.net(x).tanh()), net=linear()))
+    x = batch()
+    chosen = plan(model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a start from one of them is replayed, then planned for
+        for parts in (slice(None), slice(1, 2), slice(1)):
+            for each in (chosen.module, plain):
+                found, _ = flatten(each(x))
+                wanted = [t for t in found if t.requires_grad][parts] or found[:1]
+                sum(t.sin().sum() for t in wanted).backward()
+            assert_same_gradients(model, plain)
+    output, again = flatten(chosen.module(x))[0], flatten(plain(x))[0]
+    assert all(torch.equal(a, b) and a.requires_grad == b.requires_grad for a, b in zip(output, again, strict=True))
+
+
+def test_an_output_changed_in_place_under_another_one_is_noticed() -> None:
+    model = Wrap(lambda self, x: (lambda y: (y, y[0]))(self.layer(x).sin()), layer=linear())
+    y, row = plan(model, batch()).module(batch())
+    with torch.no_grad():
+        y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        (y.sum() + row.sum()).backward()
+
+
+@torch.library.custom_op("planner_cases::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rand_like(x)
+
+
+@torch.library.custom_op("planner_cases::counting", mutates_args=())
+def counting(x: torch.Tensor) -> torch.Tensor:
+    CALLS.append(1)
+    return x * len(CALLS)
+
+
+CALLS: list[int] = []
+for op in (noisy, counting):
+    op.register_fake(torch.empty_like)
+    op.register_autograd(lambda ctx, gradient: gradient)
+
+
+@pytest.mark.parametrize("op", [noisy, counting], ids=["draws", "counts"])
+def test_a_custom_op_that_varies_runs_once(op: Any) -> None:
+    """It says nothing of it, and was recomputed."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.net:
+            x = op(layer(x).tanh()).sin()
+        return x
+
+    model, plain = twins(Wrap(forward, net=nn.ModuleList(nn.Linear(32, 32) for _ in range(3))))
+    x = batch(64, 32)
+    before = torch.get_rng_state()
+    chosen = plan(model, x, recompute=["*"], check=False)
+    assert chosen.recomputed and not any("planner_cases" in name for name in chosen.recomputed)
+    assert torch.equal(torch.get_rng_state(), before)
+    for each in (chosen.module, plain):
+        CALLS.clear()
+        torch.manual_seed(1)
+        squares(each(x)).backward()
     assert_same_gradients(model, plain)
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import collections
 import copy
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 from planner import PlannerError, Unsupported
 from tests.planner.steps import batch, linear, plan, tight
@@ -98,6 +102,29 @@ def test_with_a_loss_function_the_models_hooks_come_before_it() -> None:
     model, x = linear(), batch()
     model.register_forward_hook(lambda module, args, output: output * 3)
     assert torch.equal(plan(model, x, loss_fn=lambda out: out.sum()).module(x), model(x).sum())
+
+
+def test_hooks_of_every_module_run_on_the_plain_model_and_are_said() -> None:
+    """They were not seen by the plan, which went on without them."""
+    model, x = nn.Sequential(linear(), nn.GELU(), linear()), batch()
+    chosen, seen = plan(model, x), []
+    watching = FlopCounterMode(display=False)
+    with watching, warnings.catch_warnings():  # whose hooks change nothing
+        warnings.simplefilter("error")
+        chosen.module(x).pow(2).sum().backward()
+    handle = register_module_forward_hook(lambda module, args, output: (seen.append(module), output * 2)[1])
+    try:
+        expected = model(x)
+        with pytest.warns(UserWarning, match="hooks of every module .* the model's own forward runs"):
+            assert torch.equal(chosen.module(x), expected)
+        assert len(seen) == 2 * 4
+        with pytest.raises(Unsupported, match="hook of every module"):
+            plan(model, x)
+    finally:
+        handle.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chosen.module(x).pow(2).sum().backward()
 
 
 # What outlives the trace ----------------------------------------------------------------------------------------------
@@ -226,5 +253,13 @@ def test_transforms_are_refused_in_a_sentence() -> None:
     def loss(weight: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(module, {"weight": weight, "bias": model.bias}, (x,)).sum()
 
-    with pytest.raises(PlannerError, match="Give them the original model"):
-        torch.func.grad(loss)(model.weight)
+    def tangents(t: torch.Tensor) -> torch.Tensor:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(module(forward_ad.make_dual(t, t))).tangent
+
+    def batched(t: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(module(t), model.bias, torch.ones(2, 4, 8), is_grads_batched=True)[0]
+
+    for call, given in ((torch.func.grad(loss), model.weight), (tangents, x), (batched, x)):
+        with pytest.raises(PlannerError, match="Give them the original model"):
+            call(given)

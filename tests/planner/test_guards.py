@@ -16,7 +16,10 @@ import math
 import os
 import types
 import warnings
+import weakref
+from array import array
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -130,6 +133,22 @@ class Scaled(torch.autograd.Function):
         return gradient * 2
 
 
+class Configured(torch.autograd.Function):
+    """Reads an object in its backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, config: Any) -> torch.Tensor:
+        ctx.config = config
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.config.scale, None
+
+
+FACTOR: ContextVar[float] = ContextVar("factor", default=1.0)
+
+
 class Base(nn.Module):
     factor = 1.0
 
@@ -146,6 +165,10 @@ class Net(Base):
         self.body = body
         for name, value in attributes.items():
             setattr(self, name, value)
+        if "shown" in attributes:
+            self.shown = types.MappingProxyType(self.table)
+        if "weak" in attributes:
+            self.weak = weakref.ref(self.cfg)
 
     def middle(self, x: torch.Tensor) -> torch.Tensor:
         return super().middle(x)
@@ -326,6 +349,26 @@ CHANGES: dict[str, Change] = {
     "array in place": (reader("t", numpy.ones(2), lambda v: float(v[0])), lambda m: m.t.__setitem__(0, 3.0)),
     "array scalar": (reader("t", numpy.float32(2.0), float), setting("t", numpy.float32(3.0))),
     "a long list": (reader("t", [2.0] * 5000, lambda v: v[4321]), lambda m: m.t.__setitem__(4321, 3.0)),
+    "bytearray": (reader("t", bytearray(b"\2"), lambda v: v[0]), lambda m: m.t.__setitem__(0, 3)),
+    "array of Python's": (reader("t", array("d", [2.0]), lambda v: v[0]), lambda m: m.t.__setitem__(0, 3.0)),
+    "chain of dicts": (
+        reader("t", collections.ChainMap({}, {"a": 2.0}), lambda v: v["a"]), lambda m: m.t.maps[1].update(a=3.0)
+    ),
+    "a view of a dict": (
+        lambda: Net(lambda self, h: h * self.shown["a"], table={"a": 2.0}, shown=None),
+        lambda m: m.table.update(a=3.0),
+    ),
+    "a weak reference's object": (
+        lambda: Net(lambda self, h: h * self.weak().scale, cfg=Config(), weak=None), setting("cfg.scale", 3.0)
+    ),
+    "a context variable": (reader("t", 1.0, lambda v: v * FACTOR.get()), lambda m: FACTOR.set(FACTOR.get() + 1)),
+    "what a hook of a tensor reads": (
+        lambda: Net(lambda self, h: (h.register_hook(lambda g: g * self.scale), h.sin())[1], scale=2.0),
+        setting("scale", 3.0),
+    ),
+    "what a custom backward reads": (
+        lambda: Net(lambda self, h: Configured.apply(h, self.cfg), cfg=Config()), setting("cfg.scale", 3.0)
+    ),
     "dtype": (
         lambda: Net(lambda self, h: h.to(self.kind).float(), kind=torch.float32), setting("kind", torch.bfloat16)
     ),
@@ -592,8 +635,11 @@ def test_what_lies_outside_the_model_changes(change: Any, monkeypatch: pytest.Mo
     [
         (lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)),
         (lambda: torch.backends.cuda.enable_flash_sdp(False), lambda: torch.backends.cuda.enable_flash_sdp(True)),
+        (lambda: torch._C._set_mkldnn_enabled(False), lambda: torch._C._set_mkldnn_enabled(True)),
+        (lambda: torch.use_deterministic_algorithms(True), lambda: torch.use_deterministic_algorithms(False)),
+        (lambda: torch.set_autocast_dtype("cpu", torch.half), lambda: torch.set_autocast_dtype("cpu", torch.bfloat16)),
     ],
-    ids=["default dtype", "attention kernel"],
+    ids=["default dtype", "attention kernel", "oneDNN", "deterministic", "autocast dtype"],
 )
 def test_torchs_settings_change(enter: Any, leave: Any) -> None:
     def body(self: Any, h: torch.Tensor) -> torch.Tensor:
@@ -610,6 +656,68 @@ def test_torchs_settings_change(enter: Any, leave: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compare(chosen, model, x)
+
+
+THREADS = torch.get_num_threads()
+
+
+def asking(self: Any, h: torch.Tensor) -> torch.Tensor:
+    h = h * (2 if torch.get_float32_matmul_precision() == "highest" else 3)
+    return h * (2 if torch.backends.cudnn.benchmark else 3) * torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda other: torch.set_float32_matmul_precision("medium" if other else "highest"),
+        lambda other: setattr(torch.backends.cudnn, "benchmark", other),
+        lambda other: torch.set_num_threads(THREADS + other),
+    ],
+    ids=["precision", "benchmark", "threads"],
+)
+def test_a_setting_of_torchs_that_forward_asks_for(use: Callable[[bool], Any]) -> None:
+    chosen, model, x = planned(lambda: Net(asking))
+    try:
+        compare(chosen, model, x)
+        use(True)
+        with pytest.warns(UserWarning, match="planning anew"):
+            compare(chosen, model, x)
+    finally:
+        use(False)
+
+
+class Called:
+    """Its `__call__` is looked up by Python."""
+
+    def __call__(self, h: torch.Tensor) -> torch.Tensor:
+        return h.sin()
+
+
+def test_a_special_method_that_is_replaced_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, model, x = planned(lambda: Net(lambda self, h: self.call(h), call=Called()))
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(Called, "__call__", lambda self, h: h * 9)
+        compare(chosen, model, x)
+    compare(chosen, model, x)
+
+
+@functools.lru_cache
+def remembered(name: str) -> float:
+    return COUNTED["steps"] + float(len(name))
+
+
+def test_what_a_cached_function_remembers() -> None:
+    chosen, model, x = planned(lambda: Net(lambda self, h: h * remembered("a")))
+    compare(chosen, model, x)
+    COUNTED["steps"] += 3
+    remembered.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="planning anew"):
+            compare(chosen, model, x)
+    finally:
+        COUNTED["steps"] -= 3
+        remembered.cache_clear()
 
 
 # Loss functions -------------------------------------------------------------------------------------------------------

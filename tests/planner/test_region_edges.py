@@ -132,7 +132,19 @@ class Collects(nn.Module):
         return self.last(x).sum() + sum(inner.sin().sum() for inner in collected["inner"])
 
 
-@pytest.mark.parametrize("kind", [ChangesInPlace, ManyReaders, UsesCache, Collects])
+class Recurrent(nn.Module):
+    """An RNN keeps its weights in a list as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.last = nn.LSTM(16, 16, batch_first=True), Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert bool(x.isfinite().all())
+        return self.last(self.rnn(x)[0]).pow(2).sum()
+
+
+@pytest.mark.parametrize("kind", [ChangesInPlace, ManyReaders, UsesCache, Collects, Recurrent])
 def test_bits_and_bytes_are_those_of_the_plain_step(kind: Any) -> None:
     torch.manual_seed(0)
     model, sample = kind(), torch.randn(4, 32, 16)
@@ -154,6 +166,54 @@ def test_what_sums_in_another_order_stays_eager_and_says_so() -> None:
     eager = {r.path: r.eager for r in plan.regions if r.eager}
     assert "another order" in eager["layers.0"]
     assert "layers.2" not in eager  # its terms come first in the backward, as in the plain step
+
+
+class Shares(nn.Module):
+    """Calls one layer twice and another once, each after a question about the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.own = Part(), Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.shared, self.own, self.shared):
+            assert bool(x.isfinite().all())
+            x = layer(x)
+        return x.float().pow(2).sum()
+
+
+def test_a_weight_that_autocast_casts_for_two_uses_stays_eager() -> None:
+    """The plain step adds up their gradients in bfloat16."""
+    torch.manual_seed(0)
+    model, sample = Shares(), torch.randn(64, 16)
+    plain = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = auto_checkpoint(model, sample, progress=False, time_limit=1, check=False)
+        losses = [each(sample) for each in (plan.module, plain)]
+    for loss in losses:
+        loss.backward()
+    assert {run.path for run in plan.runs} == {"own"}
+    assert "autocast casts it once" in next(r.eager for r in plan.regions if r.path == "shared")
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_two_calls_under_one_autocast_are_told() -> None:
+    model = Part()
+    with torch.autocast("cpu", torch.bfloat16):
+        module = auto_checkpoint(model, torch.randn(4, 16), progress=False).module
+        loss = module(torch.randn(4, 16)).float().sum() + module(torch.randn(4, 16)).float().sum()
+    with pytest.warns(UserWarning, match="autocast casts"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_planning_leaves_no_gradient_on_what_is_not_the_models(check: bool) -> None:
+    model, head = nn.Sequential(Part(), Part()), nn.Linear(16, 1)
+    head.weight.grad = torch.ones(1, 16)
+    auto_checkpoint(
+        model, torch.randn(8, 16), regions="*", loss_fn=lambda y: head(y).sum(), progress=False, check=check
+    )
+    assert torch.equal(head.weight.grad, torch.ones(1, 16)) and head.bias.grad is None
 
 
 @pytest.mark.parametrize("filled", [False, True])

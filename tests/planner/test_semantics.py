@@ -984,6 +984,65 @@ def a_shuffled_index(self: Any, x: torch.Tensor) -> Any:
     return self.layer(x)[order]
 
 
+# Autograd's own tools in forward ------------------------------------------------------------------------------------
+
+
+@case("autograd", "same")
+def a_gradient_taken_inside(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    (slope,) = torch.autograd.grad(y.pow(3).sum(), y, create_graph=True)
+    return y + slope
+
+
+@case("autograd", "same")
+def a_transform_inside(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    return torch.func.vmap(lambda row: row.softmax(-1) * row.sum())(y) + torch.func.grad(lambda t: t.sin().sum())(y)
+
+
+@case("autograd", "same")
+def gradients_on_again_inside_no_grad(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    with torch.no_grad():
+        scale = y * 2
+        with torch.enable_grad():
+            inner = F.dropout(y).sin()
+    return inner + scale
+
+
+@case("autograd", "same", scale=lambda: 3.0)
+def a_hook_on_a_tensor(self: Any, x: torch.Tensor) -> Any:
+    y = F.dropout(self.layer(x))
+    y.register_hook(lambda gradient: gradient * self.scale)
+    return y.tanh()
+
+
+@case("autograd", "refused", seen=list)
+def a_hook_on_a_tensor_that_counts(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    y.register_hook(lambda gradient: self.seen.append(1))
+    return y.tanh()
+
+
+class Noisy(torch.autograd.Function):
+    """Draws in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.rand_like(x) < 0.5
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.saved_tensors[0] * torch.rand(())
+
+
+@case("autograd", "same")
+def draws_in_the_backward(self: Any, x: torch.Tensor) -> Any:
+    return F.dropout(Noisy.apply(self.layer(x)))
+
+
 # A.9: updates inside a checkpoint -----------------------------------------------------------------------------------
 
 

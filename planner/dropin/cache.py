@@ -98,6 +98,8 @@ class PlanState:
         if entry.planned.runs:
             self._notice_gradients(entry.planned, self.model.parameters())
             if not entry.regions or not are_of(entry.regions, self.model):
+                traced = entry.planned.prepared.traced
+                _check_materialized(traced, [*state_tensors(self.model, traced.state), *tensors])
                 entry.regions = regions_of(self.model, entry.planned)
             with running_regions(entry.regions):
                 return plain(bound)

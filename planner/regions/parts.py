@@ -47,11 +47,20 @@ class Part:
         return self.traced.graph_module.graph.output_node().args[0]
 
     @cached_property
-    def output_storages(self) -> list[Storage | None]:
-        """For each output its storage; None for an output that is an input, a parameter or a buffer itself."""
+    def output_nodes(self) -> list[fx.Node | None]:
+        """For each output its node; None for an output that is an input, a parameter or a buffer itself."""
         first = len(self.traced.mutated)
-        nodes = [None if leaf.input is not None else self.results[first + leaf.index] for leaf in self.traced.outputs]
-        found: list[Any] = [None if n is None else self.aliases.of[n] for n in nodes]
+        return [None if leaf.input is not None else self.results[first + leaf.index] for leaf in self.traced.outputs]
+
+    @cached_property
+    def output_values(self) -> list[Any]:
+        """For each of them, as far as it was made here, a tensor without data."""
+        return [None if n is None else n.meta["val"] for n in self.output_nodes]
+
+    @cached_property
+    def output_storages(self) -> list[Storage | None]:
+        """For each of them its storage."""
+        found: list[Any] = [None if n is None else self.aliases.of[n] for n in self.output_nodes]
         return found
 
     @cached_property

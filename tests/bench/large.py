@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama: `training` is full, fresh or lora."""
+    """A Llama: `training` is full, fresh or lora; `regions` as in `auto_checkpoint`."""
 
     training: str = "full"
     layers: int = 32
@@ -53,6 +53,7 @@ class Shape:
     batch: int = 1
     length: int = 2048
     vocabulary: int = 32000
+    regions: str = "whole"
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,14 @@ SHAPES = {
     "llama7b-lora": Shape("lora"),
     "llama7b-lora-eager": Shape("lora", attention="eager"),
     "llama70b": Shape(**LLAMA_70B),  # type: ignore[arg-type]
+    "llama70b-blocks": Shape(**LLAMA_70B, regions="model.layers.*"),  # type: ignore[arg-type]
 }
 LIMITS = {
     "synthetic": Limits(60.0, gap_of_bound=0.01),
     "llama7b": Limits(120.0, gap_points=((50, 0.02),), resident_gib=6.0),
     "llama7b-lora": Limits(120.0, gap_points=((50, 0.02),), resident_gib=6.0),
     "llama70b": Limits(300.0, gap_points=((50, 0.01), (25, 0.01))),
+    "llama70b-blocks": Limits(20.0, gap_points=((50, 0.01),)),
 }
 DEFAULT = tuple(LIMITS)
 
@@ -133,7 +136,7 @@ def run_llama(shape: Shape, shares: list[int], time_limit: float, cost: str) -> 
 
     start = time.perf_counter()
     model, sample = llama(shape)
-    session = open_session(model, sample, cost=cost, progress=False, keep_outputs=False)
+    session = open_session(model, sample, cost=cost, progress=False, keep_outputs=False, regions=shape.regions)
     problem = with_gradient_buffers(session.problem) if shape.training == "full" else session.problem
     captured = time.perf_counter() - start
     gradients = gradient_bytes(session.problem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from passes.memory import measure_peak
-from planner import CaptureError, Plan, RegionError, auto_checkpoint
+from planner import CaptureError, Plan, PlannerError, RegionError, auto_checkpoint
 from planner.regions.glue import GlueOp, _Event, _ops
 from planner.regions.hollow import Edge
 from planner.session import open_session
@@ -380,3 +381,51 @@ def test_masks_are_not_taken_for_marks() -> None:
     plan = planned_at(model, x, 0.4, regions="layers.*")
     assert [run.path for run in plan.runs] == ["layers.0", "layers.1", "layers.2"]
     assert_equal_and_exact(plan, copy.deepcopy(model), loss_inside(x))
+
+
+def without_data(layers: int = 3) -> nn.Module:
+    with torch.device("meta"):
+        return SmallGPT(layers=layers, vocabulary=64)
+
+
+def test_regions_without_data(tmp_path: Any) -> None:
+    """On the meta device the step is that of the true model but for what kernels need for a moment."""
+    model, x = small_gpt()
+    options: dict[str, Any] = {"regions": "blocks.*", "progress": False, "solver": "greedy", "check": False}
+    real, imagined = (open_session(m, x, **options) for m in (model, without_data()))
+    assert imagined.plain_peak_bytes == real.plain_peak_bytes
+    assert imagined.problem.tensors == real.problem.tensors
+    without_workspace = [[replace(op, workspace=0) for op in s.problem.ops] for s in (real, imagined)]
+    assert without_workspace[0] == without_workspace[1]
+    low = imagined.minimum().minimum_bytes
+    plan = imagined.plan(low + (imagined.plain_peak_bytes - low) // 2)
+    assert plan.recomputed
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json", model, x)
+    assert [run.path for run in loaded.runs] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert loaded.check(model, x).steps
+    with pytest.raises(PlannerError, match="on the meta device, so there is no data"):
+        plan.module(x)
+
+
+def test_regions_without_data_for_another_device() -> None:
+    _, x = small_gpt()
+    options: dict[str, Any] = {"progress": False, "solver": "greedy", "check": False, "device": "h100"}
+    whole, parts = (open_session(without_data(), x, regions=r, **options) for r in ("whole", "blocks.*"))
+    assert parts.problem.static_bytes == whole.problem.static_bytes
+    assert parts.plain_peak_bytes == whole.plain_peak_bytes
+
+
+def test_many_equal_regions_without_data_are_captured_once() -> None:
+    _, x = small_gpt()
+    regions = open_session(without_data(40), x, regions="blocks.*", progress=False).prepared.regions
+    assert regions is not None
+    assert len(regions.prepared) == 40
+    assert len({id(own) for own in regions.prepared}) == 1
+
+
+def test_code_between_regions_that_needs_data() -> None:
+    with torch.device("meta"):
+        model = Stack("isfinite")
+    with pytest.raises(RegionError, match=r"does not run without data at .*test_regions.py"):
+        open_session(model, torch.randint(0, 50, (2, 16)), regions="layers.*", progress=False)

@@ -21,9 +21,10 @@ from passes.alias import Storage
 from passes.device import kind_of
 from passes.memory import place
 from passes.profile import Counting
-from passes.run._torch import backward_number
+from passes.run._torch import backward_number, under_autocast
 from passes.trace.arguments import bind_call, call_bound, call_signature, run_model, state_entries, state_tensors
 from passes.trace.capture import OutputLeaf, choose_differentiated
+from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.refuse import is_sharded
 from passes.trace.structure import flatten, slots, unflatten
 from passes.trace.value_guards import KnownValues
@@ -343,6 +344,8 @@ class Sample:
 
     Attributes:
         gradients: "fresh", "accumulated" or "consumed"; see `auto_checkpoint`.
+        differentiated: paths of the outputs that `backward` starts from; None chooses.
+        draws: the states that all generators begin each run in.
         written: parameters (and inputs, by their numbers) that the step changes in place, as its first run shows:
             later ones have copies.
     """
@@ -353,6 +356,8 @@ class Sample:
     keep_outputs: bool
     gradients: str
     device: torch.device
+    differentiated: tuple[str, ...] | None
+    draws: Mapping[str, Any]
     written: set[str] = field(default_factory=set)
 
     def run(
@@ -366,7 +371,7 @@ class Sample:
         entries = state_entries(self.model)
         originals = state_tensors(self.model, entries)
         inputs, template = flatten(dict(self.arguments))
-        indices = sorted({t.device.index or 0 for t in (*originals, *inputs) if t.device.type == "cuda"})
+        generators = Generators.of([*originals, *inputs])
         snapshot = Snapshot([self.model, self.loss_fn], originals)
         sharded = any(map(is_sharded, self.model.modules()))
         own = {
@@ -388,8 +393,9 @@ class Sample:
         alone = without_talking(self.model)
         numbered = {str(i): t for i, t in enumerate(inputs)}
         first_look = nullcontext() if parts.known else undone_writes({**own, **numbered}, self.written)
-        states = put_back(snapshot, Generators(tuple(indices))), swapped_state(self.model, swapped)
+        states = put_back(snapshot, generators), swapped_state(self.model, swapped)
         with states[0], states[1], alone, without_data, first_look:
+            generators.set(self.draws)
             if not self.model.training:
                 self.model.train()
             signature = call_signature(self.model, self.loss_fn)
@@ -437,20 +443,19 @@ class Sample:
         paths: dict[int, str] = {}
         for path, i in slots(template):
             paths.setdefault(i, path)
-        wanted = choose_differentiated(template, leaves, paths, None)
+        wanted = choose_differentiated(template, leaves, paths, self.differentiated)
         hollow.outputs = [
             (OutputLeaf(paths[i], None, i, t.requires_grad, i in wanted), t.detach().to("meta"))
             for i, t in enumerate(leaves)
         ]
+        chosen, layouts = {paths[i]: leaves[i] for i in sorted(wanted)}, hollow.parts.layouts
         if not self.keep_outputs:
-            output = None
-            leaves = [t for i, t in enumerate(leaves) if i in wanted]
-            wanted = set(range(len(leaves)))
-        chosen = [leaves[i] for i in sorted(wanted)]
-        hollow.again = _refuse_other_sums(hollow, chosen) or hollow.again
+            output, leaves = None, []
+        hollow.again = _refuse_other_sums(hollow, list(chosen.values())) or hollow.again
         hollow.mark("backward")
-        starts = [None if t.dim() == 0 else torch.ones_like(t) for t in chosen]
-        torch.autograd.backward(chosen, starts)
+        starts = [_start(t, path, layouts) for path, t in chosen.items()]
+        with under_autocast(layouts.get(BACKWARD_AUTOCAST, ())):
+            torch.autograd.backward(list(chosen.values()), starts)
         hollow.mark("end")
         hollow.late = True
 
@@ -460,6 +465,17 @@ def _without_data(inputs: Sequence[torch.Tensor], sample: Sequence[torch.Tensor]
     """Let new tensors be on the meta device in the block, and values of the sample be known as they are to a trace."""
     with torch.device("meta"), KnownValues(inputs, sample):
         yield
+
+
+def _start(output: torch.Tensor, path: str, layouts: Layouts) -> torch.Tensor | None:
+    """The gradient that the backward starts from, in the strides in which one was seen to come."""
+    if output.dim() == 0:
+        return None
+    strides = layouts.get(gradient_key(path, output))
+    if strides is None:
+        return torch.ones_like(output)
+    last = sum((size - 1) * stride for size, stride in zip(output.shape, strides, strict=True))
+    return output.new_ones(last + 1).as_strided(output.shape, strides)
 
 
 OTHER_SUM = (

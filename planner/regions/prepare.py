@@ -24,6 +24,7 @@ from passes.trace.layouts import Layouts
 from passes.trace.reads import Known, Reads
 from passes.trace.refuse import is_quantized_weight, is_sharded
 from passes.trace.structure import Constant, flatten, slots
+from planner.check.restore import Generators
 from planner.elsewhere import held_bytes
 from planner.errors import PlannerError, RegionError
 from planner.hints import resolve
@@ -63,6 +64,7 @@ class _Found:
     hollow: Hollow
     glue_cost: int
     why: Refusal | None
+    draws: Mapping[str, Any]
 
     @property
     def suffixes(self) -> list[str]:
@@ -85,7 +87,7 @@ class _Found:
         runs = self.hollow.runs
         paths, keys = tuple((r.path, r.number) for r in runs), tuple(r.part.key for r in runs)
         states = tuple(tuple(r.part.state) for r in runs)
-        return Regions(composed, paths, keys, states, tuple(prepared), self.eager, self.spare)
+        return Regions(composed, paths, keys, states, tuple(prepared), self.eager, self.spare, self.draws)
 
 
 def _with_regions_tried(why: Refusal | None, chosen: Candidates) -> Refusal | None:
@@ -97,13 +99,15 @@ def _with_regions_tried(why: Refusal | None, chosen: Candidates) -> Refusal | No
 @exclusive()
 def prepare_regions(
     model: nn.Module, arguments: Mapping[str, Any], options: Options, progress: Progress, *,
-    layouts: Layouts | None = None, required_hints: bool = True, why: Refusal | None = None,
+    layouts: Layouts | None = None, required_hints: bool = True, differentiated: tuple[str, ...] | None = None,
+    why: Refusal | None = None, draws: Mapping[str, Any] | None = None,
 ) -> Prepared:  # fmt: skip
     """Everything before the decision, for a step by regions.
 
     Args:
-        layouts, required_hints: as for `planner.prepared.prepare`.
+        layouts, required_hints, differentiated: as for `planner.prepared.prepare`.
         why: why the model is not planned as a whole, where that was tried.
+        draws: the states that all generators begin the step in (None: those that they are in).
 
     Raises:
         RegionError: nothing can be planned.
@@ -121,7 +125,10 @@ def prepare_regions(
     parts = Parts({} if layouts is None else layouts, progress)
     chosen = candidates(model, options.patterns)
     runs_on = torch.device("meta") if meta else device
-    sample = Sample(model, options.loss_fn, arguments, options.keep_outputs, options.gradients, runs_on)
+    sample = Sample(
+        model, options.loss_fn, arguments, options.keep_outputs, options.gradients, runs_on, differentiated,
+        draws or Generators.of([*model.parameters(), *model.buffers()]).state(),
+    )  # fmt: skip
     try:
         hollow = _settled_run(sample, chosen, parts, options)
     except Exception as error:
@@ -134,7 +141,7 @@ def prepare_regions(
         raise _with_regions_tried(why, chosen) or RegionError(f"no region can be planned: {_first(parts.refused)}")
     counting = Counting(options.cost_function(device))
     sample.run(chosen.chosen, parts, counting)
-    found = _Found(model, arguments, options, device, chosen, parts, hollow, round(counting.total), why)
+    found = _Found(model, arguments, options, device, chosen, parts, hollow, round(counting.total), why, sample.draws)
     return _prepared(found, required_hints)
 
 

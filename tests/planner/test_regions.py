@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -429,3 +430,70 @@ def test_code_between_regions_that_needs_data() -> None:
         model = Stack("isfinite")
     with pytest.raises(RegionError, match=r"does not run without data at .*test_regions.py"):
         open_session(model, torch.randint(0, 50, (2, 16)), regions="layers.*", progress=False)
+
+
+class Outside(nn.Module):
+    """Blocks that cannot be traced as a whole, and two outputs, in another layout than their gradients come in."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.blocks, self.drop = nn.ModuleList(Block(32, 2, 0.1) for _ in range(4)), drop
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(32, 24), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        for block in self.blocks:
+            x = x if torch.rand([]) < self.drop else block(x)
+        return [head(x).transpose(1, 2) for head in self.heads]
+
+
+def outside_loss(outputs: list[torch.Tensor], which: Sequence[int]) -> torch.Tensor:
+    return torch.stack([outputs[i].pow(2).mean() for i in which]).sum()
+
+
+@pytest.mark.parametrize(("courses", "quiet_from"), [([(0, 1)], 3), ([(1,)], 3), ([(0,), (1,)], 7)])
+def test_other_starts_of_a_backward_are_learned(courses: list[tuple[int, ...]], quiet_from: int) -> None:
+    torch.manual_seed(0)
+    model, x = Outside(), torch.randn(2, 16, 32)
+    plan, plain = planned_at(model, x, 0.5), copy.deepcopy(model)
+    assert plan.runs
+    for i in range(quiet_from + 4):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for module, owner in ((plan.module, model), (plain, plain)):
+                owner.zero_grad()
+                torch.manual_seed(i)
+                outside_loss(module(x), courses[i % len(courses)]).backward()
+        assert_same_gradients(model, plain)
+        assert i < quiet_from or not caught, [str(w.message) for w in caught]
+
+
+def test_planning_anew_takes_the_course_of_the_sample() -> None:
+    torch.manual_seed(0)
+    model, x = Outside(drop=0.5), torch.randn(2, 16, 32)
+    plan = planned_at(model, x, 0.0)
+    first = [run.path for run in plan.runs]
+    for seed in range(4):
+        torch.manual_seed(seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            outside_loss(plan.module(x), (0, 1)).backward()
+    latest = plan.module._plan_state.latest
+    assert latest is not plan.prepared and [run.path for run in latest.runs] == first
+
+
+def test_a_backward_under_autocast_is_learned() -> None:
+    torch.manual_seed(0)
+    model, x = Outside(), torch.randn(2, 16, 32)
+    plan, plain = planned_at(model, x, 0.5, loss_fn=lambda o: outside_loss(o, (0, 1))), copy.deepcopy(model)
+    for i in range(5):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for module, owner in ((plan.module, model), (plain, plain)):
+                owner.zero_grad()
+                torch.manual_seed(i)
+                out = module(x)
+                loss = outside_loss(out, (0, 1)) if module is plain else out
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss.backward()
+        assert_same_gradients(model, plain)
+        assert i < 3 or not caught, [str(w.message) for w in caught]

@@ -107,6 +107,7 @@ class Hollow:
         self.accumulated_bytes = 0
         self.outputs: list[tuple[OutputLeaf, torch.Tensor]] = []
         self.sizes: set[int] = set()
+        self.latest: dict[int, int] = {}  # the last size that was given to what is that large
 
     @property
     def imagined(self) -> bool:
@@ -160,12 +161,13 @@ class Hollow:
         return self.found[memory._cdata]
 
     def _size(self, like: int) -> int:
-        size = like + -like % 64 + PAD
+        first = like + -like % 64 + PAD
+        size = self.latest.get(first, first)
         while size in self.sizes or size in self.parts.ordinary:
             size += 64
         self.sizes.add(size)
+        self.latest[first] = size
         return size
-
 
     def ordinary_sizes(self) -> set[int]:
         """What the step itself allocates, also where something of this run has that size by chance."""
@@ -389,7 +391,7 @@ class Sample:
         before = [(p, p.grad) for p in self.model.parameters()]
         for held, _ in before:
             held.grad = None
-        swapped = {name: t for name, t in own.items() if all(t is not o for o in originals)}
+        swapped = {name: t for (name, t), o in zip(own.items(), originals, strict=True) if t is not o}
         alone = without_talking(self.model)
         numbered = {str(i): t for i, t in enumerate(inputs)}
         first_look = nullcontext() if parts.known else undone_writes({**own, **numbered}, self.written)

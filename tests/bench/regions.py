@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from passes.memory import measure_peak
+from passes.memory import measure_peak, round_up
 from planner import BudgetError, Plan, auto_checkpoint
 from planner.session import Session, open_session
+from tests.bench.peers.measure import clear, step
 from tests.bench.peers.models import build
 from tests.bench.step_time import BLOCKS
-from tests.zoo.compare import forward_backward, measured_peak_bytes
 
 SHARES = (80, 60, 50)
 POINTS = 0.015
@@ -65,6 +65,21 @@ def plan_or_minimum(session: Session, budget: int) -> Plan:
         return session.plan(error.minimum_bytes)
 
 
+def peak_of(module: nn.Module, model: nn.Module, sample: Any, steps: int = 1) -> int:
+    """Bytes above where it starts that a step takes, or several that add to the same gradients, once warm."""
+
+    def run() -> None:
+        for _ in range(steps):
+            step(module, sample)
+
+    peaks = []
+    for _ in range(2):
+        clear(model)
+        peaks.append(measure_peak(run))
+    clear(model)
+    return peaks[-1]
+
+
 # Costs ----------------------------------------------------------------------------------------------------------------
 
 
@@ -83,7 +98,7 @@ def costs(names: list[str], time_limit: float) -> Iterator[Row]:
             found = f"{one.overhead:.2%} whole, {many.overhead:.2%} by {len(many.runs)} runs"
             where = "" if reached else f" at {many.peak_bytes / budget:.4f} of it"
             yield Row(f"{name} {share} %{where}", found, f"within {POINTS:.1%}", reached and more <= POINTS)
-            peak = measured_peak_bytes(many.module, model, sample, many.static_bytes)
+            peak = many.static_bytes + peak_of(many.module, model, sample)
             told = f"{many.peak_bytes:,} predicted, {peak:,} measured"
             yield Row(f"{name} {share} % peak", told, "equal", peak == many.peak_bytes)
 
@@ -151,25 +166,15 @@ def loop(names: list[str], time_limit: float) -> Iterator[Row]:
 def _accumulated(name: str, model: nn.Module, sample: Any, asked: dict[str, Any]) -> Iterator[Row]:
     session = open_session(model, sample, gradients="accumulated", **asked)
     plan = plan_or_minimum(session, budget_at(session, 60))
-
-    def run(module: nn.Module) -> int:
-        _clear(model)
-
-        def micro_batches() -> None:
-            for _ in range(MICRO_BATCHES):
-                forward_backward(module, sample)
-
-        return measure_peak(micro_batches)
-
-    run(plan.module)
-    peak = plan.static_bytes - sum(_bytes(p) for p in model.parameters()) + run(plan.module)
+    gradients = sum(round_up(_bytes(p), 64) for p in model.parameters())  # which count as static
+    peak = plan.static_bytes - gradients + peak_of(plan.module, model, sample, MICRO_BATCHES)
     share = peak / (plan.budget_bytes or 1)
     yield Row(f"{name} accumulated over {MICRO_BATCHES}", f"{share:.4f} of the budget", "at most 1", share <= 1)
-    forward_backward(plan.module, sample)
+    step(plan.module, sample)
     held, plain = sum(_bytes(p.grad) for p in model.parameters()), sum(_bytes(p) for p in model.parameters())
     found = f"{held / plain:.3f} of eager's"
     yield Row(f"{name} gradients held", found, f"at most {GRADIENTS}", held <= GRADIENTS * plain)
-    _clear(model)
+    clear(model)
 
 
 def _consumed(name: str, model: nn.Module, sample: Any, asked: dict[str, Any]) -> Iterator[Row]:
@@ -177,7 +182,7 @@ def _consumed(name: str, model: nn.Module, sample: Any, asked: dict[str, Any]) -
     session = open_session(model, sample, gradients="consumed", **asked)
     plan, lowest = session.plan(None), session.minimum().minimum_bytes
     hooks = [p.register_post_accumulate_grad_hook(_step) for p in model.parameters() if p.requires_grad]
-    plain, planned = (measured_peak_bytes(m, model, sample, 0) for m in (model, plan.module))
+    plain, planned = (peak_of(m, model, sample) for m in (model, plan.module))
     for hook in hooks:
         hook.remove()
     found = f"{planned:,} for plain's {plain:,}"
@@ -190,11 +195,6 @@ def _step(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         parameter.sub_(parameter.grad, alpha=1e-6)
     parameter.grad = None
-
-
-def _clear(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None
 
 
 def _bytes(tensor: torch.Tensor | None) -> int:
@@ -217,8 +217,8 @@ def lengths() -> Iterator[Row]:
     first = time.perf_counter() - begin
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        new = [_seconds(lambda b=b: forward_backward(plan.module, b)) for b in batches[1:]]
-        second = [[_seconds(lambda m=m, b=b: forward_backward(m, b)) for m in (plain, plan.module)]
+        new = [_seconds(lambda b=b: step(plan.module, b)) for b in batches[1:]]
+        second = [[_seconds(lambda m=m, b=b: step(m, b)) for m in (plain, plan.module)]
                   for _ in range(5) for b in batches]  # fmt: skip
     ratio = sum(b for _, b in second) / sum(a for a, _ in second)
     yield Row("second epoch", f"{ratio:.3f} of plain's", f"at most {EPOCH}", ratio <= EPOCH)

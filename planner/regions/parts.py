@@ -24,6 +24,8 @@ from passes.trace.refuse import refuse_sharded
 from planner.dropin.plan_key import Key, call_key, state_key
 from planner.progress import Progress
 
+from .losses import CrossEntropy
+
 
 @dataclass(eq=False)
 class Part:
@@ -125,12 +127,13 @@ class Parts:
 
     Attributes:
         layouts: how kernels lay out what they make, as far as running has shown it.
+        keeps_logits: whether the caller holds what a model returns besides its loss.
         refused: why a region stays eager, by its path.
         ordinary: sizes of what the step allocates between regions.
     """
 
-    def __init__(self, layouts: Layouts, progress: Progress) -> None:
-        self.layouts, self.progress = layouts, progress
+    def __init__(self, layouts: Layouts, progress: Progress, keeps_logits: bool = True) -> None:
+        self.layouts, self.progress, self.keeps_logits = layouts, progress, keeps_logits
         self.known: list[Part] = []
         self.asked: dict[tuple[str, int], Asked] = {}
         self.refused: dict[str, str] = {}
@@ -164,7 +167,8 @@ class Parts:
         layouts = {**self.layouts, **dict(asked.strides)}
         with self.progress.stage("capture"):
             starts = EVERY_OUTPUT if asked.starts is None else asked.starts
-            traced = capture(module, bound, None, differentiated=starts, layouts=layouts)
+            keeps = self.keeps_logits or type(module) is not CrossEntropy
+            traced = capture(module, bound, None, differentiated=starts, keep_inputs=keeps, layouts=layouts)
             aliases = alias(traced.graph_module.graph)
         state = list(map(state_key, state_tensors(module, traced.state)))
         return Part(type(module), key, state, asked, traced, aliases)

@@ -122,7 +122,7 @@ def prepare_regions(
     options = options.priced_on(device)
     if any(map(is_quantized_weight, (*model.parameters(), *model.buffers()))):
         raise why or RegionError("regions of a model with quantized weights (tensor subclasses) are not planned.")
-    parts = Parts({} if layouts is None else layouts, progress)
+    parts = Parts({} if layouts is None else layouts, progress, options.keep_outputs)
     chosen = candidates(model, options.patterns)
     runs_on = torch.device("meta") if meta else device
     sample = Sample(

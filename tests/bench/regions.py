@@ -91,8 +91,9 @@ def costs(names: list[str], time_limit: float) -> Iterator[Row]:
         whole = open_session(model, sample, regions="whole", **asked)
         parts = open_session(model, sample, regions=BLOCKS[name], **asked)
         for share in SHARES:
-            budget = budget_at(whole, share)
-            one, many = whole.plan(budget), plan_or_minimum(parts, budget)
+            one = plan_or_minimum(whole, budget_at(whole, share))
+            budget = one.budget_bytes or 0
+            many = plan_or_minimum(parts, budget)
             more = many.overhead - one.overhead
             reached = many.budget_bytes == budget
             found = f"{one.overhead:.2%} whole, {many.overhead:.2%} by {len(many.runs)} runs"

@@ -497,3 +497,46 @@ def test_a_backward_under_autocast_is_learned() -> None:
                     loss.backward()
         assert_same_gradients(model, plain)
         assert i < 3 or not caught, [str(w.message) for w in caught]
+
+
+class Speaks(nn.Module):
+    """Blocks, and logits that are much of what a step holds; returns them next to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9000, 32), nn.Linear(32, 9000)
+        self.blocks = nn.ModuleList(Block(32, 2, 0.1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h)
+        logits = self.head(h)
+        return {"loss": F.cross_entropy(logits.view(-1, 9000), x.flatten()), "logits": logits}
+
+
+def test_logits_that_nobody_holds_become_their_gradient() -> None:
+    torch.manual_seed(0)
+    model, x = Speaks(), torch.randint(0, 9000, (2, 24))
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {"keep_outputs": False, "progress": False, "check": False}
+    plan = open_session(model, x, regions="blocks.*", **options).plan(None)
+    [written] = [op for op in plan.problem.ops if op.name.startswith("cross_entropy_logits_backward")]
+    assert written.reuse
+
+    def loss(module: nn.Module) -> torch.Tensor:
+        found: torch.Tensor = module(x)["loss"]
+        found.backward()
+        return found
+
+    assert_equal_and_exact(plan, plain, loss)
+    for owner in (model, plain):
+        owner.zero_grad()
+    torch.manual_seed(3)
+    held = plan.module(x)
+    before = held["logits"].clone()
+    held["loss"].backward()  # whoever holds them keeps them
+    assert torch.equal(held["logits"], before)
+    torch.manual_seed(3)
+    plain(x)["loss"].backward()
+    assert_same_gradients(model, plain)

@@ -92,13 +92,14 @@ def costs(names: list[str], time_limit: float) -> Iterator[Row]:
         parts = open_session(model, sample, regions=BLOCKS[name], **asked)
         for share in SHARES:
             one = plan_or_minimum(whole, budget_at(whole, share))
-            budget = one.budget_bytes or 0
-            many = plan_or_minimum(parts, budget)
-            more = many.overhead - one.overhead
-            reached = many.budget_bytes == budget
+            least = one.budget_bytes or 0
+            many = plan_or_minimum(parts, least)
+            one = one if many.budget_bytes == least else whole.plan(many.budget_bytes)
             found = f"{one.overhead:.2%} whole, {many.overhead:.2%} by {len(many.runs)} runs"
-            where = "" if reached else f" at {many.peak_bytes / budget:.4f} of it"
-            yield Row(f"{name} {share} %{where}", found, f"within {POINTS:.1%}", reached and more <= POINTS)
+            where = "" if least == budget_at(whole, share) else ", or the least that works"
+            where += "" if many.budget_bytes == least else f" by regions, {(many.budget_bytes or 0) / least:.4f} of it"
+            met = many.overhead - one.overhead <= POINTS
+            yield Row(f"{name} {share} %{where}", found, f"within {POINTS:.1%}", met)
             peak = many.static_bytes + peak_of(many.module, model, sample)
             told = f"{many.peak_bytes:,} predicted, {peak:,} measured"
             yield Row(f"{name} {share} % peak", told, "equal", peak == many.peak_bytes)

@@ -215,7 +215,7 @@ def lengths() -> Iterator[Row]:
     batches = [{"input_ids": (t := torch.randint(0, 2048, (4, length))), "labels": t} for length in LENGTHS]
     plain = copy.deepcopy(model)
     begin = time.perf_counter()
-    plan = auto_checkpoint(model, batches[0], "80%", keep_outputs=False, progress=False, check=False)
+    plan = auto_checkpoint(model, batches[0], keep_outputs=False, progress=False, check=False)
     first = time.perf_counter() - begin
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

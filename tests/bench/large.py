@@ -239,6 +239,8 @@ def run_case(case: str, shares: str, time_limit: float | None, cost: str) -> lis
     if case.startswith("synthetic"):
         forward_ops = int(case.removeprefix("synthetic").lstrip("-") or 10_000)
         return run_synthetic(forward_ops, _shares(shares, "50"), time_limit or 50.0)
+    if case.endswith("-blocks"):
+        return run_llama(SHAPES[case], _shares(shares, "50"), time_limit or 10.0, cost)
     return run_llama(SHAPES[case], _shares(shares, "50,25"), time_limit or (90.0 if "70b" in case else 30.0), cost)
 
 
@@ -253,7 +255,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the cases")
     parser.add_argument("--all", action="store_true", help="every case")
     parser.add_argument("--shares", default="", help="budgets in percent, e.g. 50,25")
-    parser.add_argument("--time-limit", type=float, help="seconds per solve; default 50 (synthetic), 30 (7B), 90 (70B)")
+    parser.add_argument("--time-limit", type=float, help="seconds per solve; default 50 (synthetic), 30, 90 (70B), 10 (blocks)")
     parser.add_argument("--cost", default="roofline:flops=1e13,bytes=1e12")
     parser.add_argument("--here", action="store_true", help="one case in this process, its rows as JSON")
     options = parser.parse_args()

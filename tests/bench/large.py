@@ -255,7 +255,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the cases")
     parser.add_argument("--all", action="store_true", help="every case")
     parser.add_argument("--shares", default="", help="budgets in percent, e.g. 50,25")
-    parser.add_argument("--time-limit", type=float, help="seconds per solve; default 50 (synthetic), 30, 90 (70B), 10 (blocks)")
+    parser.add_argument("--time-limit", type=float, help="seconds per solve; default 50, 30, 90 (70B) or 10 (blocks)")
     parser.add_argument("--cost", default="roofline:flops=1e13,bytes=1e12")
     parser.add_argument("--here", action="store_true", help="one case in this process, its rows as JSON")
     options = parser.parse_args()

@@ -96,6 +96,7 @@ __all__ = [
     "refer_weakly",
     "running_data_parallel",
     "skip_autograd",
+    "storage_events",
     "suggest_memory_format",
     "swapped_state",
     "without_sources",
@@ -345,6 +346,47 @@ def allocator_events(run: Callable[[], Any]) -> list[int]:
     finally:
         threads = autograd._disable_profiler_legacy()
     return [e.cpu_memory_usage() for events in threads for e in events if e.kind() == "memory_alloc"]
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
+
+
+class _Storages(TorchDispatchMode):
+    """Notes when storages that ops make come, and when they go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[int] = []
+        self.alive: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            memory = tensor.untyped_storage()
+            if memory.nbytes() and memory._cdata not in self.alive and memory._cdata not in read:
+                self._note(memory, memory._cdata, memory.nbytes())
+        return result
+
+    def _note(self, memory: torch.UntypedStorage, key: int, size: int) -> None:
+
+        def gone(_: Any) -> None:
+            del self.alive[key]
+            self.events.append(-size)
+
+        self.alive[key] = weakref.ref(memory, gone)
+        self.events.append(size)
+
+
+def storage_events(run: Callable[[], Any]) -> list[int]:
+    """Signed sizes of the storages that ops make while `run()` executes, and drop: all there is on the meta device.
+
+    Sums of gradients that autograd makes in place are made out of place while it is looked at.
+    """
+    with _Storages() as seen:
+        run()
+    return seen.events
 
 
 def cuda_allocations(run: Callable[[], Any]) -> tuple[list[tuple[int, int]], Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ._torch import allocator_events, cuda_allocations, forget_cublas_workspaces
+from ._torch import allocator_events, cuda_allocations, forget_cublas_workspaces, storage_events
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ class DeviceKind:
 
 def kind_of(device: torch.device) -> DeviceKind:
     """The record of a device's kind; of a kind that has none, the CPU's."""
-    return KINDS.get(device.type, KINDS["cpu"])
+    return META if device.type == "meta" else KINDS.get(device.type, KINDS["cpu"])
 
 
 def empty_cache(device: torch.device) -> None:
@@ -109,3 +109,6 @@ KINDS = {
         allocations=_allocations_on_cuda,
     ),
 }  # fmt: skip
+
+# Nothing is allocated there: what storages take that ops make, without what kernels need for a moment.
+META = replace(KINDS["cpu"], allocations=lambda run, _: storage_events(run))

@@ -255,9 +255,9 @@ class _Lowering:
         if not isinstance(source, fx.Node):
             return None
         storage = self.aliases.of[source]
-        if not isinstance(storage, Storage) or storage.static:
+        if not isinstance(storage, Storage) or (storage.static and node.target not in CHECKS_OWNER):
             return None
-        taken = self.storage_tensor.get(storage)
+        taken = self.storage_tensor.get(storage)  # of what is static, inputs of a region alone
         others = [a for a in node.all_input_nodes if a is not source]
         if taken is None or any(storage in self.aliases.storages(a) for a in others):
             return None

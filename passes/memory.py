@@ -9,12 +9,19 @@ import torch
 
 from .device import kind_of, round_up
 
-__all__ = ["granule", "high_water", "measure_peak", "round_up", "span"]
+__all__ = ["granule", "high_water", "measure_peak", "place", "round_up", "span"]
 
 
 def granule(device: torch.device) -> int:
     """What the allocator rounds sizes up to: 512 bytes on CUDA, 64 on the CPU."""
     return kind_of(device).granule
+
+
+def place(memory: torch.UntypedStorage) -> int:
+    """What a storage is told from others by: where it lies; on the meta device, where none lies anywhere, torch's own
+    record of it.
+    """
+    return memory._cdata if memory.device.type == "meta" else memory.data_ptr()
 
 
 def span(value: torch.Tensor) -> int:

@@ -286,7 +286,7 @@ class _Walk:
         if any(a is not written and self.root_of[a] == memory for a in node.all_input_nodes):
             raise VerificationError(f"{node.name!r} writes to memory that it reads otherwise", node=node.name)
         own = getattr(memory, "op", "call_function") == "call_function"
-        if not own or (memory in self.protected and node.target not in CHECKS_OWNER):
+        if (not own or memory in self.protected) and node.target not in CHECKS_OWNER:
             raise VerificationError(f"{node.name!r} writes to memory it does not own", node=node.name)
         if _layout(value(numbers[written])) != _layout(value(numbers[node])):
             raise VerificationError(f"{node.name!r} does not fit over {written.name!r}", node=node.name)

@@ -36,15 +36,20 @@ from .regions.prepare import prepare_regions
 Replan = Callable[[nn.Module, Any, "tuple[str, ...] | None"], Decided]
 
 
-def replanner(options: Options, budget_bytes: int | None, layouts: Layouts) -> Replan:
-    """Plans calls anew, under the same budget, that a plan does not hold for; `layouts` as for `prepare`."""
+def replanner(options: Options, budget_bytes: int | None, prepared: Prepared) -> Replan:
+    """Plans calls anew, under the same budget, that the plan of `prepared` does not hold for.
+
+    What has shown about layouts is kept; a step by regions takes the course that its draws led to then.
+    """
+    layouts, draws = prepared.layouts, prepared.regions.draws if prepared.regions is not None else None
 
     def replan(model: nn.Module, arguments: Mapping[str, Any], differentiated: tuple[str, ...] | None) -> Decided:
         check_model(model)
         progress = Progress(False)
         prepared = prepare_step(
-            model, arguments, options, progress, differentiated=differentiated, required_hints=False, layouts=layouts
-        )
+            model, arguments, options, progress, differentiated=differentiated, required_hints=False, layouts=layouts,
+            draws=draws,
+        )  # fmt: skip
         decided = decide(prepared, budget_bytes, progress)
         check_step(model, decided, arguments, options.loss_fn, options.check is True)
         return decided
@@ -55,17 +60,19 @@ def replanner(options: Options, budget_bytes: int | None, layouts: Layouts) -> R
 def prepare_step(
     model: nn.Module, arguments: Mapping[str, Any], options: Options, progress: Progress, *,
     differentiated: tuple[str, ...] | None = None, required_hints: bool = True, ceiling_bytes: int | None = None,
-    layouts: Layouts | None = None,
+    layouts: Layouts | None = None, draws: Mapping[str, Any] | None = None,
 ) -> Prepared:  # fmt: skip
     """The step as a whole, or by regions where that is asked for, parameters are sharded or a part cannot be traced."""
-    by_regions: dict[str, Any] = {"required_hints": required_hints, "layouts": layouts}
+    options_of_both: dict[str, Any] = {
+        "required_hints": required_hints, "layouts": layouts, "differentiated": differentiated,
+    }  # fmt: skip
+    by_regions = {**options_of_both, "draws": draws}
     sharded = next(sharded_modules(model), None) is not None
     if options.patterns or (sharded and options.regions != WHOLE):
         return prepare_regions(model, arguments, options, progress, **by_regions)
     try:
         return prepare(
-            model, arguments, options, progress, differentiated=differentiated, ceiling_bytes=ceiling_bytes,
-            **by_regions,
+            model, arguments, options, progress, ceiling_bytes=ceiling_bytes, **options_of_both,
         )  # fmt: skip
     except (CaptureError, Unsupported) as error:
         if options.regions == WHOLE or isinstance(error, NoBackward):

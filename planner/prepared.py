@@ -49,6 +49,7 @@ class Regions:
         prepared: for each run its own step.
         eager: why a submodule is left to eager, by its path.
         spare: modules that the sample's step does not call, and that run like an equal one where another step does.
+        draws: the generators' states at its beginning, on which its course may depend.
     """
 
     composed: Composed
@@ -58,6 +59,7 @@ class Regions:
     prepared: tuple[Prepared, ...]
     eager: Mapping[str, str]
     spare: tuple[str, ...]
+    draws: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -163,14 +163,14 @@ class _Run:
                 primals[i].copy_(value)
                 self.versions[i] = primals[i]._version
         outputs = distinct(results[count : count + step.num_outputs])
-        returned = {o.untyped_storage().data_ptr() for o in outputs}
+        callers = [(t, t.untyped_storage().data_ptr()) for t in (*outputs, *primals)]
+        held = {place for _, place in callers}
         saved = results[count + step.num_outputs :]
         places = [s.untyped_storage().data_ptr() for s in saved]
-        self.saved = [alone(s) if place in returned else s for s, place in zip(saved, places, strict=True)]
+        self.saved = [alone(s) if place in held else s for s, place in zip(saved, places, strict=True)]
         self.held = [o.detach() for o in outputs] if step.hold_outputs else None
         kept = set(places)
-        shared = [t for t in (*outputs, *primals) if t.untyped_storage().data_ptr() in kept]
-        self.shared = [(t.detach(), t._version) for t in shared]
+        self.shared = [(t.detach(), t._version) for t, place in callers if place in kept]
         return outputs
 
     def start(self, gradients: Sequence[torch.Tensor | None]) -> None:

@@ -163,6 +163,7 @@ def capture(
     *,
     differentiated: tuple[str, ...] | None = None,
     keep_outputs: bool = True,
+    keep_inputs: bool = True,
     layouts: Layouts | None = None,
 ) -> Traced:
     """Trace the training step of `model`.
@@ -172,7 +173,8 @@ def capture(
         loss_fn: called with the model's output (and the call's further arguments); the step then returns its value.
         differentiated: paths of the outputs that `backward` starts from; None chooses (`loss`, else scalars, else
             all), `EVERY_OUTPUT` takes all that require a gradient.
-        keep_outputs: whether the caller holds what the model returns besides its loss through the backward.
+        keep_outputs, keep_inputs: whether the caller holds what the model returns besides its loss, and what it is
+            given, through the backward.
         layouts: how kernels lay out what they make, where another trace had it otherwise (`layouts.learned`), and in
             which strides the gradients of outputs come (`gradient_key`), and under which autocast
             (`BACKWARD_AUTOCAST`).
@@ -207,7 +209,11 @@ def capture(
     tracer.remembered.check()
     _check(joint, [e.name for e in entries] + names, len(entries))
     _drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
-    traced = _traced(joint, tracer, entries, input_template, len(input_tensors), keep_outputs)
+    dropped = () if keep_outputs else _callers_alone(joint, tracer.leaves)
+    if not keep_inputs:
+        first = len(entries)
+        dropped = (*dropped, *joint.graph_module.graph.find_nodes(op="placeholder")[first : first + len(input_tensors)])
+    traced = _traced(joint, tracer, entries, input_template, len(input_tensors), dropped)
     return replace(traced, layouts=dict(layouts or {}))
 
 
@@ -523,7 +529,7 @@ def _check_constants(graph_module: fx.GraphModule) -> None:
 
 def _traced(
     joint: JointGraph, tracer: _StepTracer, entries: list[StateEntry], input_template: Template, num_inputs: int,
-    keep_outputs: bool,
+    dropped: Sequence[fx.Node],
 ) -> Traced:  # fmt: skip
     num_outputs = joint.num_forward_outputs - len(joint.mutated_inputs)
     leaves = []
@@ -537,7 +543,7 @@ def _traced(
             )  # fmt: skip
         leaves.append(leaf)
     pristine = _copy(joint.graph_module.graph)
-    fuse(joint.graph_module.graph, () if keep_outputs else _callers_alone(joint, leaves))
+    fuse(joint.graph_module.graph, dropped)
     bound_names = [path for path, _ in slots(input_template)]
     return Traced(
         graph_module=joint.graph_module,
@@ -557,12 +563,12 @@ def _traced(
     )
 
 
-def _callers_alone(joint: JointGraph, leaves: list[OutputLeaf]) -> list[fx.Node]:
+def _callers_alone(joint: JointGraph, leaves: list[OutputLeaf]) -> tuple[fx.Node, ...]:
     """Results of the forward that only the caller has after it: the backward does not start from them."""
     results: Any = joint.graph_module.graph.output_node().args[0]
     first = len(joint.mutated_inputs)
     found = [results[first + leaf.index] for leaf in leaves if leaf.input is None and not leaf.differentiated]
-    return [n for n in found if isinstance(n, fx.Node)]
+    return tuple(n for n in found if isinstance(n, fx.Node))
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import linecache
 import os
 import traceback
 
 from .._torch import TORCH_FOLDER
 from ..errors import CaptureError
-
-_PLACES = (os.path.dirname(__file__), contextlib.__file__)
-_OWN = (TORCH_FOLDER, *(os.path.dirname(os.path.abspath(place)) + os.sep for place in _PLACES))
+from .places import is_users_file
 
 
 def capture_error(error: BaseException) -> CaptureError:
     stack = traceback.extract_tb(error.__traceback__)
     modules = os.path.join(TORCH_FOLDER, "nn", "modules")
-    frames = [f for f in stack if not _is_ours(f.filename)] or [
+    frames = [f for f in stack if is_users_file(os.path.abspath(f.filename))] or [
         f for f in stack if f.filename.startswith(modules) and not f.filename.endswith(os.sep + "module.py")
     ]
     location = construct = None
@@ -29,11 +26,6 @@ def capture_error(error: BaseException) -> CaptureError:
     reason, remedy = _explain(kind, str(error))
     where = f" at {location}: `{construct}`" if location else ""
     return CaptureError(f"cannot trace the model{where}. {reason} {remedy}", location=location, construct=construct)
-
-
-def _is_ours(filename: str) -> bool:
-    path = os.path.abspath(filename)
-    return path.startswith(_OWN[:2]) or (path.startswith(_OWN[2]) and "site-packages" not in path)
 
 
 def _explain(kind: str, text: str) -> tuple[str, str]:

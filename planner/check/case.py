@@ -49,8 +49,7 @@ class Case:
         roots = [model, loss_fn, *constants(self.template)]
         self.snapshot = Snapshot(roots, self.originals)
         self.remembers = False  # whether the plain step, which runs first, left anything on the model
-        indices = sorted({t.device.index or 0 for t in self.originals if t.device.type == "cuda"})
-        self.generators = Generators(tuple(indices))
+        self.generators = Generators.of(self.originals)
         self.start = self.generators.state()
         self.batch, self.other_batch = inputs, inputs
         self.changed: list[str] = []

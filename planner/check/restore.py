@@ -7,7 +7,7 @@ import random
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -103,7 +103,12 @@ class Generators:
             state[f"CUDA's generator {index}"] = torch.cuda.get_rng_state(index)
         return state if numpy is None else {**state, "NumPy's random": numpy.random.get_state()}
 
-    def set(self, state: dict[str, Any]) -> None:
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor]) -> Generators:
+        """Those of the devices that tensors are on."""
+        return cls(tuple(sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"})))
+
+    def set(self, state: Mapping[str, Any]) -> None:
         """Give every generator the state it has in `state`."""
         for name, value in state.items():
             if name == "torch's generator":

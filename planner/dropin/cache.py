@@ -19,16 +19,18 @@ from torch import nn
 
 from passes._torch import TORCH_FOLDER, active_saving_hooks, global_hooks, local_part
 from passes.errors import InputMismatch, NoBackward
+from passes.run._torch import Autocast
 from passes.trace.arguments import argument_names, bind_call, run_model, state_tensors
 from passes.trace.capture import Traced
+from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match
 from passes.trace.refuse import is_sharded, sharded_modules
 from passes.trace.structure import flatten
 from planner.decided import Decided
 from planner.pipeline import Replan
-from solvers.errors import MIB, PlannerError
+from solvers.errors import MIB, BudgetError, PlannerError
 
-from .entry import Entry, Fallback, Losses, Plain, starts_of
+from .entry import Entry, Fallback, Losses, Plain, Watched, starts_of
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
 from .regions import are_of, regions_of, running_regions
 
@@ -52,6 +54,9 @@ class PlanState:
         self.signature = signature
         self.cache: list[Entry] = []
         self.losses = Losses()
+        self.last: Entry | None = None  # that ran by regions
+        self.watched: Watched | None = None
+        self.watching: bool | None = False  # whether backwards are looked at; None: it helps nothing
         self.unplanned = False
         self.applied: Any = None  # the `PlannedForward` that is being called
         self.noticed_hooks = self.noticed_global_hooks = self.noticed_gradients = self.still_eval = False
@@ -93,17 +98,14 @@ class PlanState:
         if entry is None:
             return plain(bound)
         if entry.planned.runs:
-            self._notice_gradients(entry.planned, self.model.parameters())
-            if not entry.regions or not are_of(entry.regions, self.model):
-                entry.regions = regions_of(self.model, entry.planned)
-            with running_regions(entry.regions):
-                return plain(bound)
+            return self._by_regions(entry, bound, tensors, plain)
         return self._execute(entry, [*state, *tensors])
 
     def _look(
         self, bound: Mapping[str, Any], tensors: Sequence[torch.Tensor], template: Any
     ) -> tuple[Entry | None, list[torch.Tensor]]:
         """The plan for such a call, made now where there is none and one may be made."""
+        self._look_back()
         key, starts = call_key(tensors, template), self.losses.predict()
         entry, state = self.find(key, tensors, starts)
         if entry is None or entry.outdated or entry.starts != (starts or entry.starts) or self._sharded_since(entry):
@@ -117,6 +119,10 @@ class PlanState:
                 return self._plan(key, bound, entry, starts)
             except NoBackward:  # merged adapters: as in eager, it is `backward` that would fail
                 return None, []
+            except BudgetError as error:
+                if entry is None or not entry.planned.runs:
+                    raise
+                self._go_on(entry, error)
         return entry, state
 
     def _sharded_since(self, entry: Entry) -> bool:
@@ -152,6 +158,51 @@ class PlanState:
         if self.before_hooks is not None:
             self.before_hooks.remove()
             self.before_hooks = None
+
+    def _by_regions(
+        self, entry: Entry, bound: Mapping[str, Any], tensors: Sequence[torch.Tensor],
+        plain: Callable[[Mapping[str, Any]], Any],
+    ) -> Any:  # fmt: skip
+        traced = entry.planned.prepared.traced
+        self._notice_gradients(entry.planned, self.model.parameters())
+        if not entry.regions or not are_of(entry.regions, self.model):
+            _check_materialized(traced, [*state_tensors(self.model, traced.state), *tensors])
+            entry.regions = regions_of(self.model, entry.planned)
+        self.last = entry
+        with running_regions(entry.regions):
+            output = plain(bound)
+        if self.watching:
+            self.losses.expected = started = self.losses.called(entry.starts)
+            self.watched = Watched(started, traced, flatten(output)[0], entry.planned.prepared.layouts)
+        return output
+
+    def _look_back(self) -> None:
+        """Where a region's backward was not one that was planned for, learn from what the step's own starts.
+
+        The first such step shows that it does, the next one is looked at, then it is planned anew.
+        """
+        entry, self.last = self.last, None
+        if entry is None or self.watching is None or all(r.surprise is None for r in entry.regions):
+            return
+        layouts = entry.planned.prepared.layouts
+        autocast = next(r.surprise for r in entry.regions if r.surprise is not None)
+        if autocast != layouts.get(BACKWARD_AUTOCAST, ()) and BACKWARD_AUTOCAST not in layouts:
+            layouts[BACKWARD_AUTOCAST] = autocast
+            entry.outdated = True
+        entry.outdated = entry.outdated or (self.watched is not None and self.watched.learned)
+        self.watching = True
+
+    def _go_on(self, entry: Entry, error: BudgetError) -> None:
+        """Keep a plan whose regions replay: no other one keeps the budget."""
+        warnings.warn(
+            f"no plan for such a backward keeps the budget ({error}): steps go on replaying the plain forward of "
+            "regions (correct, but not under the budget).",
+            stacklevel=_user_frame(),
+        )
+        entry.outdated, self.watching, self.losses = False, None, Losses()
+
+    def replayed(self, autocast: Autocast) -> None:
+        """The next call is planned for that."""
 
     def find(
         self, key: Key, inputs: Sequence[torch.Tensor], starts: tuple[str, ...] | None = None

@@ -6,6 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -13,11 +14,11 @@ import torch
 from torch import nn
 
 from passes._torch import as_distributed, is_distributed, swapped_state
-from passes.run._torch import active_autocast, under_autocast
+from passes.run._torch import Autocast, active_autocast, under_autocast
 from passes.run.random import set_rng_state
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import Traced
-from passes.trace.layouts import BACKWARD_AUTOCAST, gradient_key
+from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.matching import Differs, match
 from passes.trace.reads import Matched, Reads
 from passes.trace.structure import flatten, unflatten
@@ -135,6 +136,9 @@ class Plans(Protocol):
     def plain(self, bound: Mapping[str, Any]) -> Any:
         """The plain step's forward."""
 
+    def replayed(self, autocast: Autocast) -> None:
+        """Note that a backward, under that autocast, was none that was planned for."""
+
 
 class Fallback:
     """Backward from other outputs than planned for, under another autocast, or with gradients in other layouts.
@@ -169,6 +173,7 @@ class Fallback:
             f"{'later calls are planned for it' if new else 'so will others, as a plan is for one kind of start'}.",
             stacklevel=2,
         )
+        self.state.replayed(active_autocast())
         result = self._replay(primals, generators, gradients)
         if learned:
             for entry in self.state.cache:
@@ -211,3 +216,25 @@ class Fallback:
         inputs = [t for t in leaves if t.requires_grad]
         found = iter(torch.autograd.grad([o for o, _ in started], inputs, [g for _, g in started], allow_unused=True))
         return [next(found) if t.requires_grad else None for t in leaves]
+
+
+class Watched:
+    """What the backward of one call of a model planned by regions starts from, seen at its outputs.
+
+    Attributes:
+        learned: whether a gradient came in other strides than planned for, which `layouts` now has.
+    """
+
+    def __init__(self, started: Started, traced: Traced, outputs: Sequence[torch.Tensor], layouts: Layouts) -> None:
+        self.started, self.layouts, self.learned = started, layouts, False
+        self.paths, self.seen = [leaf.path for leaf in traced.outputs], set[str]()
+        for path, tensor in zip(self.paths, outputs, strict=False):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._note, path, tuple(tensor.stride())))
+
+    def _note(self, path: str, expected: tuple[int, ...], gradient: torch.Tensor) -> None:
+        self.seen.add(path)
+        self.started.paths = tuple(p for p in self.paths if p in self.seen)
+        key, strides = gradient_key(path, gradient), tuple(gradient.stride())
+        if key not in self.layouts and strides != expected:
+            self.layouts[key], self.learned = strides, True

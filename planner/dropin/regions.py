@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from passes._torch import active_saving_hooks
+from passes.run._torch import Autocast
 from passes.trace.arguments import bind_call, call_bound, call_signature
 from passes.trace.structure import flatten
 from planner.decided import Decided, PlannedRun
@@ -25,6 +26,7 @@ class RegionForward:
 
     Attributes:
         traced: the module's own `forward` when it was planned (None: its class's); `previous` is the one of now.
+        surprise: the autocast of a backward that was not one that was planned for; None where each was.
     Dynamo does not see it: it is there only while a planned model's forward runs, which Dynamo leaves alone.
     """
 
@@ -36,6 +38,7 @@ class RegionForward:
         self.signature = call_signature(module)
         self.__signature__ = self.signature
         self.losses, self.calls, self.noticed = Losses(), 0, False
+        self.surprise: Autocast | None = None
         self.cache = [self._entry(run) for run in runs]
 
     def _entry(self, run: PlannedRun) -> Entry:
@@ -63,6 +66,10 @@ class RegionForward:
     def plain(self, bound: Mapping[str, Any]) -> Any:
         """The region's own forward, for calls that are replayed."""
         return call_bound(self.original, self.signature, bound)
+
+    def replayed(self, autocast: Autocast) -> None:
+        """Note that the step's own backward has to be looked at."""
+        self.surprise = autocast
 
     def start(self) -> None:
         """Be the module's forward."""

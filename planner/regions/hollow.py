@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,15 @@ from torch import fx, nn
 from passes._torch import StorageWeakRef, active_saving_hooks, disable_current_modes, local_part, swapped_state
 from passes.alias import Storage
 from passes.device import kind_of
+from passes.memory import place
 from passes.profile import Counting
-from passes.run._torch import backward_number
+from passes.run._torch import backward_number, under_autocast
 from passes.trace.arguments import bind_call, call_bound, call_signature, run_model, state_entries, state_tensors
 from passes.trace.capture import OutputLeaf, choose_differentiated
+from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.refuse import is_sharded
 from passes.trace.structure import flatten, slots, unflatten
+from passes.trace.value_guards import KnownValues
 from planner.check.restore import Generators, Snapshot, put_back, strangers_kept
 from planner.ranks.sharded import gathered_gradient_bytes, without_reducing, without_talking
 
@@ -91,7 +94,8 @@ class Hollow:
 
     def __init__(self, model: nn.Module, static: Sequence[torch.Tensor], parts: Parts, device: torch.device) -> None:
         self.model, self.parts, self.device = model, parts, device
-        self.static = {local_part(t).untyped_storage().data_ptr() for t in static}
+        self.home = torch.get_default_device()  # which, where nothing has data, is the meta device meanwhile
+        self.static = {place(local_part(t).untyped_storage()) for t in static}
         self.marks: list[Mark] = []
         self.edges: dict[int, Edge] = {}
         self.found: dict[int, Edge] = {}
@@ -103,6 +107,12 @@ class Hollow:
         self.accumulated_bytes = 0
         self.outputs: list[tuple[OutputLeaf, torch.Tensor]] = []
         self.sizes: set[int] = set()
+        self.latest: dict[int, int] = {}  # the last size that was given to what is that large
+
+    @property
+    def imagined(self) -> bool:
+        """Whether nothing has data."""
+        return self.device.type == "meta"
 
     def mark(self, kind: str, run: int = -1) -> None:
         for edge in self.found.values():
@@ -110,7 +120,8 @@ class Hollow:
                 edge.died = len(self.marks)
         size = self._size(0)
         self.marks.append(Mark(kind, run, size))
-        torch.UntypedStorage(size, device=self.device)
+        if self.counting is None:
+            self._memory(size)
 
     @contextmanager
     def within(self) -> Iterator[None]:
@@ -129,13 +140,18 @@ class Hollow:
         """New memory for something that a run of a region makes."""
         size = self._size(like)
         self.edges[size] = Edge(size, run, made)
+        return self._memory(size)
+
+    def _memory(self, size: int) -> torch.UntypedStorage:
+        if self.imagined:  # where ops are looked at, as no allocator tells anything
+            return torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
         return torch.UntypedStorage(size, device=self.device)
 
     def edge(self, tensor: torch.Tensor) -> Edge | None:
         """What holds a tensor that crosses an edge."""
         memory = tensor.untyped_storage()
-        size, place = memory.nbytes(), memory.data_ptr()
-        if not size or place in self.static:
+        size = memory.nbytes()
+        if not size or place(memory) in self.static:
             return None
         if size in self.edges:
             return self.edges[size]
@@ -145,12 +161,13 @@ class Hollow:
         return self.found[memory._cdata]
 
     def _size(self, like: int) -> int:
-        size = like + -like % 64 + PAD
+        first = like + -like % 64 + PAD
+        size = self.latest.get(first, first)
         while size in self.sizes or size in self.parts.ordinary:
             size += 64
         self.sizes.add(size)
+        self.latest[first] = size
         return size
-
 
     def ordinary_sizes(self) -> set[int]:
         """What the step itself allocates, also where something of this run has that size by chance."""
@@ -208,7 +225,8 @@ class HollowForward:
         if why:
             hollow.again = hollow.parts.refuse(self.path, why) or hollow.again
             return None
-        with self.set_aside(), hollow.within(), losses_set_aside(), disable_current_modes():
+        home = hollow.home if hollow.imagined else nullcontext()
+        with self.set_aside(), hollow.within(), losses_set_aside(), disable_current_modes(), home:
             part, new = hollow.parts.find(self.path, number, self.module, bound, tensors, template)
         hollow.again = hollow.again or new
         return part
@@ -254,7 +272,7 @@ class _HollowResult(torch.autograd.Function):
         hollow, traced = of.hollow, run.part.traced
         index = len(hollow.runs) - 1
         with hollow.within(), torch.no_grad():
-            found, _ = flatten(call_bound(of.original, of.__signature__, bound))
+            found = run.part.output_values if hollow.imagined else _flat_call(of, bound)
         outputs: list[Any] = [None] * traced.num_outputs
         made: dict[int, torch.UntypedStorage] = {}
         with hollow.within():
@@ -279,17 +297,21 @@ class _HollowResult(torch.autograd.Function):
         return None, None, None, ctx.token
 
 
+def _flat_call(of: HollowForward, bound: Any) -> list[torch.Tensor]:
+    return flatten(call_bound(of.original, of.__signature__, bound))[0]
+
+
 def _moved(tensor: torch.Tensor, hollow: Hollow, run: int, storage: Storage, made: dict[int, Any]) -> torch.Tensor:
     """The same tensor in memory of a size of its own; outputs that share memory go on doing so."""
     if storage.static:
-        return tensor.detach()
+        return tensor.to("meta") if hollow.imagined else tensor.detach()
     memory = tensor.untyped_storage()
-    if memory.data_ptr() not in made:
-        made[memory.data_ptr()] = hollow.storage(memory.nbytes(), run, storage)
-    new = tensor.new_empty(0).set_(
-        made[memory.data_ptr()], tensor.storage_offset(), tensor.size(), tensor.stride()
+    if place(memory) not in made:
+        made[place(memory)] = hollow.storage(memory.nbytes(), run, storage)
+    new = torch.empty(0, dtype=tensor.dtype, device=hollow.device if hollow.imagined else tensor.device).set_(
+        made[place(memory)], tensor.storage_offset(), tensor.size(), tensor.stride()
     )
-    return new.copy_(tensor)
+    return new if hollow.imagined else new.copy_(tensor)
 
 
 def _stand_in(node: fx.Node | None, ctx: Any, given: list[torch.Tensor], made: dict[Any, Any]) -> Any:
@@ -304,13 +326,13 @@ def _stand_in(node: fx.Node | None, ctx: Any, given: list[torch.Tensor], made: d
         position = part.position.get(storage)
         if position is None or (position >= part.traced.num_primals and not part.dense[position]):
             made[storage] = ctx.hollow.storage(storage.bytes, ctx.index, storage), 0
-            torch.empty(0, dtype=torch.uint8, device=value.device).set_(made[storage][0]).zero_()
+            torch.empty(0, dtype=torch.uint8, device=made[storage][0].device).set_(made[storage][0]).zero_()
         else:
             count = part.traced.num_primals
             source = ctx.primals[position] if position < count else given[position - count]
             made[storage] = source.untyped_storage(), source.storage_offset()
     memory, start = made[storage]
-    return torch.empty(0, dtype=value.dtype, device=value.device).set_(
+    return torch.empty(0, dtype=value.dtype, device=memory.device).set_(
         memory, start + offset, value.size(), value.stride()
     )
 
@@ -324,6 +346,8 @@ class Sample:
 
     Attributes:
         gradients: "fresh", "accumulated" or "consumed"; see `auto_checkpoint`.
+        differentiated: paths of the outputs that `backward` starts from; None chooses.
+        draws: the states that all generators begin each run in.
         written: parameters (and inputs, by their numbers) that the step changes in place, as its first run shows:
             later ones have copies.
     """
@@ -334,6 +358,8 @@ class Sample:
     keep_outputs: bool
     gradients: str
     device: torch.device
+    differentiated: tuple[str, ...] | None
+    draws: Mapping[str, Any]
     written: set[str] = field(default_factory=set)
 
     def run(
@@ -347,7 +373,7 @@ class Sample:
         entries = state_entries(self.model)
         originals = state_tensors(self.model, entries)
         inputs, template = flatten(dict(self.arguments))
-        indices = sorted({t.device.index or 0 for t in (*originals, *inputs) if t.device.type == "cuda"})
+        generators = Generators.of([*originals, *inputs])
         snapshot = Snapshot([self.model, self.loss_fn], originals)
         sharded = any(map(is_sharded, self.model.modules()))
         own = {
@@ -355,16 +381,23 @@ class Sample:
             for e, t in zip(entries, originals, strict=True)
         }
         copied = [t.detach().clone() if str(i) in self.written else t.detach() for i, t in enumerate(inputs)]
+        without_data: AbstractContextManager[Any] = nullcontext()
+        if self.device.type == "meta":
+            own = {name: t.to("meta") for name, t in own.items()}
+            real, copied = copied, [t.to("meta") for t in copied]
+            without_data = _without_data(copied, real)
         inputs = [c.requires_grad_(t.requires_grad) for c, t in zip(copied, inputs, strict=True)]
         hollow = Hollow(self.model, [*own.values(), *inputs], parts, self.device)
         before = [(p, p.grad) for p in self.model.parameters()]
         for held, _ in before:
             held.grad = None
-        swapped = {name: t for name, t in own.items() if all(t is not o for o in originals)}
+        swapped = {name: t for (name, t), o in zip(own.items(), originals, strict=True) if t is not o}
         alone = without_talking(self.model)
         numbered = {str(i): t for i, t in enumerate(inputs)}
         first_look = nullcontext() if parts.known else undone_writes({**own, **numbered}, self.written)
-        with put_back(snapshot, Generators(tuple(indices))), swapped_state(self.model, swapped), alone, first_look:
+        states = put_back(snapshot, generators), swapped_state(self.model, swapped)
+        with states[0], states[1], alone, without_data, first_look:
+            generators.set(self.draws)
             if not self.model.training:
                 self.model.train()
             signature = call_signature(self.model, self.loss_fn)
@@ -412,24 +445,41 @@ class Sample:
         paths: dict[int, str] = {}
         for path, i in slots(template):
             paths.setdefault(i, path)
-        wanted = choose_differentiated(template, leaves, paths, None)
+        wanted = choose_differentiated(template, leaves, paths, self.differentiated)
         hollow.outputs = [
             (OutputLeaf(paths[i], None, i, t.requires_grad, i in wanted), t.detach().to("meta"))
             for i, t in enumerate(leaves)
         ]
+        chosen, layouts = {paths[i]: leaves[i] for i in sorted(wanted)}, hollow.parts.layouts
         if not self.keep_outputs:
-            output = None
-            leaves = [t for i, t in enumerate(leaves) if i in wanted]
-            wanted = set(range(len(leaves)))
-        chosen = [leaves[i] for i in sorted(wanted)]
-        hollow.again = _refuse_other_sums(hollow, chosen) or hollow.again
+            output, leaves = None, []
+        hollow.again = _refuse_other_sums(hollow, list(chosen.values())) or hollow.again
         hollow.mark("backward")
-        starts = [None if t.dim() == 0 else torch.ones_like(t) for t in chosen]
+        starts, started = [_start(t, path, layouts) for path, t in chosen.items()], list(chosen.values())
         sharded = any(map(is_sharded, self.model.modules()))  # what hooks gather has gradients of its own
-        with nullcontext() if sharded else strangers_kept(chosen, hollow.static):
-            torch.autograd.backward(chosen, starts)
+        others = nullcontext() if sharded else strangers_kept(started, hollow.static)
+        with others, under_autocast(layouts.get(BACKWARD_AUTOCAST, ())):
+            torch.autograd.backward(started, starts)
         hollow.mark("end")
         hollow.late = True
+
+
+@contextmanager
+def _without_data(inputs: Sequence[torch.Tensor], sample: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let new tensors be on the meta device in the block, and values of the sample be known as they are to a trace."""
+    with torch.device("meta"), KnownValues(inputs, sample):
+        yield
+
+
+def _start(output: torch.Tensor, path: str, layouts: Layouts) -> torch.Tensor | None:
+    """The gradient that the backward starts from, in the strides in which one was seen to come."""
+    if output.dim() == 0:
+        return None
+    strides = layouts.get(gradient_key(path, output))
+    if strides is None:
+        return torch.ones_like(output)
+    last = sum((size - 1) * stride for size, stride in zip(output.shape, strides, strict=True))
+    return output.new_ones(last + 1).as_strided(output.shape, strides)
 
 
 OTHER_SUM = (

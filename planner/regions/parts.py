@@ -24,6 +24,8 @@ from passes.trace.refuse import refuse_sharded
 from planner.dropin.plan_key import Key, call_key, state_key
 from planner.progress import Progress
 
+from .losses import CrossEntropy
+
 
 @dataclass(eq=False)
 class Part:
@@ -47,11 +49,20 @@ class Part:
         return self.traced.graph_module.graph.output_node().args[0]
 
     @cached_property
-    def output_storages(self) -> list[Storage | None]:
-        """For each output its storage; None for an output that is an input, a parameter or a buffer itself."""
+    def output_nodes(self) -> list[fx.Node | None]:
+        """For each output its node; None for an output that is an input, a parameter or a buffer itself."""
         first = len(self.traced.mutated)
-        nodes = [None if leaf.input is not None else self.results[first + leaf.index] for leaf in self.traced.outputs]
-        found: list[Any] = [None if n is None else self.aliases.of[n] for n in nodes]
+        return [None if leaf.input is not None else self.results[first + leaf.index] for leaf in self.traced.outputs]
+
+    @cached_property
+    def output_values(self) -> list[Any]:
+        """For each of them, as far as it was made here, a tensor without data."""
+        return [None if n is None else n.meta["val"] for n in self.output_nodes]
+
+    @cached_property
+    def output_storages(self) -> list[Storage | None]:
+        """For each of them its storage."""
+        found: list[Any] = [None if n is None else self.aliases.of[n] for n in self.output_nodes]
         return found
 
     @cached_property
@@ -121,12 +132,13 @@ class Parts:
 
     Attributes:
         layouts: how kernels lay out what they make, as far as running has shown it.
+        keeps_logits: whether the caller holds what a model returns besides its loss.
         refused: why a region stays eager, by its path.
         ordinary: sizes of what the step allocates between regions.
     """
 
-    def __init__(self, layouts: Layouts, progress: Progress) -> None:
-        self.layouts, self.progress = layouts, progress
+    def __init__(self, layouts: Layouts, progress: Progress, keeps_logits: bool = True) -> None:
+        self.layouts, self.progress, self.keeps_logits = layouts, progress, keeps_logits
         self.known: list[Part] = []
         self.asked: dict[tuple[str, int], Asked] = {}
         self.refused: dict[str, str] = {}
@@ -160,7 +172,8 @@ class Parts:
         layouts = {**self.layouts, **dict(asked.strides)}
         with self.progress.stage("capture"):
             starts = EVERY_OUTPUT if asked.starts is None else asked.starts
-            traced = capture(module, bound, None, differentiated=starts, layouts=layouts)
+            keeps = self.keeps_logits or type(module) is not CrossEntropy
+            traced = capture(module, bound, None, differentiated=starts, keep_inputs=keeps, layouts=layouts)
             aliases = alias(traced.graph_module.graph)
         state = list(map(state_key, state_tensors(module, traced.state)))
         return Part(type(module), key, state, asked, traced, aliases)

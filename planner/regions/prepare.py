@@ -14,16 +14,19 @@ from passes.alias import alias
 from passes.errors import CaptureError, Unsupported
 from passes.exclusive import exclusive, interrupt_point
 from passes.lower import UPDATE
-from passes.memory import granule, round_up
+from passes.memory import granule, place, round_up
 from passes.printable import printable
 from passes.profile import Counting
 from passes.trace.arguments import state_entries, state_tensors
 from passes.trace.capture import Traced
+from passes.trace.failure import capture_error
 from passes.trace.layouts import Layouts
 from passes.trace.reads import Known, Reads
 from passes.trace.refuse import is_quantized_weight, is_sharded
 from passes.trace.structure import Constant, flatten, slots
-from planner.errors import RegionError
+from planner.check.restore import Generators
+from planner.elsewhere import held_bytes
+from planner.errors import PlannerError, RegionError
 from planner.hints import resolve
 from planner.optimizer import NO_UPDATE
 from planner.options import Options
@@ -61,10 +64,16 @@ class _Found:
     hollow: Hollow
     glue_cost: int
     why: Refusal | None
+    draws: Mapping[str, Any]
 
     @property
     def suffixes(self) -> list[str]:
         return [f"_r{r}" for r in range(len(self.hollow.runs))]
+
+    @property
+    def target(self) -> torch.device:
+        """The kind of device that is planned for."""
+        return self.options.target(self.device)
 
     @property
     def eager(self) -> dict[str, str]:
@@ -78,7 +87,7 @@ class _Found:
         runs = self.hollow.runs
         paths, keys = tuple((r.path, r.number) for r in runs), tuple(r.part.key for r in runs)
         states = tuple(tuple(r.part.state) for r in runs)
-        return Regions(composed, paths, keys, states, tuple(prepared), self.eager, self.spare)
+        return Regions(composed, paths, keys, states, tuple(prepared), self.eager, self.spare, self.draws)
 
 
 def _with_regions_tried(why: Refusal | None, chosen: Candidates) -> Refusal | None:
@@ -90,43 +99,58 @@ def _with_regions_tried(why: Refusal | None, chosen: Candidates) -> Refusal | No
 @exclusive()
 def prepare_regions(
     model: nn.Module, arguments: Mapping[str, Any], options: Options, progress: Progress, *,
-    layouts: Layouts | None = None, required_hints: bool = True, why: Refusal | None = None,
+    layouts: Layouts | None = None, required_hints: bool = True, differentiated: tuple[str, ...] | None = None,
+    why: Refusal | None = None, draws: Mapping[str, Any] | None = None,
 ) -> Prepared:  # fmt: skip
     """Everything before the decision, for a step by regions.
 
     Args:
-        layouts, required_hints: as for `planner.prepared.prepare`.
+        layouts, required_hints, differentiated: as for `planner.prepared.prepare`.
         why: why the model is not planned as a whole, where that was tried.
+        draws: the states that all generators begin the step in (None: those that they are in).
 
     Raises:
         RegionError: nothing can be planned.
     """
     device = model_device(model)
-    if any(p.device.type == "meta" for p in model.parameters()):
-        raise why or RegionError("regions of a model on the meta device: what runs between them cannot be measured.")
-    if options.target(device).type != device.type:
+    meta = any(p.device.type == "meta" for p in model.parameters())
+    if options.target(device).type != device.type and not meta:
         raise why or RegionError(
             f"device={options.device!r} with regions: what runs between them is measured, and that only on the "
-            'model\'s own device. Plan there, or with regions="whole".'
+            'model\'s own device. Plan there, with a model on the meta device, or with regions="whole".'
         )
     options = options.priced_on(device)
     if any(map(is_quantized_weight, (*model.parameters(), *model.buffers()))):
         raise why or RegionError("regions of a model with quantized weights (tensor subclasses) are not planned.")
-    parts = Parts({} if layouts is None else layouts, progress)
+    parts = Parts({} if layouts is None else layouts, progress, options.keep_outputs)
     chosen = candidates(model, options.patterns)
-    sample = Sample(model, options.loss_fn, arguments, options.keep_outputs, options.gradients, device)
+    runs_on = torch.device("meta") if meta else device
+    sample = Sample(
+        model, options.loss_fn, arguments, options.keep_outputs, options.gradients, runs_on, differentiated,
+        draws or Generators.of([*model.parameters(), *model.buffers()]).state(),
+    )  # fmt: skip
     try:
         hollow = _settled_run(sample, chosen, parts, options)
     except Exception as error:
-        if why is None:
-            raise
-        raise why from error  # whatever stops a run of the step, there is a better word for it
+        if why is not None:
+            raise why from error  # whatever stops a run of the step, there is a better word for it
+        if meta and not isinstance(error, PlannerError):
+            raise _without_data(error) from error
+        raise
     if not hollow.runs:
         raise _with_regions_tried(why, chosen) or RegionError(f"no region can be planned: {_first(parts.refused)}")
     counting = Counting(options.cost_function(device))
     sample.run(chosen.chosen, parts, counting)
-    found = _Found(model, arguments, options, device, chosen, parts, hollow, round(counting.total), why)
+    found = _Found(model, arguments, options, device, chosen, parts, hollow, round(counting.total), why, sample.draws)
     return _prepared(found, required_hints)
+
+
+def _without_data(error: Exception) -> RegionError:
+    place = capture_error(error).location
+    return RegionError(
+        f"regions of a model on the meta device: what runs between them does not run without data"
+        f"{f' at {place}' if place else ''} ({error}). Let a region cover that code, or plan where the data is."
+    )
 
 
 def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Options) -> Hollow:
@@ -140,7 +164,7 @@ def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Opti
         kinds = {part.kind for part in parts.known}
         if chosen.refine(parts.refused, hollow.called, kinds) or hollow.again:
             continue
-        if not parts.profile(True, options.cost == "measured"):
+        if not parts.profile(sample.device.type != "meta", options.cost == "measured"):
             return hollow
     raise RegionError(f"the step takes another course each time that it is run: {_first(parts.refused)}")
 
@@ -158,13 +182,13 @@ def _prepared(found: _Found, required_hints: bool) -> Prepared:
     traced, flat = _flat(found)
     accumulated = _accumulated_bytes(found)
     composed = compose(
-        hollow, lowered, found.suffixes, granule=granule(device), static_bytes=_resident_bytes(found) + accumulated,
-        glue_cost=found.glue_cost,
+        hollow, lowered, found.suffixes, granule=granule(found.target), glue_cost=found.glue_cost,
+        static_bytes=_resident_bytes(found) + accumulated + held_bytes(flat.profiles, device, found.target),
     )  # fmt: skip
     composed = replace(composed, problem=_with_update(composed.problem, options.update.step_bytes))
     aliases = alias(flat.graph)
     view = lowered_of(composed, lowered, flat, aliases, accumulated)
-    hinted = resolve(options.hints, traced, aliases, device, required=required_hints)
+    hinted = resolve(options.hints, traced, aliases, found.target, required=required_hints)
     once = {view.node_op[n] for n, hint in hinted.items() if hint.once and n in view.node_op}
     composed = replace(composed, problem=_run_once(composed.problem, once))
     view = replace(view, problem=composed.problem)
@@ -214,7 +238,7 @@ def _resident_bytes(found: _Found) -> int:
     inputs, _ = flatten(dict(found.arguments))
     tensors = (*map(local_part, state_tensors(found.model, state_entries(found.model))), *inputs)
     storages = [t.untyped_storage() for t in tensors]
-    sizes = {s.data_ptr(): round_up(s.nbytes(), granule(found.device)) for s in storages}
+    sizes = {place(s): round_up(s.nbytes(), granule(found.target)) for s in storages}
     return sum(sizes.values()) + found.options.set_aside_bytes
 
 
@@ -224,7 +248,7 @@ def _accumulated_bytes(found: _Found) -> int:
     if found.options.gradients != "accumulated" or any(map(is_sharded, found.model.modules())):
         return gathered
     trained = [p for p in found.model.parameters() if p.requires_grad]
-    return gathered + sum(round_up(p.numel() * p.element_size(), granule(found.device)) for p in trained)
+    return gathered + sum(round_up(p.numel() * p.element_size(), granule(found.target)) for p in trained)
 
 
 def _run_once(problem: Problem, once: Collection[int]) -> Problem:

@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama: `training` is full, fresh or lora."""
+    """A Llama: `training` is full, fresh or lora; `regions` as in `auto_checkpoint`."""
 
     training: str = "full"
     layers: int = 32
@@ -53,6 +53,7 @@ class Shape:
     batch: int = 1
     length: int = 2048
     vocabulary: int = 32000
+    regions: str = "whole"
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,14 @@ SHAPES = {
     "llama7b-lora": Shape("lora"),
     "llama7b-lora-eager": Shape("lora", attention="eager"),
     "llama70b": Shape(**LLAMA_70B),  # type: ignore[arg-type]
+    "llama70b-blocks": Shape(**LLAMA_70B, regions="model.layers.*"),  # type: ignore[arg-type]
 }
 LIMITS = {
     "synthetic": Limits(60.0, gap_of_bound=0.01),
     "llama7b": Limits(120.0, gap_points=((50, 0.02),), resident_gib=6.0),
     "llama7b-lora": Limits(120.0, gap_points=((50, 0.02),), resident_gib=6.0),
     "llama70b": Limits(300.0, gap_points=((50, 0.01), (25, 0.01))),
+    "llama70b-blocks": Limits(20.0, gap_points=((50, 0.01),)),
 }
 DEFAULT = tuple(LIMITS)
 
@@ -133,7 +136,7 @@ def run_llama(shape: Shape, shares: list[int], time_limit: float, cost: str) -> 
 
     start = time.perf_counter()
     model, sample = llama(shape)
-    session = open_session(model, sample, cost=cost, progress=False, keep_outputs=False)
+    session = open_session(model, sample, cost=cost, progress=False, keep_outputs=False, regions=shape.regions)
     problem = with_gradient_buffers(session.problem) if shape.training == "full" else session.problem
     captured = time.perf_counter() - start
     gradients = gradient_bytes(session.problem)
@@ -236,6 +239,8 @@ def run_case(case: str, shares: str, time_limit: float | None, cost: str) -> lis
     if case.startswith("synthetic"):
         forward_ops = int(case.removeprefix("synthetic").lstrip("-") or 10_000)
         return run_synthetic(forward_ops, _shares(shares, "50"), time_limit or 50.0)
+    if case.endswith("-blocks"):
+        return run_llama(SHAPES[case], _shares(shares, "50"), time_limit or 10.0, cost)
     return run_llama(SHAPES[case], _shares(shares, "50,25"), time_limit or (90.0 if "70b" in case else 30.0), cost)
 
 
@@ -250,7 +255,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the cases")
     parser.add_argument("--all", action="store_true", help="every case")
     parser.add_argument("--shares", default="", help="budgets in percent, e.g. 50,25")
-    parser.add_argument("--time-limit", type=float, help="seconds per solve; default 50 (synthetic), 30 (7B), 90 (70B)")
+    parser.add_argument("--time-limit", type=float, help="seconds per solve; default 50, 30, 90 (70B) or 10 (blocks)")
     parser.add_argument("--cost", default="roofline:flops=1e13,bytes=1e12")
     parser.add_argument("--here", action="store_true", help="one case in this process, its rows as JSON")
     options = parser.parse_args()

@@ -23,9 +23,9 @@ from tests.bench.peers.models import BENCH, build
 
 WARM_UP = 2
 TARGET = 1.02
-BLOCKS = {
+BLOCKS: dict[str, str | tuple[str, ...]] = {
     "gpt2": "transformer.h.*", "llama": "model.layers.*", "vit": "vit.layers.*",
-    "resnet50": "resnet.encoder.stages.?.layers.?",
+    "resnet50": ("resnet.embedder", "resnet.encoder.stages.?.layers.?"),
 }  # fmt: skip
 
 

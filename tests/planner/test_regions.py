@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from passes.memory import measure_peak
-from planner import CaptureError, Plan, RegionError, auto_checkpoint
+from planner import CaptureError, Plan, PlannerError, RegionError, auto_checkpoint
 from planner.regions.glue import GlueOp, _Event, _ops
 from planner.regions.hollow import Edge
 from planner.session import open_session
@@ -380,3 +382,161 @@ def test_masks_are_not_taken_for_marks() -> None:
     plan = planned_at(model, x, 0.4, regions="layers.*")
     assert [run.path for run in plan.runs] == ["layers.0", "layers.1", "layers.2"]
     assert_equal_and_exact(plan, copy.deepcopy(model), loss_inside(x))
+
+
+def without_data(layers: int = 3) -> nn.Module:
+    with torch.device("meta"):
+        return SmallGPT(layers=layers, vocabulary=64)
+
+
+def test_regions_without_data(tmp_path: Any) -> None:
+    """On the meta device the step is that of the true model but for what kernels need for a moment."""
+    model, x = small_gpt()
+    options: dict[str, Any] = {"regions": "blocks.*", "progress": False, "solver": "greedy", "check": False}
+    real, imagined = (open_session(m, x, **options) for m in (model, without_data()))
+    assert imagined.plain_peak_bytes == real.plain_peak_bytes
+    assert imagined.problem.tensors == real.problem.tensors
+    without_workspace = [[replace(op, workspace=0) for op in s.problem.ops] for s in (real, imagined)]
+    assert without_workspace[0] == without_workspace[1]
+    low = imagined.minimum().minimum_bytes
+    plan = imagined.plan(low + (imagined.plain_peak_bytes - low) // 2)
+    assert plan.recomputed
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json", model, x)
+    assert [run.path for run in loaded.runs] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert loaded.check(model, x).steps
+    with pytest.raises(PlannerError, match="on the meta device, so there is no data"):
+        plan.module(x)
+
+
+def test_regions_without_data_for_another_device() -> None:
+    _, x = small_gpt()
+    options: dict[str, Any] = {"progress": False, "solver": "greedy", "check": False, "device": "h100"}
+    whole, parts = (open_session(without_data(), x, regions=r, **options) for r in ("whole", "blocks.*"))
+    assert parts.problem.static_bytes == whole.problem.static_bytes
+    assert parts.plain_peak_bytes == whole.plain_peak_bytes
+
+
+def test_many_equal_regions_without_data_are_captured_once() -> None:
+    _, x = small_gpt()
+    regions = open_session(without_data(40), x, regions="blocks.*", progress=False).prepared.regions
+    assert regions is not None
+    assert len(regions.prepared) == 40
+    assert len({id(own) for own in regions.prepared}) == 1
+
+
+def test_code_between_regions_that_needs_data() -> None:
+    with torch.device("meta"):
+        model = Stack("isfinite")
+    with pytest.raises(RegionError, match=r"does not run without data at .*test_regions.py"):
+        open_session(model, torch.randint(0, 50, (2, 16)), regions="layers.*", progress=False)
+
+
+class Outside(nn.Module):
+    """Blocks that cannot be traced as a whole, and two outputs, in another layout than their gradients come in."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.blocks, self.drop = nn.ModuleList(Block(32, 2, 0.1) for _ in range(4)), drop
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(32, 24), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        for block in self.blocks:
+            x = x if torch.rand([]) < self.drop else block(x)
+        return [head(x).transpose(1, 2) for head in self.heads]
+
+
+def outside_loss(outputs: list[torch.Tensor], which: Sequence[int]) -> torch.Tensor:
+    return torch.stack([outputs[i].pow(2).mean() for i in which]).sum()
+
+
+@pytest.mark.parametrize(("courses", "quiet_from"), [([(0, 1)], 3), ([(1,)], 3), ([(0,), (1,)], 7)])
+def test_other_starts_of_a_backward_are_learned(courses: list[tuple[int, ...]], quiet_from: int) -> None:
+    torch.manual_seed(0)
+    model, x = Outside(), torch.randn(2, 16, 32)
+    plan, plain = planned_at(model, x, 0.5), copy.deepcopy(model)
+    assert plan.runs
+    for i in range(quiet_from + 4):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for module, owner in ((plan.module, model), (plain, plain)):
+                owner.zero_grad()
+                torch.manual_seed(i)
+                outside_loss(module(x), courses[i % len(courses)]).backward()
+        assert_same_gradients(model, plain)
+        assert i < quiet_from or not caught, [str(w.message) for w in caught]
+
+
+def test_planning_anew_takes_the_course_of_the_sample() -> None:
+    torch.manual_seed(0)
+    model, x = Outside(drop=0.5), torch.randn(2, 16, 32)
+    plan = planned_at(model, x, 0.0)
+    first = [run.path for run in plan.runs]
+    for seed in range(4):
+        torch.manual_seed(seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            outside_loss(plan.module(x), (0, 1)).backward()
+    latest = plan.module._plan_state.latest
+    assert latest is not plan.prepared and [run.path for run in latest.runs] == first
+
+
+def test_a_backward_under_autocast_is_learned() -> None:
+    torch.manual_seed(0)
+    model, x = Outside(), torch.randn(2, 16, 32)
+    plan, plain = planned_at(model, x, 0.5, loss_fn=lambda o: outside_loss(o, (0, 1))), copy.deepcopy(model)
+    for i in range(5):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for module, owner in ((plan.module, model), (plain, plain)):
+                owner.zero_grad()
+                torch.manual_seed(i)
+                out = module(x)
+                loss = outside_loss(out, (0, 1)) if module is plain else out
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss.backward()
+        assert_same_gradients(model, plain)
+        assert i < 3 or not caught, [str(w.message) for w in caught]
+
+
+class Speaks(nn.Module):
+    """Blocks, and logits that are much of what a step holds; returns them next to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9000, 32), nn.Linear(32, 9000)
+        self.blocks = nn.ModuleList(Block(32, 2, 0.1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h)
+        logits = self.head(h)
+        return {"loss": F.cross_entropy(logits.view(-1, 9000), x.flatten()), "logits": logits}
+
+
+def test_logits_that_nobody_holds_become_their_gradient() -> None:
+    torch.manual_seed(0)
+    model, x = Speaks(), torch.randint(0, 9000, (2, 24))
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {"keep_outputs": False, "progress": False, "check": False}
+    plan = open_session(model, x, regions="blocks.*", **options).plan(None)
+    [written] = [op for op in plan.problem.ops if op.name.startswith("cross_entropy_logits_backward")]
+    assert written.reuse
+
+    def loss(module: nn.Module) -> torch.Tensor:
+        found: torch.Tensor = module(x)["loss"]
+        found.backward()
+        return found
+
+    assert_equal_and_exact(plan, plain, loss)
+    for owner in (model, plain):
+        owner.zero_grad()
+    torch.manual_seed(3)
+    held = plan.module(x)
+    before = held["logits"].clone()
+    held["loss"].backward()  # whoever holds them keeps them
+    assert torch.equal(held["logits"], before)
+    torch.manual_seed(3)
+    plain(x)["loss"].backward()
+    assert_same_gradients(model, plain)

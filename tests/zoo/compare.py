@@ -32,9 +32,9 @@ def scalar_loss(output: Any) -> torch.Tensor:
         return output.loss
     tensors, _ = flatten(output)
     differentiable = [t for t in tensors if t.requires_grad and t.is_floating_point()]
+    scalars = [t for t in differentiable if t.dim() == 0]
     if hasattr(output, "to_tuple"):
         differentiable = differentiable[:1]
-    scalars = [t for t in differentiable if t.dim() == 0]
     terms = scalars or [t.float().pow(2).mean() for t in differentiable]
     return terms[0] if len(terms) == 1 else torch.stack([t.float() for t in terms]).sum()
 

@@ -143,8 +143,8 @@ def examine(entry: Entry, share: int, options: dict[str, Any], plain_only: bool)
         if differ := steady(model, sample):
             found.verdict, found.detail = "unsteady", f"the plain step differs from itself: {differ}"
             return found
-    except LookupError as error:
-        found.verdict, found.detail = "untrainable", str(error)
+    except Exception as error:  # noqa: BLE001 - the plain model's own, or its memory is more than there is
+        found.verdict, found.detail = "untrainable", str(error) if isinstance(error, LookupError) else _line(error)
         return found
     found.verdict = "plain"
     found.figures["parameters"] = sum(p.numel() for p in model.parameters())

@@ -167,7 +167,7 @@ class _HighsRun:
             if answer.bound is None or time.monotonic() > self.deadline:
                 break
             relaxed = np.array(self.highs.getSolution().col_value)
-            if not self._add_violated(relaxed):
+            if not self._add_violated(relaxed, enough=True):
                 self._drop_idle_rows()
                 return replace(best, values=self._named(relaxed))
         return best
@@ -203,7 +203,7 @@ class _HighsRun:
         free = np.zeros(self.highs.getNumCol())
         return max(self._safe_bound(ray, free), self._safe_bound(-ray, free)) > RAY_TOLERANCE
 
-    def _add_violated(self, values: np.ndarray, enough: bool = False) -> bool:
+    def _add_violated(self, values: np.ndarray, enough: bool) -> bool:
         """Add rows that `values` break: of constraint 4, else of constraint 6 unless that is enough."""
         slots = self.peak.violated(values)
         if slots:

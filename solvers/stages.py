@@ -12,7 +12,7 @@ import pulp
 from .problem import Problem
 
 COEFFICIENT_LIMIT = 1 << 20
-MOST_TWICE = 2000
+MOST_TWICE = 400
 
 
 @dataclass(frozen=True)

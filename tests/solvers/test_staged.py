@@ -124,7 +124,8 @@ def chain(rng: random.Random) -> Problem:
     """Ops that mostly read the one before, and a backward that reads them all: steps that run ops again in a row."""
     count, sizes = rng.randint(4, 8), rng.choice(((1,), (1, 2), (1, 9)))
     tensors = [Tensor(f"t{t}", rng.choice(sizes)) for t in range(count)] + [Tensor("g", 1)] * count
-    reads = [tuple(dict.fromkeys((i - 1, rng.randrange(i)) if rng.random() < 0.6 else (i - 1,))) for i in range(1, count)]
+    others = [(rng.randrange(i),) if rng.random() < 0.6 else () for i in range(1, count)]
+    reads = [tuple(dict.fromkeys((i, *other))) for i, other in enumerate(others)]
     ops = [Op(f"f{i}", read, (i,), rng.choice((0, 1, 2))) for i, read in enumerate([(), *reads])]
     for j in range(count):
         read = (count - 1 - j, *((count + j - 1,) if j else ()))

@@ -26,8 +26,10 @@ from .stages import COEFFICIENT_LIMIT, Stages
 LEAST = 1e-6
 MOST_ROWS = 60
 MOST_LINKS = 60
-NOWHERE = -9.0
+FAR = 9.0
 ROOM = 1e-6
+
+Paths = dict[int, tuple[float, tuple[int, ...]]]
 
 
 class Chain(NamedTuple):
@@ -82,7 +84,7 @@ class Twice:
     ) -> Iterator[tuple[float, int, list[Chain], list[tuple[int, ...]]]]:
         """(bytes over the budget, run, chains, the path of each) of the runs of a stage."""
         stage = self._stage(k, values)
-        paths: dict[int, dict[int, tuple[float, tuple[int, ...]]]] = {}
+        paths: dict[int, Paths] = {}
         for j in self.of_stage[k] if stage.wanted else ():
             i = self.peaks.runs[j][0]
             paths[i] = self._paths(i, stage, paths)
@@ -112,11 +114,9 @@ class Twice:
     def _most_bytes(self, run: float, stage: Stage) -> float:
         return sum(self.sizes[t] * max(0.0, w + run - 1 - stage.kept[t]) for t, w in stage.wanted.items())
 
-    def _paths(
-        self, i: int, stage: Stage, paths: dict[int, dict[int, tuple[float, tuple[int, ...]]]]
-    ) -> dict[int, tuple[float, tuple[int, ...]]]:
+    def _paths(self, i: int, stage: Stage, paths: dict[int, Paths]) -> Paths:
         """For each tensor that a run of i shows to have been live: the least sum of A over a path, and the path."""
-        found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        found: Paths = {}
         direct = [u for u in self.inputs[i] if u in stage.kept]
         for u in direct:
             kept = stage.kept[u]
@@ -126,7 +126,7 @@ class Twice:
         found.update((u, (0.0, ())) for u in direct)
         return found
 
-    def _chains(self, i: int, run: float, stage: Stage, paths: dict[int, tuple[float, tuple[int, ...]]]) -> list[Chain]:
+    def _chains(self, i: int, run: float, stage: Stage, paths: Paths) -> list[Chain]:
         """Chains that have no tensor in common, and none with what i reads and writes."""
         used, found = {*self.inputs[i], *self.problem.ops[i].outputs}, []
         for t, wanted in stage.wanted.items():
@@ -136,9 +136,7 @@ class Twice:
                 used.update(chain.tensors)
         return found
 
-    def _chain(
-        self, t: int, value: float, stage: Stage, paths: dict[int, tuple[float, tuple[int, ...]]], used: set[int]
-    ) -> Chain | None:
+    def _chain(self, t: int, value: float, stage: Stage, paths: Paths, used: set[int]) -> Chain | None:
         """The chain from t that most bytes are live of."""
         best, most = None, LEAST * self.sizes[t]
         stack, seen = [Chain((t,), self.sizes[t], value - stage.kept[t])], {t}
@@ -147,7 +145,7 @@ class Twice:
                 break
             tensors, size, value = chain = stack.pop()
             w = tensors[-1]
-            live = value - paths.get(w, (-NOWHERE,))[0] - stage.twice.get(w, -NOWHERE)
+            live = value - paths.get(w, (FAR,))[0] - stage.twice.get(w, FAR)
             if live * size > most:
                 best, most = chain._replace(value=live), live * size
             for u in self.inputs[self.problem.producer[w]]:

@@ -22,6 +22,7 @@ import pulp
 
 from .errors import SolverUnavailable
 from .mip import Worker, job_of
+from .peaks import NO_ROWS, Rows
 from .staged import StagedModel
 
 ROWS_PER_ROUND = 24
@@ -29,7 +30,9 @@ TOLERANCE = 1e-6
 SLACK = 1e-4
 OPEN_SHARE = 0.05
 SPREAD = 1000
-ROUNDS = 20
+ROUNDS = 100
+ENOUGH = 10
+ROUND_SHARE = 0.1
 RAY_TOLERANCE = 1e-4
 PATIENCE_SECONDS = 0.2
 
@@ -104,11 +107,15 @@ class _HighsRun:
         self.index = model.column
         self.peak = PeakRows(model)
         self.first_row = self.highs.getNumRow()
+        self.enough = math.inf
 
     def solve(self, gap_cost: int, incumbent: dict[str, float] | None) -> Answer:
         relaxed = self.relax()
         if relaxed.infeasible or relaxed.timed_out:
             return relaxed
+        self.enough = (
+            math.inf if incumbent is None else self._cost(incumbent) - ENOUGH * gap_cost / self.model.cost_unit
+        )
         # What the program leaves open is worth less time than what its stages leave out.
         open_cost = 0.0 if incumbent is None else self._cost(incumbent) - (relaxed.bound or 0)
         allowed = max(0.999, gap_cost / self.model.cost_unit, OPEN_SHARE * open_cost)
@@ -126,8 +133,9 @@ class _HighsRun:
         """Solve the integer program again and again, with the rows that its solutions break."""
         integer = np.array([v.cat == pulp.LpInteger for v in self.model.program.variables()])
         options = {"threads": 2, "mip_abs_gap": allowed, "mip_rel_gap": 0.0}
-        best = relaxed
+        best, seconds = relaxed, self.deadline - time.monotonic()
         for _ in range(ROUNDS):
+            begin = time.monotonic()
             found = worker.solve(job_of(self.highs, integer, start, options), self.deadline)
             if found.infeasible:
                 return replace(best, infeasible=start is None, failed=start is not None)
@@ -138,7 +146,9 @@ class _HighsRun:
             if found.values is None or len(found.values) != len(integer) or not np.isfinite(found.values).all():
                 break
             best = replace(best, values=self._named(found.values))
-            if time.monotonic() > self.deadline or not self._add_violated(found.values):
+            slow = time.monotonic() - begin > ROUND_SHARE * seconds
+            enough = slow or (best.bound or 0) >= self.enough
+            if time.monotonic() > self.deadline or not self._add_violated(found.values, enough):
                 break
         return replace(best, timed_out=time.monotonic() > self.deadline)
 
@@ -157,7 +167,7 @@ class _HighsRun:
             if answer.bound is None or time.monotonic() > self.deadline:
                 break
             relaxed = np.array(self.highs.getSolution().col_value)
-            if not self._add_violated(relaxed):
+            if not self._add_violated(relaxed, enough=True):
                 self._drop_idle_rows()
                 return replace(best, values=self._named(relaxed))
         return best
@@ -193,13 +203,17 @@ class _HighsRun:
         free = np.zeros(self.highs.getNumCol())
         return max(self._safe_bound(ray, free), self._safe_bound(-ray, free)) > RAY_TOLERANCE
 
-    def _add_violated(self, values: np.ndarray) -> bool:
+    def _add_violated(self, values: np.ndarray, enough: bool) -> bool:
+        """Add rows that `values` break: of constraint 4, else of constraint 6 unless that is enough."""
         slots = self.peak.violated(values)
-        self._add_rows(slots)
-        return bool(slots)
+        if slots:
+            self._add_rows(self.model.peak_rows(np.array(sorted(slots), dtype=np.int64)))
+            return True
+        rows = self.model.twice.rows(values, self.model.surely_live(values)) if not enough else NO_ROWS
+        self._add_rows(rows)
+        return bool(len(rows.limits))
 
-    def _add_rows(self, slots: list[int]) -> None:
-        rows = self.model.peak_rows(np.array(sorted(slots), dtype=np.int64))
+    def _add_rows(self, rows: Rows) -> None:
         self.peak.present.update(dict.fromkeys(rows.slots.tolist()))
         count = len(rows.limits)
         if not count:
@@ -207,6 +221,7 @@ class _HighsRun:
         lower = np.full(count, -highspy.kHighsInf)
         starts, columns = rows.starts[:-1].astype(np.int32), rows.columns.astype(np.int32)
         values = rows.coefficients.astype(float)
+
         def add() -> None:
             upper = rows.limits.astype(float)
             status = self.highs.addRows(count, lower, upper, len(columns), starts, columns, values)

@@ -30,6 +30,9 @@ class Rows:
     limits: np.ndarray
 
 
+NO_ROWS = Rows(*(np.zeros(n, dtype=np.int64) for n in (0, 1, 0, 0, 0)))
+
+
 @dataclass(frozen=True)
 class Holds:
     """Bytes surely held: from slot `first` until `stop`, `size` times the value of `column` (1 where it is -1)."""
@@ -168,6 +171,11 @@ class Peaks:
             stage = self.through.within(np.array([self.runs[j][1]]))
             parts.append(Terms(stage.group + first + place, stage.column, stage.size))
         return Terms(*(np.concatenate([getattr(p, name) for p in parts]) for name in ("group", "column", "size")))
+
+    def run_terms(self, j: int) -> Iterator[tuple[int, int]]:
+        """(column, size) of the row of one run; the column of a constant is -1."""
+        terms = self._run_terms(np.array([self.slots + j]))
+        return zip(terms.column.tolist(), terms.size.tolist(), strict=True)
 
     @cached_property
     def through(self) -> Terms:

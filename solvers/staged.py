@@ -11,10 +11,11 @@ Variables
     A[t, k]  tensor t is resident when stage k begins                                    (binary)
     H[t, k]  t is held through the whole of stage k                                      (in [0, 1])
     U[i, k]  op i is recomputed at least once from stage k on                            (in [0, 1])
+    Q[i, k]  op i is recomputed at least twice in stage k; in small programs alone       (binary)
   for forward ops that may be recomputed and for their outputs, where a later read can still profit from it.
 
 Objective
-    minimise sum cost[i] * R[i, k]
+    minimise sum cost[i] * (R[i, k] + Q[i, k])
 
 Constraints
     1. need     A[t, k] + R[prod(t), k] >= 1           a required op of stage k reads t        (`_need`)
@@ -36,6 +37,7 @@ Constraints
     5. suffix   A[t, k] + U[prod(t), k] >= 1           a required op from stage k on reads t   (`_suffix`)
                 A[t, k] + U[prod(t), k] >= U[i, k]     i reads t
                 U[i, k] <= sum of R[i, l] over l >= k
+    6. twice    Q[i, k] <= R[i, k]; what is held while i runs in stage k, or runs twice         (`solvers.twice`)
 
 Constraint 5 says nothing new of integers, but much of fractions: without it an op could be recomputed by halves in
 two stages, each half from the same half of its inputs, and more stages would weaken the relaxation. In the last
@@ -62,6 +64,7 @@ from .live import Live
 from .peaks import Peaks, Rows
 from .problem import Problem
 from .stages import Stages
+from .twice import Twice
 
 NEAR_END = 10
 ABOUT = 0.99
@@ -103,6 +106,9 @@ class StagedModel(Stages):
         self._keep()
         self._closure()
         self._suffix()
+        for key, twice in self.Q.items():
+            self._add({twice: 1, self.R[key]: -1}, pulp.LpConstraintLE, 0)
+        self.twice = Twice(self, self.peaks)
 
     def peak_rows(self, moments: np.ndarray) -> Rows:
         """Constraint 4 at some moments (ascending), without the rows that no solution can break."""
@@ -137,10 +143,14 @@ class StagedModel(Stages):
 
     def values_of(self, live: Live) -> dict[str, float]:
         """The indicators of a plan: what it recomputes in which stage, and what it finds resident."""
-        values: dict[str, float] = {v.name: 0.0 for group in (self.R, self.A, self.H, self.U) for v in group.values()}
+        values: dict[str, float] = {
+            v.name: 0.0 for group in (self.R, self.A, self.H, self.U, self.Q) for v in group.values()
+        }
         for slot, i in live.recomputes():
             variable = self.R.get((i, self.stage[slot]))
             if variable is not None:
+                if (twice := self.Q.get((i, self.stage[slot]))) is not None:
+                    values[twice.name] = values[variable.name]
                 values[variable.name] = 1.0
         for (i, k), variable in self.U.items():
             variables = self._from_stage(i, k)

@@ -12,6 +12,7 @@ import pulp
 from .problem import Problem
 
 COEFFICIENT_LIMIT = 1 << 20
+MOST_TWICE = 400
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Stages:
         self.A: dict[tuple[int, int], pulp.LpVariable] = {}
         self.H: dict[tuple[int, int], pulp.LpVariable] = {}
         self.U: dict[tuple[int, int], pulp.LpVariable] = {}
+        self.Q: dict[tuple[int, int], pulp.LpVariable] = {}
         self.cost_unit = cost_unit(problem, cost_limit)
         self.program = pulp.LpProblem("recompute", pulp.LpMinimize)
         self._variables()
@@ -112,5 +114,8 @@ class Stages:
                 self.A[t, k] = pulp.LpVariable(f"A{t}_{k}", 0, 1, pulp.LpInteger)
                 if k < last:
                     self.H[t, k] = pulp.LpVariable(f"H{t}_{k}", 0, 1)
-        prices = {v: int(min(costs[i], self.cost_limit)) // self.cost_unit for (i, _), v in self.R.items()}
+        again = [(i, k) for i, k in self.R if k > self.stage[i]] if len(self.R) <= MOST_TWICE else []
+        self.Q = {key: pulp.LpVariable(f"Q{key[0]}_{key[1]}", 0, 1, pulp.LpInteger) for key in again}
+        runs = (*self.R.items(), *self.Q.items())
+        prices = {v: int(min(costs[i], self.cost_limit)) // self.cost_unit for (i, _), v in runs}
         self.program.setObjective(pulp.LpAffineExpression(prices))

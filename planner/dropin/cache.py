@@ -408,7 +408,7 @@ def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     applied: Any = module.__dict__.get("forward")
     if getattr(applied, "runs_plan", False):
         state = applied.state
-    if state is None or state.unplanned or not module.training or not torch.is_grad_enabled():
+    if state is None or state.unplanned or global_hooks() or not module.training or not torch.is_grad_enabled():
         return
     bound = bind_call(state.signature, args, kwargs)
     state.looking = True

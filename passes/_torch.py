@@ -488,7 +488,8 @@ def global_hooks() -> list[Any]:
     """What `register_module_forward_hook` and its like were given for every module, but for those who only watch."""
     tables = (getattr(torch.nn.modules.module, f"_global_{name}", {}) for name in _OF_EVERY_MODULE)
     hooks = [hook for table in tables for hook in table.values()]
-    return [h for h in hooks if not str(getattr(h, "__module__", "")).startswith("torch.")]  # FlopCounterMode's
+    watchers = ("torch.", "passes.")  # FlopCounterMode's; those of a trace in another thread
+    return [h for h in hooks if not str(getattr(h, "__module__", "")).startswith(watchers)]
 
 
 def native_kernels() -> contextlib.AbstractContextManager[Any]:

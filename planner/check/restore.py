@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.memory import place
 from passes.trace.nodes import refill
 
 CONTAINERS = (dict, OrderedDict, list, set)
@@ -148,9 +149,9 @@ def strangers_kept(outputs: Iterable[torch.Tensor], own: Container[int]) -> Iter
     """Put the gradients back of what a backward from `outputs` reaches and is not the step's: a loss's parameters.
 
     Args:
-        own: where the memory of the step's tensors begins.
+        own: the places (`passes.memory.place`) of the step's tensors.
     """
-    before = [(t, t.grad) for t in _leaves_of(outputs) if t.untyped_storage().data_ptr() not in own]
+    before = [(t, t.grad) for t in _leaves_of(outputs) if place(t.untyped_storage()) not in own]
     for tensor, _ in before:
         tensor.grad = None
     try:

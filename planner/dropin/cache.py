@@ -21,7 +21,6 @@ from passes._torch import TORCH_FOLDER, active_saving_hooks, global_hooks, local
 from passes.errors import InputMismatch, NoBackward
 from passes.run._torch import Autocast
 from passes.trace.arguments import argument_names, bind_call, run_model, state_tensors
-from passes.trace.capture import Traced
 from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match
 from passes.trace.refuse import is_sharded, sharded_modules
@@ -166,7 +165,8 @@ class PlanState:
         traced = entry.planned.prepared.traced
         self._notice_gradients(entry.planned, self.model.parameters())
         if not entry.regions or not are_of(entry.regions, self.model):
-            _check_materialized(traced, [*state_tensors(self.model, traced.state), *tensors])
+            named = dict([*self.model.named_parameters(), *self.model.named_buffers()])
+            _check_materialized(named.values(), lambda: list(named))
             entry.regions = regions_of(self.model, entry.planned)
         self.last = entry
         with running_regions(entry.regions):
@@ -249,8 +249,10 @@ class PlanState:
         return self._add(key, planned, starts), state_tensors(self.model, planned.prepared.traced.state)
 
     def _execute(self, entry: Entry, primals: list[torch.Tensor]) -> Any:
-        planned = entry.planned
-        _check_materialized(planned.prepared.traced, primals)
+        planned, traced = entry.planned, entry.planned.prepared.traced
+        _check_materialized(
+            primals, lambda: [*(e.name for e in traced.state), *argument_names(traced.input_template)]
+        )
         self._notice_hooks()
         self._notice_gradients(planned, primals)
         return planned.run(primals, Fallback(self, entry, self._plain_as_called()))
@@ -418,13 +420,13 @@ def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         state.looking = False
 
 
-def _check_materialized(traced: Traced, primals: Sequence[torch.Tensor]) -> None:
-    for position, primal in enumerate(primals):
-        if primal.device.type == "meta":
-            name = [*(e.name for e in traced.state), *argument_names(traced.input_template)][position]
+def _check_materialized(tensors: Iterable[torch.Tensor], names: Callable[[], list[str]]) -> None:
+    for position, tensor in enumerate(tensors):
+        if tensor.device.type == "meta":
             raise PlannerError(
-                f"{name!r} is on the meta device, so there is no data to compute with: a plan can be made from such a "
-                "model, but to run it materialise it first, with model.to_empty(device=...) and load_state_dict."
+                f"{names()[position]!r} is on the meta device, so there is no data to compute with: a plan can be made "
+                "from such a model, but to run it materialise it first, with model.to_empty(device=...) and "
+                "load_state_dict."
             )
 
 

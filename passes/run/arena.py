@@ -8,6 +8,8 @@ so later steps ask for nothing. Needs torch alone: exports hold a copy.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -15,15 +17,16 @@ IDLE = 0.5  # of the arena: where more lies idle in segments that cannot be give
 
 Arena = tuple[int, ...]  # bytes of its segments, ascending: none is served from those before it
 
-_reserved_bytes: dict[tuple[torch.device, Arena], int] = {}  # what was reserved once an arena had been asked for
+# What was reserved on a device once an arena had been asked for, by whose arena it is.
+_reserved_bytes: WeakKeyDictionary[Any, dict[torch.device, int]] = WeakKeyDictionary()
 
 
-def ask_for(arena: Arena, device: torch.device) -> None:
-    """Have an arena's segments reserved, at the first step and wherever the cache has been emptied since."""
+def ask_for(arena: Arena, device: torch.device, owner: Any) -> None:
+    """Have an arena's segments reserved, at the owner's first step and wherever the cache has been emptied since."""
     if not arena or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return
-    known = _reserved_bytes.get((device, arena))
-    if known is not None and _now(device) >= known:
+    known = _reserved_bytes.setdefault(owner, {})
+    if device in known and _now(device) >= known[device]:
         return
     torch.cuda.empty_cache()
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -31,7 +34,7 @@ def ask_for(arena: Arena, device: torch.device) -> None:
         with contextlib.suppress(torch.OutOfMemoryError):
             for size in arena:
                 torch.empty(size, dtype=torch.uint8, device=device)
-    _reserved_bytes[device, arena] = _now(device)
+    known[device] = _now(device)
 
 
 def _now(device: torch.device) -> int:

@@ -139,7 +139,7 @@ class _Run:
         self.step, self.fallback, self.primals = step, fallback, primals
         self.owned = (*step.leaves[:-1], (*step.leaves[-1], *step.others))
         self.token = torch.empty(0, device=next((p.device for p in primals if p.requires_grad), None))
-        ask_for(step.arena, self.token.device)
+        ask_for(step.arena, self.token.device, step.forward)
         self.versions = [p._version for p in primals]
         self.given: Sequence[torch.Tensor] = [p.detach() for p in primals]
         self.sums = {i for i in step.sums if not primals[i]._backward_hooks}

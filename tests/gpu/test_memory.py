@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.device import HOLLOW, ON_A_GPU, is_expandable, measure, on_device, plan_for
+from passes.device import empty_cache
+from passes.run.arena import ask_for
+from tests.gpu.device import CUDA, HOLLOW, MIB, ON_A_GPU, is_expandable, measure, on_device, plan_for
 from tests.gpu.table import most_reserved
 from tests.zoo.compare import differences, forward_backward, run_step
 from tests.zoo.table import ENTRIES
@@ -75,6 +77,20 @@ def test_the_numbers_are_the_plain_models(name: str) -> None:
         assert differences(run_step(model, model, sample), run_step(planned.module, model, sample)) == []
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_each_step_asks_for_an_arena_of_its_own() -> None:
+    """Also where another step's was as large, and its memory is in use."""
+    device, arena = CUDA, (64 * MIB,)
+    empty_cache(device)
+    before = torch.cuda.memory_reserved()
+    ask_for(arena, device, test_each_step_asks_for_an_arena_of_its_own)
+    used = torch.empty(arena[0], dtype=torch.uint8, device=device)
+    assert torch.cuda.memory_reserved() == before + arena[0]
+    for _ in range(2):
+        ask_for(arena, device, ask_for)
+        assert torch.cuda.memory_reserved() == before + 2 * arena[0]
+    del used
 
 
 def _fill(megabytes: int) -> str:

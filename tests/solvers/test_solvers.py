@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -307,3 +308,19 @@ def test_a_stated_minimum_is_met_again_by_a_search_without_time(name: str) -> No
     known._schedules.clear()
     with pytest.raises(BudgetError):
         solvers.solve(problem, stated, solver=name, time_limit=0)
+
+
+@pytest.mark.parametrize(("seed", "costs"), [(0, 3), (85, 0), (90, 1)])
+def test_a_stated_minimum_is_met_under_other_costs(seed: int, costs: int) -> None:
+    """Where costs are measured, no two searches see the same ones."""
+    problem, draw = seeded_problem(seed), random.Random(costs)
+    dearer = replace(problem, ops=tuple(replace(op, cost=draw.choice((1, 1000))) for op in problem.ops))
+    known._schedules.clear()
+    with pytest.raises(BudgetError) as caught:
+        solvers.solve(problem, problem.static_bytes + 1, solver="greedy")
+    stated = caught.value.minimum_bytes
+    assert stated is not None
+    assert solvers.solve(dearer, stated, solver="greedy").peak_bytes <= stated
+    known._schedules.clear()
+    with pytest.raises(BudgetError):
+        solvers.solve(dearer, stated, solver="greedy")

@@ -271,7 +271,7 @@ class _HollowResult(torch.autograd.Function):
     def forward(ctx: Any, of: HollowForward, run: Run, bound: Mapping[str, Any], token: torch.Tensor) -> Any:
         hollow, traced = of.hollow, run.part.traced
         index = len(hollow.runs) - 1
-        with hollow.within(), torch.no_grad():
+        with hollow.within(), torch.enable_grad():
             found = run.part.output_values if hollow.imagined else _flat_call(of, bound)
         outputs: list[Any] = [None] * traced.num_outputs
         made: dict[int, torch.UntypedStorage] = {}

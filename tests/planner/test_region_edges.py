@@ -144,7 +144,28 @@ class Recurrent(nn.Module):
         return self.last(self.rnn(x)[0]).pow(2).sum()
 
 
-@pytest.mark.parametrize("kind", [ChangesInPlace, ManyReaders, UsesCache, Collects, Recurrent])
+class Halved(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.first(x)
+        inner.register_hook(lambda gradient: gradient / 2)
+        return self.second(F.gelu(inner))
+
+
+class HasHooks(nn.Module):
+    """Its layers put hooks on tensors of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Halved() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            assert bool(x.isfinite().all())
+        return x.pow(2).sum()
+
+
+@pytest.mark.parametrize("kind", [ChangesInPlace, ManyReaders, UsesCache, Collects, Recurrent, HasHooks])
 def test_bits_and_bytes_are_those_of_the_plain_step(kind: Any) -> None:
     torch.manual_seed(0)
     model, sample = kind(), torch.randn(4, 32, 16)

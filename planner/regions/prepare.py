@@ -185,7 +185,7 @@ def _prepared(found: _Found, required_hints: bool) -> Prepared:
         hollow, lowered, found.suffixes, granule=granule(found.target), glue_cost=found.glue_cost,
         static_bytes=_resident_bytes(found) + accumulated + held_bytes(flat.profiles, device, found.target),
     )  # fmt: skip
-    composed = replace(composed, problem=_with_update(composed.problem, options.update.step_bytes))
+    composed = _with_update(composed, options.update.step_bytes)
     aliases = alias(flat.graph)
     view = lowered_of(composed, lowered, flat, aliases, accumulated)
     hinted = resolve(options.hints, traced, aliases, found.target, required=required_hints)
@@ -256,8 +256,9 @@ def _run_once(problem: Problem, once: Collection[int]) -> Problem:
     return replace(problem, ops=tuple(ops))
 
 
-def _with_update(problem: Problem, step_bytes: int) -> Problem:
+def _with_update(composed: Composed, step_bytes: int) -> Composed:
     """The update of the parameters, an op of its own at the end, where it holds anything for a moment."""
     if not step_bytes:
-        return problem
-    return replace(problem, ops=(*problem.ops, Op(UPDATE, (), (), 0, step_bytes, False)))
+        return composed
+    ops = (*composed.problem.ops, Op(UPDATE, (), (), 0, step_bytes, False))
+    return replace(composed, problem=replace(composed.problem, ops=ops), local=(*composed.local, None))

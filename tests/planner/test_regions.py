@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from passes.lower import UPDATE
 from passes.memory import measure_peak
 from planner import CaptureError, Plan, PlannerError, RegionError, auto_checkpoint
 from planner.regions.glue import GlueOp, _Event, _ops
@@ -195,6 +196,14 @@ def test_accumulated_gradients() -> None:
         for parameter in module.parameters():
             parameter.grad = torch.ones_like(parameter)
     assert_equal_and_exact(plan, plain, loss_inside(x))
+
+
+def test_an_optimizer_that_holds_something_for_a_moment() -> None:
+    model, x = SmallGPT(layers=3, vocabulary=64), torch.randint(0, 64, (16, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    plan = planned_at(model, x, 0.5, regions="blocks.*", optimizer=optimizer)
+    assert plan.problem.ops[-1].name == UPDATE and plan.overhead > 0
+    assert_equal_and_exact(plan, copy.deepcopy(model), loss_inside(x))
 
 
 def test_a_large_cross_entropy_is_a_region() -> None:

@@ -103,8 +103,9 @@ class Prepared:
 
     @property
     def preferred(self) -> tuple[int, ...]:
-        """Ops that the hints want to be recomputed, in order."""
-        return tuple(sorted(self.lowered.node_op[n] for n, hint in self.hinted.items() if not hint.once))
+        """Ops that the hints want to be recomputed and that may be, in order: what a region returns is kept."""
+        wanted = sorted(self.lowered.node_op[n] for n, hint in self.hinted.items() if not hint.once)
+        return tuple(i for i in wanted if self.problem.ops[i].recomputable)
 
     def others_bytes(self, schedule: Schedule) -> int:
         """What the other micro-batches of a pipeline add at the highest point; 0 outside of one."""

@@ -21,6 +21,7 @@ from planner.regions.glue import GlueOp, _Event, _ops
 from planner.regions.hollow import Edge
 from planner.session import open_session
 from tests.planner.steps import Block, SmallGPT, assert_same_gradients, assert_same_state
+from tests.zoo.compare import differences, run_step
 
 SHARES = (1.0, 0.6, 0.1)
 
@@ -204,6 +205,13 @@ def test_an_optimizer_that_holds_something_for_a_moment() -> None:
     plan = planned_at(model, x, 0.5, regions="blocks.*", optimizer=optimizer)
     assert plan.problem.ops[-1].name == UPDATE and plan.overhead > 0
     assert_equal_and_exact(plan, copy.deepcopy(model), loss_inside(x))
+
+
+def test_what_regions_return_is_not_recomputed_though_a_hint_names_it() -> None:
+    model, x = small_gpt()
+    free, hinted = (planned_at(model, x, 0.9, regions="blocks.*", recompute=r) for r in ((), ("blocks.*",)))
+    assert hinted.overhead > free.overhead
+    assert differences(run_step(model, model, (x,)), run_step(hinted.module, model, (x,))) == []
 
 
 def test_a_large_cross_entropy_is_a_region() -> None:

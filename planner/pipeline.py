@@ -18,7 +18,7 @@ from passes.run.arena import Arena
 from passes.run.step import Step
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
-from passes.trace.refuse import sharded_modules
+from passes.trace.refuse import has_sharded
 from passes.verify import verify
 from solvers.schedule import Schedule
 from solvers.solution import Solution, solution
@@ -67,8 +67,7 @@ def prepare_step(
         "required_hints": required_hints, "layouts": layouts, "differentiated": differentiated,
     }  # fmt: skip
     by_regions = {**options_of_both, "draws": draws}
-    sharded = next(sharded_modules(model), None) is not None
-    if options.patterns or (sharded and options.regions != WHOLE):
+    if options.patterns or (options.regions != WHOLE and has_sharded(model)):
         return prepare_regions(model, arguments, options, progress, **by_regions)
     try:
         return prepare(

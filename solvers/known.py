@@ -23,16 +23,20 @@ _schedules: OrderedDict[int, Schedule] = OrderedDict()
 def remember(problem: Problem, schedule: Schedule) -> None:
     """Keep a schedule whose peak is about to be stated, unless a lower one is known."""
     peak, _ = peak_and_cost(problem, schedule)
-    if not recalled(problem, peak):
-        _schedules[_key(problem)] = schedule
-    _schedules.move_to_end(_key(problem))
+    key = _key(problem)
+    if not _within(problem, _schedules.get(key), peak):
+        _schedules[key] = schedule
+    _schedules.move_to_end(key)
     while len(_schedules) > MOST:
         _schedules.popitem(last=False)
 
 
 def recalled(problem: Problem, budget_bytes: int) -> tuple[Schedule, ...]:
     """The schedule of the smallest peak stated, where it is within the budget."""
-    schedule = _schedules.get(_key(problem))
+    return _within(problem, _schedules.get(_key(problem)), budget_bytes)
+
+
+def _within(problem: Problem, schedule: Schedule | None, budget_bytes: int) -> tuple[Schedule, ...]:
     if schedule is None:
         return ()
     try:

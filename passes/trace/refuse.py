@@ -94,6 +94,11 @@ def sharded_modules(model: nn.Module) -> Iterator[str]:
     return (n for n, m in model.named_modules() if is_sharded(m))
 
 
+def has_sharded(model: nn.Module) -> bool:
+    """Whether it was called on the model or on anything in it."""
+    return next(sharded_modules(model), None) is not None
+
+
 def refuse_sharded(model: nn.Module, running: bool = False) -> None:
     """Raise Unsupported for a module that is to be one step and in which parameters are gathered as it runs.
 

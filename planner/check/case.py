@@ -11,7 +11,7 @@ from torch import nn
 
 from passes._torch import swapped_state
 from passes.exclusive import interrupt_point
-from passes.memory import span
+from passes.memory import place, span
 from passes.run._torch import under_autocast
 from passes.trace.arguments import argument_names, call_signature, run_model, state_tensors
 from passes.trace.capture import Traced
@@ -179,7 +179,7 @@ class Case:
             planned = self.traced.placeholders[self.traced.num_primals :][: len(chosen)]
             strides = [p.meta["val"].stride() for p in planned]
             tangents = [tangent(t, s, step) for t, s in zip(chosen, strides, strict=True)]
-            memory = {t.untyped_storage().data_ptr() for t in own}
+            memory = {place(t.untyped_storage()) for t in own}
             with under_autocast(self.traced.backward_autocast), strangers_kept(chosen, memory):
                 torch.autograd.backward(chosen, tangents)
         return leaves, template

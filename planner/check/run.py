@@ -10,7 +10,7 @@ from torch import nn
 
 from passes.exclusive import alone, exclusive
 from passes.ops import is_collective
-from passes.trace.refuse import is_sharded
+from passes.trace.refuse import has_sharded
 from planner.decided import Decided
 from planner.errors import CheckError
 
@@ -78,7 +78,7 @@ def _case(model: nn.Module, planned: Decided, bound: Mapping[str, Any], loss_fn:
     if auto and not alone():
         raise _CannotRun("other threads are running, whose random draws its steps would repeat; plan.check runs it")
     traced = planned.prepared.traced
-    if any(map(is_sharded, model.modules())) or any(map(is_collective, traced.graph_module.graph.nodes)):
+    if has_sharded(model) or any(map(is_collective, traced.graph_module.graph.nodes)):
         raise _CannotRun("the step talks to other ranks, which would have to run as many steps of it")
     case = Case(model, traced, bound, loss_fn)
     missing = [name for name, t in zip(case.names, case.originals, strict=True) if t.is_meta]

@@ -22,7 +22,7 @@ from passes.trace.arguments import (
     state_tensors,
 )
 from passes.trace.capture import Traced, capture
-from passes.trace.refuse import refuse, sharded_modules
+from passes.trace.refuse import has_sharded, refuse
 from passes.trace.structure import unflatten
 from planner.errors import ModelMismatch
 from planner.files.fingerprint import describe_value, fingerprint, node_lines, tensor_lines
@@ -53,7 +53,7 @@ def apply(planned: PlannedModule, model: nn.Module | None = None, sample: Any = 
     elif current is not state.traced_forward and not _wraps(current, state):
         raise _mismatch("its forward was replaced after planning")
     model.forward = PlannedForward(planned, model, current, state)
-    if next(sharded_modules(model), None) is not None:
+    if has_sharded(model):
         state.plan_before_hooks()
     return given
 

@@ -23,7 +23,7 @@ from passes.run._torch import Autocast
 from passes.trace.arguments import argument_names, bind_call, run_model, state_tensors
 from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match
-from passes.trace.refuse import is_sharded, sharded_modules
+from passes.trace.refuse import has_sharded, is_sharded
 from passes.trace.structure import flatten
 from planner.decided import Decided
 from planner.pipeline import Replan
@@ -81,7 +81,7 @@ class PlanState:
         """Remember a plan; the one used longest ago is dropped when there are too many."""
         state = state_tensors(self.model, planned.prepared.traced.state)
         starts = starts_of(planned.prepared.traced) if starts is None else starts
-        entry = Entry(key, list(map(state_key, state)), planned, starts, sharded=self._sharded)
+        entry = Entry(key, list(map(state_key, state)), planned, starts, sharded=has_sharded(self.model))
         self.latest = planned
         self.cache = [entry, *self.cache][:CACHE_SIZE]
         return entry
@@ -112,6 +112,12 @@ class PlanState:
             if not trained or (entry is None and not self._may_plan(key, tensors)):
                 return None, []
             if entry is not None and self._in_hooks:
+                if self.before_hooks is None and self._sharded_since(entry):
+                    warnings.warn(
+                        "fully_shard was called after this model was planned: its next call is planned anew, for what "
+                        "it then holds. This one may not be under the budget.",
+                        stacklevel=_user_frame(),
+                    )
                 self.plan_before_hooks()
                 return entry, state
             try:
@@ -127,25 +133,12 @@ class PlanState:
     def _sharded_since(self, entry: Entry) -> bool:
         """Whether `fully_shard` was called since a plan by regions was made, which changes what the step holds."""
         places = (self.model, *(region.model for region in entry.regions or ()))
-        if not entry.planned.runs or entry.sharded or not any(map(is_sharded, places)):
-            return False
-        if self._in_hooks and self.before_hooks is None:
-            warnings.warn(
-                "fully_shard was called after this model was planned: its next call is planned anew, for what it then "
-                "holds. This one may not be under the budget.",
-                stacklevel=_user_frame(),
-            )
-            self.plan_before_hooks()
-        return True
-
-    @property
-    def _sharded(self) -> bool:
-        return next(sharded_modules(self.model), None) is not None
+        return bool(entry.planned.runs) and not entry.sharded and any(map(is_sharded, places))
 
     @property
     def _in_hooks(self) -> bool:
         """Whether hooks of the model have gathered its parameters for this call, in which nothing can be measured."""
-        return self._sharded and not self.looking
+        return not self.looking and has_sharded(self.model)
 
     def plan_before_hooks(self) -> None:
         """From now on look for a call's plan before hooks of the model gather parameters for it."""

@@ -27,6 +27,7 @@ class RegionForward:
     Attributes:
         traced: the module's own `forward` when it was planned (None: its class's); `previous` is the one of now.
         surprise: the autocast of a backward that was not one that was planned for; None where each was.
+
     Dynamo does not see it: it is there only while a planned model's forward runs, which Dynamo leaves alone.
     """
 

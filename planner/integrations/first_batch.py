@@ -12,7 +12,7 @@ from torch import nn
 
 from passes._torch import pytree
 from passes.trace.arguments import Sample, bind_call, call_signature
-from passes.trace.refuse import sharded_modules
+from passes.trace.refuse import has_sharded
 from planner.api import auto_checkpoint
 from planner.budget import Budget
 from planner.plan import Plan
@@ -64,7 +64,7 @@ class FirstBatch:
         self.stop()
         if self.plan is not None:
             self.plan.apply(self.model)
-        elif next(sharded_modules(self.model), None) is not None:  # before its hooks gather anything
+        elif has_sharded(self.model):  # before its hooks gather anything
             self.hook = self.model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         else:
             self.model.forward = _Waiting(self.model, self._planned)
@@ -82,7 +82,7 @@ class FirstBatch:
             self.plan.remove(self.model)
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if next(sharded_modules(self.model), None) is not None:
+        if has_sharded(self.model):
             raise PlannerError("fully_shard was called on what is to be planned on its first batch: call it before.")
         self._plan(args, kwargs)
         return self.model.forward(*args, **kwargs)

@@ -25,7 +25,7 @@ from passes.run._torch import backward_number, under_autocast
 from passes.trace.arguments import bind_call, call_bound, call_signature, run_model, state_entries, state_tensors
 from passes.trace.capture import OutputLeaf, choose_differentiated
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
-from passes.trace.refuse import is_sharded
+from passes.trace.refuse import has_sharded, is_sharded
 from passes.trace.structure import flatten, slots, unflatten
 from passes.trace.value_guards import KnownValues
 from planner.check.restore import Generators, Snapshot, put_back, strangers_kept
@@ -375,7 +375,7 @@ class Sample:
         inputs, template = flatten(dict(self.arguments))
         generators = Generators.of([*originals, *inputs])
         snapshot = Snapshot([self.model, self.loss_fn], originals)
-        sharded = any(map(is_sharded, self.model.modules()))
+        sharded = has_sharded(self.model)
         own = {
             e.name: t if sharded and e.is_parameter else _stand_in_of(t, e.is_parameter, e.name in self.written)
             for e, t in zip(entries, originals, strict=True)
@@ -456,7 +456,7 @@ class Sample:
         hollow.again = _refuse_other_sums(hollow, list(chosen.values())) or hollow.again
         hollow.mark("backward")
         starts, started = [_start(t, path, layouts) for path, t in chosen.items()], list(chosen.values())
-        sharded = any(map(is_sharded, self.model.modules()))  # what hooks gather has gradients of its own
+        sharded = has_sharded(self.model)  # what hooks gather has gradients of its own
         others = nullcontext() if sharded else strangers_kept(started, hollow.static)
         with others, under_autocast(layouts.get(BACKWARD_AUTOCAST, ())):
             torch.autograd.backward(started, starts)

@@ -22,7 +22,7 @@ from passes.trace.capture import Traced
 from passes.trace.failure import capture_error
 from passes.trace.layouts import Layouts
 from passes.trace.reads import Known, Reads
-from passes.trace.refuse import is_quantized_weight, is_sharded
+from passes.trace.refuse import has_sharded, is_quantized_weight
 from passes.trace.structure import Constant, flatten, slots
 from planner.check.restore import Generators
 from planner.elsewhere import held_bytes
@@ -214,7 +214,7 @@ def _flat(found: _Found) -> tuple[Traced, FlatGraph]:
     entries = state_entries(found.model)
     inputs, template = flatten(dict(found.arguments))
     outputs = found.hollow.outputs
-    gathered = any(map(is_sharded, found.model.modules()))  # regions see whole parameters
+    gathered = has_sharded(found.model)  # regions see whole parameters
     tensors = [_whole(t) if gathered else local_part(t) for t in state_tensors(found.model, entries)]
     flat = FlatGraph(entries, tensors, inputs, [t for leaf, t in outputs if leaf.differentiated])
     for run, suffix in zip(found.hollow.runs, found.suffixes, strict=True):
@@ -245,7 +245,7 @@ def _resident_bytes(found: _Found) -> int:
 def _accumulated_bytes(found: _Found) -> int:
     """Gradients from before the step."""
     gathered = found.hollow.accumulated_bytes
-    if found.options.gradients != "accumulated" or any(map(is_sharded, found.model.modules())):
+    if found.options.gradients != "accumulated" or has_sharded(found.model):
         return gathered
     trained = [p for p in found.model.parameters() if p.requires_grad]
     return gathered + sum(round_up(p.numel() * p.element_size(), granule(found.target)) for p in trained)

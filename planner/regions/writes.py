@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from passes._torch import TorchDispatchMode, local_part, pytree
+from passes.memory import place
 
 
 @contextmanager
 def undone_writes(parameters: Mapping[str, torch.Tensor], written: set[str]) -> Iterator[None]:
     """Undo what the block writes to parameters, and add the names of those to `written`."""
     here = {name: local_part(t).detach() for name, t in parameters.items()}
-    mode = _Writes({t.untyped_storage().data_ptr(): (name, t) for name, t in here.items() if t.nbytes})
+    mode = _Writes({place(t.untyped_storage()): (name, t) for name, t in here.items() if t.nbytes})
     try:
         with mode:
             yield
@@ -43,7 +44,7 @@ class _Writes(TorchDispatchMode):
 
     def _note(self, written: Any) -> None:
         for tensor in pytree.tree_leaves(written):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() in self.known:
-                name, whole = self.known[tensor.untyped_storage().data_ptr()]
-                if name not in self.before:
+            if isinstance(tensor, torch.Tensor):
+                name, whole = self.known.get(place(tensor.untyped_storage()), ("", None))
+                if whole is not None and name not in self.before:
                     self.before[name] = whole.clone()

@@ -263,10 +263,10 @@ class Recorder:
         own = object.__getattribute__(obj, "__dict__") if isinstance(obj, nn.Module) else {}
         registered = any(name in own.get(table, ()) for table in REGISTERED)
         described = next((hasattr(vars(c)[name], "__set__") for c in type(obj).__mro__ if name in vars(c)), False)
-        if threading.get_ident() == self.thread and not self.in_backward and not (registered or described):
-            if not isinstance(value, (torch.Tensor, nn.Module)):
-                self.looked_at.add((id(obj), name))
-                self._class_attribute(type(obj), name)
+        plain = not (registered or described or isinstance(value, (torch.Tensor, nn.Module)))
+        if plain and threading.get_ident() == self.thread and not self.in_backward:
+            self.looked_at.add((id(obj), name))
+            self._class_attribute(type(obj), name)
 
     def _whole(self, obj: Any) -> None:
         if type(obj).__dictoffset__:

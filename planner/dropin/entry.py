@@ -27,6 +27,7 @@ from planner.decided import Decided
 from .plan_key import Key, describe_autocast, state_key
 
 Plain = Callable[[Mapping[str, Any]], Any]
+BYTES_PER_OP = 23_000  # by the growth of a process that plans GPT-2 for 20 lengths
 _OTHER_STRIDES = " with a gradient in other strides"
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter})
@@ -55,6 +56,11 @@ class Entry:
     matched: Matched | None = None
     regions: Any = None
     sharded: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """What the plan takes of host memory, about: its graphs, records and code, op by op."""
+        return len(self.planned.prepared.problem.ops) * BYTES_PER_OP
 
     @property
     def reads(self) -> Reads:

@@ -238,7 +238,9 @@ class Watched:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._note, path, tuple(tensor.stride())))
 
-    def _note(self, path: str, expected: tuple[int, ...], gradient: torch.Tensor) -> None:
+    def _note(self, path: str, expected: tuple[int, ...], gradient: torch.Tensor | None) -> None:
+        if gradient is None:  # another output of the same region has one
+            return
         self.seen.add(path)
         self.started.paths = tuple(p for p in self.paths if p in self.seen)
         key, strides = gradient_key(path, gradient), tuple(gradient.stride())

@@ -202,8 +202,9 @@ class Gated(nn.Module):
 
 
 class Penalised(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, skips: bool) -> None:
         super().__init__()
+        self.skips = skips
         self.embedding, self.body, self.gated, self.head = nn.Embedding(30, 16), Part(), Gated(), nn.Linear(16, 30)
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,20 +212,24 @@ class Penalised(nn.Module):
         h, penalty = self.gated(x)
         if not torch.isfinite(h).all():
             h = h.clamp(-1, 1)
-        return self.head(h + x), penalty
+        return self.head(h + x if self.skips else h), penalty
 
 
 @pytest.mark.filterwarnings("ignore:backward started from")
-def test_sums_are_in_the_plain_order_whichever_output_the_backward_starts_from() -> None:
+@pytest.mark.parametrize("weight", [1, None], ids=["both", "logits"])
+@pytest.mark.parametrize("skips", [True, False])
+def test_the_bits_are_plain_whichever_output_the_backward_starts_from(skips: bool, weight: int | None) -> None:
     torch.manual_seed(0)
-    model, tokens = Penalised(), torch.randint(30, (4, 32))
+    model, tokens = Penalised(skips), torch.randint(30, (4, 32))
     plain, gradients = copy.deepcopy(model), []
     plan = auto_checkpoint(model, tokens, progress=False, time_limit=1, check=False)
-    for _ in range(3):
+    assert skips or "gated" in {run.path for run in plan.runs}
+    for _ in range(4):
         for module, owner in ((plain, plain), (plan.module, model)):
             owner.zero_grad()
             logits, penalty = module(tokens)
-            (F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) + penalty).backward()
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+            (loss if weight is None else loss + weight * penalty).backward()
             gradients.append([p.grad for p in owner.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*gradients[-2:], strict=True))
 

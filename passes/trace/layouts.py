@@ -34,7 +34,7 @@ from passes.ops import looks_at_values
 
 from .constants import Constants
 from .leaks import Remembered
-from .refuse import own_generator
+from .refuse import own_generator, part_drawn
 
 aten = torch.ops.aten
 
@@ -66,6 +66,11 @@ class EagerLayouts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
             raise own_generator(func.overloadpacket.__name__)
+        if func is aten.normal_.default and args[0].device.type == "cpu" and _is_part(args[0]):
+            raise part_drawn()
+        if func is aten.bernoulli_.float:  # its twin draws in the order of the indices, it in that of memory
+            func(_in_order_of_memory(args[0]), *args[1:], **(kwargs or {}))
+            return args[0]
         result = self._laid_out(func, args, kwargs or {})
         if func in CONTIGUOUS:
             result = result.contiguous()
@@ -89,6 +94,16 @@ class EagerLayouts(TorchDispatchMode):
             if old is not new and result is new:  # an in-place op: what it wrote belongs to the tensor it was given
                 return old.copy_(new)
         return result
+
+
+def _in_order_of_memory(value: torch.Tensor) -> torch.Tensor:
+    return value.permute(sorted(range(value.dim()), key=lambda d: -value.stride(d)))
+
+
+def _is_part(value: torch.Tensor) -> bool:
+    """Whether a copy is contiguous, and it is not: then the CPU's `normal_` draws 16 numbers or more in other ways."""
+    copy = torch.empty_strided(value.size(), value.stride(), device="meta").clone()
+    return value.numel() > 15 and copy.is_contiguous() and not value.is_contiguous()
 
 
 def _lost_layout(value: Any) -> bool:

@@ -57,6 +57,14 @@ def own_generator(place: str) -> Unsupported:
     )  # fmt: skip
 
 
+def part_drawn() -> Unsupported:
+    """The refusal of `x[:, :4].normal_()` on the CPU, which draws other numbers than a whole tensor of that shape."""
+    return Unsupported(
+        "normal_ on a part of a tensor", "forward", "a traced step draws it as a tensor of its own, with other numbers",
+        "Draw a tensor (torch.randn), and copy it to its place.",
+    )  # fmt: skip
+
+
 def is_quantized_weight(tensor: torch.Tensor) -> bool:
     """Whether it is frozen, and made of plain tensors in a way that torch can trace, as torchao's are.
 

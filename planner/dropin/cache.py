@@ -262,8 +262,8 @@ class PlanState:
         what = "; ".join(f"{name}: {times}" for name, times in self.replans.most_common(3))
         warnings.warn(
             f"{count} calls were planned anew so far, which took {self.replan_seconds:.1f} s of training, as they "
-            f"differ from the sample in {what}. {len(self.cache)} plans are kept: pad or bucket the inputs to fewer shapes, "
-            'or pass on_new_shape="eager".',
+            f"differ from the sample in {what}. {len(self.cache)} plans are kept: pad or bucket the inputs to fewer "
+            'shapes, or pass on_new_shape="eager".',
             stacklevel=_user_frame(),
         )
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from passes._torch import FakeTensorMode
+from passes.errors import Unsupported
 from passes.trace.layouts import EagerFakes
 from planner import auto_checkpoint
 from tests.zoo.compare import differences, run_step, same_bits
@@ -90,24 +93,50 @@ def test_a_norm_over_a_transposed_sequence(norm: nn.Module) -> None:
     assert differences(run_step(plain, plain, x), run_step(plan.module, model, x)) == []
 
 
-def test_a_random_relu_over_images_with_channels_last() -> None:
-    """It makes contiguous results of them, and the op that functionalization puts in its place does not."""
+class Drawing(nn.Module):
+    """Draws between two convolutions."""
+
+    def __init__(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.draw, self.widen, self.narrow = draw, nn.Conv2d(3, 8, 3), nn.Conv2d(8, 3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.narrow(self.draw(self.widen(x))).mean((2, 3)).logsumexp(-1).mean()
+
+
+def _part(h: torch.Tensor, draw: str, *args: Any) -> torch.Tensor:
+    mask = torch.ones_like(h)
+    getattr(mask[:, :4], draw)(*args)
+    return h * mask
+
+
+DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rrelu": lambda h: F.rrelu(h, training=True),
+    "dropout": lambda h: F.dropout(h * 1, 0.3, inplace=True),
+    "alpha_dropout": lambda h: F.alpha_dropout(h, 0.3, True),
+    "alpha_dropout, transposed": lambda h: F.alpha_dropout(h.transpose(1, 3), 0.3, True).transpose(1, 3),
+    "bernoulli_": lambda h: h * torch.empty_like(h).bernoulli_(0.7),
+    "bernoulli_ of another order": lambda h: h * torch.empty(*h.shape[::-1]).permute(3, 2, 1, 0).bernoulli_(0.7),
+    "bernoulli_ of a part": lambda h: _part(h, "bernoulli_", 0.7),
+    "uniform_ of a part": lambda h: _part(h, "uniform_"),
+    "normal_": lambda h: h * torch.empty_like(h).normal_(),
+    "normal_ of another order": lambda h: h * torch.empty(*h.shape[::-1]).permute(3, 2, 1, 0).normal_(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_random_ops_draw_in_the_order_of_eager(name: str, layout: torch.memory_format) -> None:
     torch.manual_seed(0)
-
-    class Random(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.widen, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = nn.functional.rrelu(self.widen(x), training=self.training)
-            return self.head(hidden.mean((2, 3))).logsumexp(-1).mean()
-
-    model = Random().to(memory_format=torch.channels_last)
-    x = torch.randn(4, 3, 16, 16).contiguous(memory_format=torch.channels_last)
-    plain = copy.deepcopy(model)
-    plan = auto_checkpoint(model, x, progress=False)
+    model = Drawing(DRAWS[name]).to(memory_format=layout)
+    plain, x = copy.deepcopy(model), torch.randn(4, 3, 12, 12).contiguous(memory_format=layout)
+    plan = auto_checkpoint(model, x, progress=False, check=False)
     assert differences(run_step(plain, plain, x), run_step(plan.module, model, x)) == []
+
+
+def test_a_part_that_is_drawn_is_refused_where_the_numbers_would_be_others() -> None:
+    with pytest.raises(Unsupported, match="normal_ on a part"):
+        auto_checkpoint(Drawing(lambda h: _part(h, "normal_")), torch.randn(4, 3, 12, 12), progress=False)
 
 
 def test_a_convolution_over_one_position() -> None:

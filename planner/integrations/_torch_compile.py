@@ -19,6 +19,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.experimental.symbolic_shapes import find_symbol_binding_fx_nodes, free_symbols
 from torch.utils._python_dispatch import _disable_current_modes
 
+from passes.run._torch import active_autocast, under_autocast
+
 from ._torch_inductor import planned_order
 
 Halves = tuple[fx.GraphModule, fx.GraphModule]
@@ -62,6 +64,7 @@ def compile_inductor(
     seen: Callable[[Callable[..., Any], bool], Callable[..., Any]],
 ) -> Callable[..., Any]:  # fmt: skip
     """Inductor with our partition; `seen(half, is_backward)` may wrap each compiled half."""
+
     def inner(half: fx.GraphModule, half_inputs: Sequence[Any], **kwargs: Any) -> Any:
         with planned_order(half, options):  # a backward for sizes that vary is compiled when it is first run
             compiled = compile_fx_inner(half, half_inputs, **kwargs)
@@ -82,6 +85,23 @@ def reentered(context: TracingContext | None) -> contextlib.AbstractContextManag
     """That context once more, when the same graph is compiled again later."""
     present = TracingContext.try_get()
     return contextlib.nullcontext() if context is None or present is context else tracing(context)
+
+
+class Ambient:
+    """What tracing depends on besides the graph, as it is now: a step may end where gradients are off, or precision
+    is another.
+    """
+
+    def __init__(self) -> None:
+        self.grad, self.inference, self.autocast = (
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), active_autocast()
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """The same once more."""
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), under_autocast(self.autocast):
+            yield
 
 
 def mode_options(mode: str) -> dict[str, Any]:
@@ -116,8 +136,8 @@ def symbol_name(value: Any) -> str:
 
 @contextlib.contextmanager
 def outside_modes() -> Iterator[None]:
-    """Run real ops while a compilation is under way."""
-    with _disable_current_modes():
+    """Run ops as outside of the compilation that is under way: real ones, and with the errors that they raise there."""
+    with _disable_current_modes(), torch._C._DisablePythonDispatcher():
         yield
 
 

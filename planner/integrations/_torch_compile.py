@@ -17,7 +17,10 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.experimental.symbolic_shapes import find_symbol_binding_fx_nodes, free_symbols
+from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from passes.run._torch import active_autocast, under_autocast
 
@@ -201,6 +204,26 @@ def _number(expression: Any, like: Any) -> Any:
 def symbols_of(value: Any) -> tuple[str, ...]:
     """Names of the symbols in a number or a tensor's sizes, sorted."""
     return tuple(sorted(str(s) for s in free_symbols(value))) if value is not None else ()
+
+
+def size_node(graph: fx.Graph, value: Any, symbols: Mapping[str, fx.Node]) -> fx.Node | None:
+    """A symbolic size as a node at the end of the graph, computed from its symbols; None where one is not at hand."""
+    expression = value.node.expr
+    if not all(str(s) in symbols for s in expression.free_symbols):
+        return None
+    tracer, last = GraphAppendingTracer(graph), next(iter(reversed(graph.nodes)), None)
+    known = {s: fx.Proxy(symbols[str(s)], tracer) for s in expression.free_symbols}
+    made = sympy_interp(PythonReferenceAnalysis, known, expression)
+    if not isinstance(made, fx.Proxy):
+        return None
+    for node in graph.nodes if last is None else _after(last):
+        node.meta["val"] = cast(Any, node.target)(*fx.map_arg(node.args, lambda n: n.meta["val"]))
+    return made.node
+
+
+def _after(node: fx.Node) -> Iterator[fx.Node]:
+    while (node := node.next).op != "root":
+        yield node
 
 
 def symbol_nodes(graph: fx.Graph) -> dict[str, fx.Node]:

@@ -310,6 +310,33 @@ def test_sizes_that_vary_are_planned_for_in_ranges_without_recompiling_in_dynamo
     assert len(planned) == len({str(s) for s in planned}) <= 6
 
 
+class Doubled(nn.Module):
+    """Sizes of its intermediate results are sums of its input's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            h = torch.cat([layer(x), x.sin()[1:]])
+            x = h.exp().cumsum(0)[: h.size(0) // 2 + 1] / h.size(0) + h.new_ones(h.size(0))[:1]
+        return x.square().mean()
+
+
+def test_sizes_of_intermediate_results_are_computed_from_those_of_inputs() -> None:
+    torch.manual_seed(0)
+    model = Doubled()
+    options = {"inner": "eager", "budget_mb": 0.3}
+    compiled = torch.compile(model, backend=checkpoint_planner, options=options, dynamic=True)
+    for size in (40, 50, 64, 30):
+        x = torch.randn(size, 32)
+        loss, expected = _step(model, x), _gradients(model)
+        torch.testing.assert_close(_step(compiled, x), loss)
+        for found, wanted in zip(_gradients(model), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
 def test_two_budgets_in_one_process_give_two_programs() -> None:
     model, x = Net(), torch.randn(64, 32)
     plain = _plain_peak(model, x)
@@ -332,6 +359,28 @@ def test_what_it_cannot_do_it_says() -> None:
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
             torch.compile(model, backend=checkpoint_planner, options=options)(x)
         assert isinstance(caught.value.inner_exception, error)
+
+
+class Branches(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (self.blocks[0](x),)).mean()
+
+
+class Sparse(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 32, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x[:, 0].abs().long() % 8).mean()
+
+
+@pytest.mark.parametrize(("model", "named"), [(Branches(), "higher-order op cond.*in forward"), (Sparse(), "sparse")])
+def test_what_is_not_planned_is_refused_by_name(model: nn.Module, named: str) -> None:
+    compiled = torch.compile(model, backend=checkpoint_planner, options={"inner": "eager"})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=named) as caught:
+        compiled(torch.randn(64, 32)).backward()
+    assert isinstance(caught.value.inner_exception, Unsupported)
 
 
 def test_an_evaluation_runs_too() -> None:

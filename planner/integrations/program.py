@@ -94,7 +94,15 @@ class Program:
         return True
 
     def compile(self, choose: Callable[[Program, Ready], Schedule]) -> None:
-        """Trace, decide by `choose` and compile; what was compiled before is dropped."""
+        """Trace, decide by `choose` and compile; what was compiled before is dropped, unless something stops this."""
+        before = dict(self.__dict__)
+        try:
+            self._compile(choose)
+        except BaseException:
+            self.__dict__.update(before)
+            raise
+
+    def _compile(self, choose: Callable[[Program, Ready], Schedule]) -> None:
         start = time.perf_counter()
         self.measured, self.kept, self.watching, self.planning_seconds = None, None, True, 0.0
 

@@ -21,6 +21,7 @@ from passes.errors import Unsupported
 from passes.memory import measure_peak
 from planner import auto_checkpoint
 from planner.integrations import planned
+from planner.integrations import program as programs
 from planner.integrations.compile import checkpoint_planner, plans
 from planner.integrations.fusion import Kind, fuse
 from planner.integrations.order import Buffer, Order
@@ -256,6 +257,35 @@ def test_a_step_settled_where_gradients_are_off_is_compiled_for_training(around:
         with around():
             compiled(x)
     assert plans(options)[0].overhead > 0
+
+
+def test_an_interrupted_compilation_leaves_what_ran_before_and_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the second step's call has both halves planned anew, after the decision."""
+    torch.manual_seed(0)
+    model, x = Net(48, 6), torch.randn(256, 48)
+
+    def both(given: torch.Tensor, run: Any = model) -> Any:
+        return run(given) + run(2 * given)
+
+    loss, expected = _step(both, x), _gradients(model)
+    options = {"budget_mb": 0.8 * _plain_peak(model, x, run=both) / MIB, "inner": "eager"}
+    compiled = torch.compile(model, backend=checkpoint_planner, options=options)
+    _step(lambda x: both(x, compiled), x)
+    model.zero_grad()
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(programs, "make_halves", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compiled(x)
+    monkeypatch.undo()
+    for _ in range(3):
+        torch.testing.assert_close(_step(lambda x: both(x, compiled), x), loss)
+        for found, wanted in zip(_gradients(model), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+    peak = measure_peak(lambda: _step(lambda x: both(x, compiled), x)) + _static(model, x, x)
+    assert peak <= options["budget_mb"] * MIB
 
 
 def test_what_is_dropped_before_any_backward_costs_the_step_nothing() -> None:

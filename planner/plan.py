@@ -119,6 +119,7 @@ class Plan(Decided):
 
         Raises:
             BudgetError: no compiled step keeps the budget.
+            Unsupported: Inductor cannot compile the step; says what it said.
         """
         from .integrations.planned import compile_plan
 

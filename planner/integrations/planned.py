@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from passes.alias import Aliases
+from passes.errors import Unsupported
 from passes.lower import Lowered
 from passes.profile import OpProfile
 from passes.rewrite import Rewritten
@@ -31,7 +33,7 @@ from planner.preference import solve_step
 from planner.prepared import Prepared, lower_step
 from planner.regions.prepare import composed_anew
 from planner.units import show_bytes
-from solvers.errors import MIB, BudgetError
+from solvers.errors import MIB, BudgetError, PlannerError
 from solvers.schedule import Schedule
 from solvers.solution import Solution, solution
 
@@ -43,6 +45,7 @@ from .partition import Ready, ready_for
 
 ATTEMPTS = 6
 SMALLEST_STEP = 200
+WORDS = 300
 BY_INDUCTOR = Checked(0, "compiled code is equal up to rounding, and the check asks for equal bits")
 
 
@@ -179,11 +182,13 @@ class _Compilation:
         if key not in self.known:
             ready = self.ready[id(prepared.lowered)]
             rewritten = ready.rewritten(schedule)
-            step = _compile(prepared, rewritten, self.options)
+            model = self.model if self.prepared.regions is None else None
+            with _named(prepared):
+                step = _compile(prepared, rewritten, self.options)
+                seen = measured(model, ready, schedule, step, prepared.traced)
             found = solution(prepared.problem, schedule, prepared.options.solver)
             decided = Decided(prepared, found, (rewritten, step), None, {}, BY_INDUCTOR, compiled=True)
-            model = self.model if self.prepared.regions is None else None
-            self.known[key] = _Compiled(decided, measured(model, ready, schedule, step, prepared.traced))
+            self.known[key] = _Compiled(decided, seen)
         return self.known[key]
 
     def _peak(self, decided: Decided) -> int:
@@ -197,6 +202,21 @@ class _Compilation:
             spans = list(zip(regions.composed.forward, regions.composed.backward, strict=True))
             own = [self._of(run.planned.prepared, run.planned.schedule).measured for run in decided.runs]
         return peak_with(self.prepared.problem, schedule, spans, own)
+
+
+@contextmanager
+def _named(prepared: Prepared) -> Iterator[None]:
+    """What Inductor cannot compile, or run, is named."""
+    try:
+        yield
+    except PlannerError:
+        raise
+    except Exception as error:
+        words = " ".join(str(error).split())
+        raise Unsupported(
+            f"{prepared.model_name} under Inductor", "plan.compile", f"{type(error).__name__}: {words[:WORDS]}",
+            "Use the plan uncompiled, or plan the parts that can be compiled by regions.",
+        ) from error  # fmt: skip
 
 
 def _note(measured: int, told: int, seconds: float) -> str:

@@ -567,6 +567,44 @@ def test_a_plan_compiles_within_its_budget() -> None:
             refused()
 
 
+class Pictures(nn.Module):
+    """Convolutions, whose results Inductor lays out its own way, a view of one, and a backward that adds to memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8 * 20 * 20, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.max_pool2d(self.first(x).relu(), 2)
+        x = nn.functional.interpolate(self.second(x).sigmoid(), scale_factor=2.0, mode="bilinear")
+        return self.last(x.flatten(2).sin().flatten(1)).square().mean()
+
+
+def test_convolutions_compile() -> None:
+    torch.manual_seed(0)
+    model, x = Pictures(), torch.randn(8, 3, 26, 26)
+    _step(copy.deepcopy(model), x)
+    exact = copy.deepcopy(model).double()
+    _step(exact, x.double())
+    plan = auto_checkpoint(model, x, progress=False, check=False).compile()
+    options = {"budget_mb": 2 * plan.baseline_peak_bytes / MIB, "time_limit": 5.0}
+    for run in (plan.module, torch.compile(model, backend=checkpoint_planner, options=options)):
+        model.zero_grad()
+        _step(run, x)
+        for found, expected in zip(model.parameters(), exact.parameters(), strict=True):
+            assert found.grad is not None
+            assert expected.grad is not None
+            torch.testing.assert_close(found.grad.double(), expected.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_what_inductor_cannot_compile_is_said() -> None:
+    """oneDNN's LSTM saves a workspace whose size no shape rule knows."""
+    model, x = nn.LSTM(16, 16), torch.randn(8, 4, 16)
+    plan = auto_checkpoint(model, x, progress=False, check=False)
+    with pytest.raises(Unsupported, match="LSTM under Inductor.*mkldnn_rnn_layer"):
+        plan.compile()
+
+
 def test_hints_hold_for_a_compiled_plan() -> None:
     torch.manual_seed(0)
     model, x = Net(64, 3), torch.randn(512, 64)

@@ -112,7 +112,8 @@ class _Compilation:
     def _for_inductor(self, prepared: Prepared, region: bool = False) -> Prepared:
         """The step in Inductor's ops, before and after it fuses them."""
         own, options = prepared.traced, prepared.options
-        joint = decomposed(fx.GraphModule(own.graph_module, own.pristine))
+        with _named(prepared):
+            joint = decomposed(fx.GraphModule(own.graph_module, own.pristine))
         traced = replace(own, graph_module=joint, pristine=joint.graph)
         mark_backward(joint.graph, traced.placeholders[traced.num_primals :])
         if options.cost == "roofline":
@@ -155,7 +156,7 @@ class _Compilation:
             target = min(found.peak_bytes - (peak - budget), found.peak_bytes - found.peak_bytes // SMALLEST_STEP)
             lowest = min(lowest or peak, peak)
         raise BudgetError(
-            f"the lowest compiled step was measured to hold {lowest / MIB:.1f} MiB: ask for more, or use the plan "
+            f"the lowest compiled step was measured to hold {lowest / MIB:,.3f} MiB: ask for more, or use the plan "
             "uncompiled", budget_bytes=budget, minimum_bytes=lowest,
         )  # fmt: skip
 

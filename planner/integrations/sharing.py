@@ -203,7 +203,7 @@ class Share:
         elif self.attempts >= ATTEMPTS or self.exhausted:
             raise BudgetError(
                 f"of {self.attempts + 1} programs of the compiled step the lowest was measured to hold "
-                f"{self.lowest / MIB:.1f} MiB; the budget is {budget / MIB:.1f} MiB: ask for more, or for a smaller "
+                f"{self.lowest / MIB:,.3f} MiB; the budget is {budget / MIB:,.3f} MiB: ask for more, or for a smaller "
                 "batch",
                 budget_bytes=budget, minimum_bytes=self.lowest,
             )  # fmt: skip

@@ -235,7 +235,7 @@ def test_outputs_count_where_the_caller_holds_them() -> None:
             assert measure_peak(lambda: steps(1)) + _static(model, x) <= (low + high) / 2
 
 
-@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+@pytest.mark.parametrize("around", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
 def test_a_step_settled_where_gradients_are_off_is_compiled_for_training(around: Any) -> None:
     """Of two calls a step, the second is a surprise: the call after the first step has both planned anew.
 
@@ -583,18 +583,11 @@ class Pictures(nn.Module):
 def test_convolutions_compile() -> None:
     torch.manual_seed(0)
     model, x = Pictures(), torch.randn(8, 3, 26, 26)
-    _step(copy.deepcopy(model), x)
     exact = copy.deepcopy(model).double()
     _step(exact, x.double())
-    plan = auto_checkpoint(model, x, progress=False, check=False).compile()
-    options = {"budget_mb": 2 * plan.baseline_peak_bytes / MIB, "time_limit": 5.0}
-    for run in (plan.module, torch.compile(model, backend=checkpoint_planner, options=options)):
-        model.zero_grad()
-        _step(run, x)
-        for found, expected in zip(model.parameters(), exact.parameters(), strict=True):
-            assert found.grad is not None
-            assert expected.grad is not None
-            torch.testing.assert_close(found.grad.double(), expected.grad, rtol=1e-3, atol=1e-5)
+    _step(auto_checkpoint(model, x, progress=False, check=False).compile().module, x)
+    for found, expected in zip(_gradients(model), _gradients(exact), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-5)
 
 
 def test_what_inductor_cannot_compile_is_said() -> None:

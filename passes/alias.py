@@ -7,7 +7,7 @@ read off its schema (`Tensor(a)`), never guessed from names; the few ops whose s
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,18 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
     return aliased_argument(node) is not None
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that they are computed from."""
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
 
 
 def is_compute(node: fx.Node) -> bool:

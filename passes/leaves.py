@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes._torch import pytree
 from solvers.problem import Problem
 from solvers.stages import reach
 
-from .alias import Aliases, Storage, is_view
+from .alias import Aliases, Storage, ancestors, is_view
 from .trace.capture import Traced
+from .trace.layouts import LAID_OUT
 
 MAX_GROUPS = 64  # about so many nodes in autograd's graph: small gradients wait for others
 
@@ -60,15 +62,32 @@ def leaves(
 
 
 def sums(traced: Traced) -> dict[int, str]:
-    """The primals whose gradient may be a sum, as the step reads them more than once, and their names."""
-    gradients: Any = traced.pristine.output_node().args[0]
-    names, found = traced.primal_names, {}
-    for i, gradient in enumerate(gradients[traced.num_forward_outputs :]):
-        while isinstance(gradient, fx.Node) and is_view(gradient):
-            gradient = gradient.args[0]
-        if isinstance(gradient, fx.Node) and gradient.target is torch.ops.aten.add.Tensor:
-            found[i] = names[i]
-    return found
+    """The primals that are read more than once on the way to an output that requires a gradient, and their names:
+    whichever outputs the backward starts from, their gradient may be a sum.
+    """
+    results: Any = traced.pristine.output_node().args[0]
+    returned = [leaf for leaf in traced.outputs if leaf.input is None]
+    outputs = results[len(traced.mutated) : traced.num_forward_outputs]
+    differentiable = [_before_detach(o) for o, leaf in zip(outputs, returned, strict=True) if leaf.requires_grad]
+    ahead = ancestors(differentiable)
+    primals = traced.pristine.find_nodes(op="placeholder")[: traced.num_primals]
+    return {i: name for i, name in enumerate(traced.primal_names) if _reads(primals[i], ahead) > 1}
+
+
+def _before_detach(output: Any) -> Any:
+    """What a capture returns detached, as this backward does not start from it."""
+    while output.target in (torch.ops.aten.detach.default, LAID_OUT):
+        output = output.args[0]
+    return output
+
+
+def _reads(value: fx.Node, ahead: set[fx.Node]) -> int:
+    """How often ops out of `ahead` read the value or a view of it."""
+    readers = [user for user in value.users if user in ahead and user.target is not torch.ops.aten.detach.default]
+    return sum(
+        _reads(user, ahead) if is_view(user) else pytree.tree_leaves((user.args, user.kwargs)).count(value)
+        for user in readers
+    )
 
 
 def casts(traced: Traced) -> dict[int, str]:

@@ -14,7 +14,7 @@ from passes._torch import is_dense
 from solvers.order import backward_order, in_order
 from solvers.problem import Op, Problem, Tensor
 
-from .alias import Aliases, Storage, is_compute
+from .alias import Aliases, Storage, ancestors, is_compute
 from .device import kind_of
 from .errors import Unsupported
 from .leaves import Leave, leaves
@@ -76,7 +76,7 @@ def split_nodes(traced: Traced) -> tuple[list[fx.Node], list[fx.Node]]:
     graph = traced.graph_module.graph
     outputs: Any = graph.output_node().args[0]
     forward_outputs = {n for n in outputs[: traced.num_forward_outputs] if isinstance(n, fx.Node)}
-    needed = _ancestors(forward_outputs)
+    needed = ancestors(forward_outputs)
     forward: list[fx.Node] = []
     backward: list[fx.Node] = []
     for node in graph.nodes:
@@ -85,17 +85,6 @@ def split_nodes(traced: Traced) -> tuple[list[fx.Node], list[fx.Node]]:
         late = node.meta.get("partitioner_tag") == "is_backward" and node not in needed
         (backward if late else forward).append(node)
     return forward, backward
-
-
-def _ancestors(nodes: set[fx.Node]) -> set[fx.Node]:
-    seen: set[fx.Node] = set()
-    stack = sorted(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
 
 
 def lower(
@@ -158,9 +147,7 @@ class _Lowering:
         self.fates: dict[int, _Fate] = {}
         self.arriving: dict[int, int] = {}
 
-    def build(
-        self, reserve_bytes: int, keep_outputs: bool, step_bytes: int, hook_bytes: Mapping[str, int]
-    ) -> Lowered:
+    def build(self, reserve_bytes: int, keep_outputs: bool, step_bytes: int, hook_bytes: Mapping[str, int]) -> Lowered:
         forward, backward = split_nodes(self.traced)
         self.returned = self._returned()
         self.handed = frozenset(self._returned(len(self.traced.mutated))) if self.region else frozenset()

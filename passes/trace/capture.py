@@ -544,13 +544,13 @@ def _traced(
         leaves.append(leaf)
     pristine = _copy(joint.graph_module.graph)
     fuse(joint.graph_module.graph, dropped)
-    bound_names = [path for path, _ in slots(input_template)]
+    paths = {i: path for path, i in reversed(slots(input_template))}  # of tensors that come twice, the first
     return Traced(
         graph_module=joint.graph_module,
         pristine=pristine,
         state=tuple(entries),
         input_template=input_template,
-        input_names=tuple(bound_names),
+        input_names=tuple(paths[i] for i in sorted(paths)),
         num_inputs=num_inputs,
         output_template=tracer.output_template,
         outputs=tuple(leaves),

@@ -52,6 +52,10 @@ LAYOUT_FREE = frozenset(
 )  # fmt: skip
 
 
+# Ops that write to an argument, too, in whose place functionalization puts one that keeps its argument's layout.
+CONTIGUOUS = frozenset({aten.rrelu_with_noise.default})
+
+
 class EagerLayouts(TorchDispatchMode):
     """Gives kernels whose bits depend on it the layout that eager has, while the forward is traced."""
 
@@ -63,6 +67,8 @@ class EagerLayouts(TorchDispatchMode):
         if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
             raise own_generator(func.overloadpacket.__name__)
         result = self._laid_out(func, args, kwargs or {})
+        if func in CONTIGUOUS:
+            result = result.contiguous()
         self.remembered.add(result)
         return result
 

@@ -1,7 +1,8 @@
 """Recording what a forward reads while it is traced.
 
 Attributes are seen by a `__getattribute__` that `nn.Module` and the classes of configs and other plain objects have for
-the time of the trace: objects keep their types, and every way to an attribute leads through it. Globals, methods and
+the time of the trace: objects keep their types, and every way to an attribute leads through it. What a forward sets
+before it reads it, seen by a `__setattr__`, is its own. Globals, methods and
 closures are taken from the code that ran, seen by a profile function: what its names mean is recorded before it runs.
 Torch's own ops are not looked into.
 """
@@ -77,7 +78,7 @@ class Recorder:
         self.looked_at: set[tuple[int, str]] = set()
         self.entered: set[Any] = set()
         self.functions: dict[int, types.FunctionType] = {}
-        self.watched: dict[type, Any] = {}
+        self.watched: dict[type, dict[str, Any]] = {}
         self.in_backward = False
         for path, module in model.named_modules():
             self._add(module, path, is_submodule=True)
@@ -94,10 +95,11 @@ class Recorder:
         self.in_backward = False
         while self.watched:
             kind, own = self.watched.popitem()
-            if own is not None:
-                type.__setattr__(kind, "__getattribute__", own)
-            elif "__getattribute__" in vars(kind):
-                type.__delattr__(kind, "__getattribute__")
+            for name, method in own.items():
+                if method is not None:
+                    type.__setattr__(kind, name, method)
+                elif name in vars(kind):
+                    type.__delattr__(kind, name)
 
     @contextlib.contextmanager
     def recording(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -221,16 +223,23 @@ class Recorder:
         if kind in self.watched:
             return
         usual: Any = kind.__getattribute__
+        usually_set: Any = kind.__setattr__
 
         def __getattribute__(obj: Any, name: str) -> Any:
             if id(obj) in self.numbers and (id(obj), name) not in self.looked_at:
                 self._look(obj, name, usual)
             return usual(obj, name)
 
-        own = vars(kind).get("__getattribute__")
+        def __setattr__(obj: Any, name: str, value: Any) -> None:
+            if id(obj) in self.numbers and (id(obj), name) not in self.looked_at:
+                self._set(obj, name, value)
+            usually_set(obj, name, value)
+
+        new = {f.__name__: f for f in (__getattribute__, __setattr__)}
         try:
-            self.watched[kind] = own
-            type.__setattr__(kind, "__getattribute__", __getattribute__)
+            self.watched[kind] = {name: vars(kind).get(name) for name in new}
+            for name, method in new.items():
+                type.__setattr__(kind, name, method)
         except TypeError:  # an immutable class, written in C
             del self.watched[kind]
 
@@ -248,6 +257,16 @@ class Recorder:
             self._whole(obj)
         elif not (name.startswith("__") and name.endswith("__")):
             self._attribute(obj, name, usual)
+
+    def _set(self, obj: Any, name: str, value: Any) -> None:
+        """A plain attribute is the forward's own from here on: what it was before does not matter."""
+        own = object.__getattribute__(obj, "__dict__") if isinstance(obj, nn.Module) else {}
+        registered = any(name in own.get(table, ()) for table in REGISTERED)
+        described = next((hasattr(vars(c)[name], "__set__") for c in type(obj).__mro__ if name in vars(c)), False)
+        plain = not (registered or described or isinstance(value, (torch.Tensor, nn.Module)))
+        if plain and threading.get_ident() == self.thread and not self.in_backward:
+            self.looked_at.add((id(obj), name))
+            self._class_attribute(type(obj), name)
 
     def _whole(self, obj: Any) -> None:
         if type(obj).__dictoffset__:

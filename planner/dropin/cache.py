@@ -33,7 +33,7 @@ from .entry import Entry, Fallback, Losses, Plain, Watched, starts_of
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
 from .regions import are_of, regions_of, running_regions
 
-CACHE_SIZE = 32
+CACHE_BYTES = 1 << 30  # of host memory, for the plans that are kept
 SLOW_REPLANS = 5  # after so many, and each time they have doubled, it is said what they cost
 OPAQUE = 'a planned step runs as it is; torch.compile(model, backend="checkpoint_planner") compiles under a budget'
 REMEDIES = {
@@ -78,12 +78,14 @@ class PlanState:
         return new
 
     def _add(self, key: Key, planned: Decided, starts: tuple[str, ...] | None = None) -> Entry:
-        """Remember a plan; the one used longest ago is dropped when there are too many."""
+        """Remember a plan; those used longest ago are dropped when all take too much memory, but for two losses'."""
         state = state_tensors(self.model, planned.prepared.traced.state)
         starts = starts_of(planned.prepared.traced) if starts is None else starts
         entry = Entry(key, list(map(state_key, state)), planned, starts, sharded=has_sharded(self.model))
         self.latest = planned
-        self.cache = [entry, *self.cache][:CACHE_SIZE]
+        self.cache = [entry, *self.cache]
+        while len(self.cache) > 2 and sum(e.nbytes for e in self.cache) > CACHE_BYTES:
+            del self.cache[-1]
         return entry
 
     def run(self, bound: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> Any:
@@ -260,7 +262,7 @@ class PlanState:
         what = "; ".join(f"{name}: {times}" for name, times in self.replans.most_common(3))
         warnings.warn(
             f"{count} calls were planned anew so far, which took {self.replan_seconds:.1f} s of training, as they "
-            f"differ from the sample in {what}. {CACHE_SIZE} plans are kept: pad or bucket the inputs to fewer shapes, "
+            f"differ from the sample in {what}. {len(self.cache)} plans are kept: pad or bucket the inputs to fewer shapes, "
             'or pass on_new_shape="eager".',
             stacklevel=_user_frame(),
         )

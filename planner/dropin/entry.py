@@ -32,6 +32,7 @@ _OTHER_DRAWS = (
     ": the plain forward would be replayed, and does not draw the random numbers that compiled code has drawn. Call "
     "the model again, which is then planned for such a backward; or use the plan uncompiled."
 )
+BYTES_PER_OP = 23_000  # by the growth of a process that plans GPT-2 for 20 lengths
 _OTHER_STRIDES = " with a gradient in other strides"
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter})
@@ -60,6 +61,11 @@ class Entry:
     matched: Matched | None = None
     regions: Any = None
     sharded: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """What the plan takes of host memory, about: its graphs, records and code, op by op."""
+        return len(self.planned.prepared.problem.ops) * BYTES_PER_OP
 
     @property
     def reads(self) -> Reads:
@@ -242,7 +248,9 @@ class Watched:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._note, path, tuple(tensor.stride())))
 
-    def _note(self, path: str, expected: tuple[int, ...], gradient: torch.Tensor) -> None:
+    def _note(self, path: str, expected: tuple[int, ...], gradient: torch.Tensor | None) -> None:
+        if gradient is None:  # another output of the same region has one
+            return
         self.seen.add(path)
         self.started.paths = tuple(p for p in self.paths if p in self.seen)
         key, strides = gradient_key(path, gradient), tuple(gradient.stride())

@@ -14,6 +14,7 @@ from torch import fx, nn
 from passes._torch import called_by_dynamo, forget_source, refer_weakly
 from passes.trace.arguments import bind_call, call_signature, runs_hooks
 from passes.trace.capture import Traced
+from passes.trace.structure import slots
 from planner.decided import Decided
 from planner.pipeline import Replan
 from planner.ranks.wrapper import inner_module
@@ -224,7 +225,7 @@ class _StepCall(nn.Module):
 def _call_graph(signature: Any, traced: Traced) -> fx.Graph:
     """Placeholders under the model's own argument names, one call of the planned step, its output."""
     graph = fx.Graph()
-    used = [name.split("]")[0].strip("['\"") for name in traced.input_names]
+    used = [name.split("]")[0].strip("['\"") for name, _ in slots(traced.input_template)]
     names = dict.fromkeys(n for n in signature.parameters if n in used)
     values: dict[str, Any] = {n: graph.placeholder(n) for n in names}
     graph.output(graph.call_module("planned_step", (), values))

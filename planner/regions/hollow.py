@@ -406,15 +406,12 @@ class Sample:
             without_data = _without_data(copied, real)
         inputs = [c.requires_grad_(t.requires_grad) for c, t in zip(copied, inputs, strict=True)]
         hollow = Hollow(self.model, [*own.values(), *inputs], parts, self.device)
-        before = [(p, p.grad) for p in self.model.parameters()]
-        for held, _ in before:
-            held.grad = None
         swapped = {name: t for (name, t), o in zip(own.items(), originals, strict=True) if t is not o}
         alone = without_talking(self.model)
         numbered = {str(i): t for i, t in enumerate(inputs)}
         first_look = nullcontext() if parts.known else undone_writes({**own, **numbered}, self.written)
         states = put_back(snapshot, generators), swapped_state(self.model, swapped)
-        with states[0], states[1], alone, without_data, first_look:
+        with _gradients_aside(self.model), states[0], states[1], alone, without_data, first_look:
             generators.set(self.draws)
             if not self.model.training:
                 self.model.train()
@@ -443,8 +440,6 @@ class Sample:
                         step()
             for parameter in own.values():
                 parameter.grad = None
-        for held, gradient in before:
-            held.grad = gradient
         return hollow
 
     def _prepare_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -469,9 +464,9 @@ class Sample:
             for i, t in enumerate(leaves)
         ]
         chosen, layouts = {paths[i]: leaves[i] for i in sorted(wanted)}, hollow.parts.layouts
+        hollow.again = _refuse_other_sums(hollow, leaves) or hollow.again
         if not self.keep_outputs:
             output, leaves = None, []
-        hollow.again = _refuse_other_sums(hollow, list(chosen.values())) or hollow.again
         hollow.mark("backward")
         starts, started = [_start(t, path, layouts) for path, t in chosen.items()], list(chosen.values())
         sharded = has_sharded(self.model)  # what hooks gather has gradients of its own
@@ -556,6 +551,18 @@ def _without_collections(run: Callable[[], list[int]]) -> list[int]:
     finally:
         if collects:
             gc.enable()
+
+
+@contextmanager
+def _gradients_aside(model: nn.Module) -> Iterator[None]:
+    before = [(p, p.grad) for p in model.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 def _consume(parameter: torch.Tensor) -> None:

@@ -239,7 +239,7 @@ def _described(name: str, tensor: torch.Tensor, kind: str) -> dict[str, Any]:
 
 def _input_nodes(traced: Traced) -> list[tuple[int, str, fx.Node]]:
     nodes = traced.placeholders[len(traced.state) : traced.num_primals]
-    return [(i, name, n) for i, (name, n) in enumerate(zip(traced.input_names, nodes, strict=False))]
+    return [(i, name, n) for i, (name, n) in enumerate(zip(traced.input_names, nodes, strict=True))]
 
 
 def _tensor(name: str, node: fx.Node, kind: str) -> dict[str, Any]:

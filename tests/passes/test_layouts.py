@@ -90,6 +90,26 @@ def test_a_norm_over_a_transposed_sequence(norm: nn.Module) -> None:
     assert differences(run_step(plain, plain, x), run_step(plan.module, model, x)) == []
 
 
+def test_a_random_relu_over_images_with_channels_last() -> None:
+    """It makes contiguous results of them, and the op that functionalization puts in its place does not."""
+    torch.manual_seed(0)
+
+    class Random(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.widen, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = nn.functional.rrelu(self.widen(x), training=self.training)
+            return self.head(hidden.mean((2, 3))).logsumexp(-1).mean()
+
+    model = Random().to(memory_format=torch.channels_last)
+    x = torch.randn(4, 3, 16, 16).contiguous(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False)
+    assert differences(run_step(plain, plain, x), run_step(plan.module, model, x)) == []
+
+
 def test_a_convolution_over_one_position() -> None:
     """It chooses its kernel by strides that do not matter otherwise."""
     torch.manual_seed(0)

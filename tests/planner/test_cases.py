@@ -535,15 +535,17 @@ def test_another_shape_is_planned_anew_and_cached() -> None:
         chosen.module(batch(8, 32))
 
 
-def test_the_cache_is_bounded() -> None:
-    from planner.dropin.cache import CACHE_SIZE
-
+@pytest.mark.parametrize("plans", [0, 5])
+def test_the_cache_is_bounded_in_bytes(plans: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = plan(linear(), batch())
+    cache = chosen.module._plan_state
+    monkeypatch.setattr("planner.dropin.cache.CACHE_BYTES", plans * cache.cache[0].nbytes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for rows in range(5, 5 + CACHE_SIZE + 3):
+        for rows in range(5, 12):
             squares(chosen.module(batch(rows))).backward()
-    assert len(chosen.module._plan_state.cache) == CACHE_SIZE
+    kept = [entry.planned.prepared.traced.placeholders[-2].meta["val"].shape[0] for entry in cache.cache]
+    assert kept == [11, 10, 9, 8, 7][: max(plans, 2)]  # two for losses that alternate
 
 
 def test_another_flag_is_noticed() -> None:

@@ -841,6 +841,31 @@ def test_what_is_not_read_changes_nothing(name: str) -> None:
 # While tracing --------------------------------------------------------------------------------------------------------
 
 
+class Levelled(nn.Module):
+    """Sets an attribute of its own and of a plain object, reads them, and leaves other values there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.cfg, self.level = nn.Linear(8, 8), Config(), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.level, self.cfg.step = 2.0, 3.0
+        x = self.layer(x) * self.level * self.cfg.step
+        self.level, self.cfg.step = 4.0, 5.0
+        return x * self.level
+
+
+@pytest.mark.filterwarnings("ignore:forward sets")
+def test_what_forward_sets_before_it_reads_it_is_its_own() -> None:
+    chosen, model, x = planned(Levelled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for level in (None, 4.0, 7.0):
+            model.level = model.cfg.step = level
+            compare(chosen, model, x)
+    assert count(chosen) == 1
+
+
 class Curious(nn.Module):
     """Asks what it is."""
 

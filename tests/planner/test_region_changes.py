@@ -124,6 +124,17 @@ def test_a_region_under_a_checkpoint_stays_eager(reentrant: bool) -> None:
         auto_checkpoint(model, torch.randn(8, 16), regions=["blocks.*"], progress=False)
 
 
+def test_a_step_that_fails_while_it_is_planned_leaves_the_gradients() -> None:
+    model, x = Net(), torch.randn(8, 16)
+    plan = frugal(model, x)
+    plan.module(x).backward()
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        plan.module(torch.randn(8, 15))
+    for old, parameter in zip(before, model.parameters(), strict=True):
+        assert old is not None and parameter.grad is not None and torch.equal(old, parameter.grad)
+
+
 def _moves_weights(_: Any, block: Block) -> None:
     block.up.weight.data.mul_(1.01)
     torch._foreach_add_([block.norm.bias.data, block.down.bias.data], 0.01)

@@ -189,6 +189,51 @@ def test_what_sums_in_another_order_stays_eager_and_says_so() -> None:
     assert "layers.2" not in eager  # its terms come first in the backward, as in the plain step
 
 
+class Gated(nn.Module):
+    """Reads its input twice, and a penalty of it is a scalar that looks like the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.layer(x)
+        return h.sigmoid() * x, h.square().mean()
+
+
+class Penalised(nn.Module):
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        self.skips = skips
+        self.embedding, self.body, self.gated, self.head = nn.Embedding(30, 16), Part(), Gated(), nn.Linear(16, 30)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.body(self.embedding(tokens))
+        h, penalty = self.gated(x)
+        if not torch.isfinite(h).all():
+            h = h.clamp(-1, 1)
+        return self.head(h + x if self.skips else h), penalty
+
+
+@pytest.mark.filterwarnings("ignore:backward started from")
+@pytest.mark.parametrize("weight", [1, None], ids=["both", "logits"])
+@pytest.mark.parametrize("skips", [True, False])
+def test_the_bits_are_plain_whichever_output_the_backward_starts_from(skips: bool, weight: int | None) -> None:
+    torch.manual_seed(0)
+    model, tokens = Penalised(skips), torch.randint(30, (4, 32))
+    plain, gradients = copy.deepcopy(model), []
+    plan = auto_checkpoint(model, tokens, progress=False, time_limit=1, check=False)
+    assert skips or "gated" in {run.path for run in plan.runs}
+    for _ in range(4):
+        for module, owner in ((plain, plain), (plan.module, model)):
+            owner.zero_grad()
+            logits, penalty = module(tokens)
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+            (loss if weight is None else loss + weight * penalty).backward()
+            gradients.append([p.grad for p in owner.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*gradients[-2:], strict=True))
+
+
 class Shares(nn.Module):
     """Calls one layer twice and another once, each after a question about the data."""
 

@@ -130,9 +130,7 @@ def _lifetimes(nodes: list[Any]) -> dict[str, Any]:
     return dict(inputs)
 
 
-def _kernels(
-    nodes: list[Any], index: Mapping[str, int], held: frozenset[str]
-) -> tuple[list[set[int]], list[Buffer]]:
+def _kernels(nodes: list[Any], index: Mapping[str, int], held: frozenset[str]) -> tuple[list[set[int]], list[Buffer]]:
     """What each kernel must come after, and the memory that they share; `held` are inputs that others hold as well."""
     inputs, outputs = _lifetimes(nodes), held.union(V.graph.get_output_names())
     before = [{index[p.get_name()] for p in n.mpi_node.pred_nodes} for n in nodes]

@@ -106,17 +106,27 @@ def emit(prepared: Prepared, solution: Solution, budget_bytes: int | None, progr
 def _emit_regions(
     prepared: Prepared, regions: Regions, found: Solution, budget_bytes: int | None, progress: Progress
 ) -> Decided:
-    """A schedule for each run of a region; equal ones share their code."""
+    runs = planned_runs(
+        regions, found.schedule,
+        lambda part, own: emit(part, solution(part.problem, own, found.solver), None, progress),
+    )  # fmt: skip
+    return Decided(prepared, found, None, budget_bytes, dict(progress.seconds), runs=runs)
+
+
+def planned_runs(
+    regions: Regions, schedule: Schedule, emit_run: Callable[[Prepared, Schedule], Decided]
+) -> tuple[PlannedRun, ...]:
+    """A schedule for each run of a region; equal ones share what `emit_run` makes of them."""
     known: dict[Any, Decided] = {}
-    runs = []
-    problems = [own.problem for own in regions.prepared]
-    schedules = cut(regions.composed, found.schedule, problems)
-    looks = zip(regions.paths, regions.keys, regions.states, strict=True)
-    for ((path, number), key, state), own, part in zip(looks, schedules, regions.prepared, strict=True):
+    schedules = cut(regions.composed, schedule, [own.problem for own in regions.prepared])
+    for own, part in zip(schedules, regions.prepared, strict=True):
         if (id(part), own) not in known:
-            known[id(part), own] = emit(part, solution(part.problem, own, found.solver), None, progress)
-        runs.append(PlannedRun(path, number, key, state, known[id(part), own]))
-    return Decided(prepared, found, None, budget_bytes, dict(progress.seconds), runs=tuple(runs))
+            known[id(part), own] = emit_run(part, own)
+    runs = zip(regions.crossings.runs, schedules, regions.prepared, strict=True)
+    return tuple(
+        PlannedRun(run.path, run.number, run.part.key, tuple(run.part.state), known[id(part), own])
+        for run, own, part in runs
+    )  # fmt: skip
 
 
 def emit_schedule(prepared: Prepared, schedule: Schedule, solver: str = "given") -> Decided:

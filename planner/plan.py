@@ -112,22 +112,17 @@ class Plan(Decided):
     def compile(self, **options: Any) -> Plan:
         """The same step with both halves compiled by Inductor (its own `options` by name), under the same budget.
 
-        What is recomputed is decided anew for compiled code. One step is measured on blank inputs, and planned lower
-        until it keeps the budget; a note says what was measured. Results equal the uncompiled ones up to rounding, and
-        random ops draw other numbers. Calls of other shapes are planned and compiled anew.
+        What is recomputed is decided anew for compiled code. The halves are measured on blank inputs, and planned lower
+        until the step keeps the budget; a note says what was measured. Results equal the uncompiled ones up to
+        rounding, and random ops draw other numbers. Calls of other shapes are planned and compiled anew. A step by
+        regions has its regions compiled, equal ones once; the code between them runs as it is.
 
         Raises:
             BudgetError: no compiled step keeps the budget.
-            PlannerError: the step is planned by regions.
+            Unsupported: Inductor cannot compile the step; says what it said.
         """
         from .integrations.planned import compile_plan
 
-        if self.prepared.regions is not None:
-            raise PlannerError(
-                "a plan by regions is not compiled, as the model's own code runs between them: "
-                'torch.compile(model, backend="checkpoint_planner", options={"budget_mb": ...}) compiles what Dynamo '
-                'captures of the model under one budget; or plan with regions="whole" where the model can be traced.'
-            )
         decided, module = compile_plan(self.module, self.prepared, self.budget_bytes, options)
         return Plan(**{f.name: getattr(decided, f.name) for f in fields(Decided)}, module=module)
 

@@ -36,6 +36,7 @@ from .options import Options
 from .progress import Progress
 from .ranks.flight import Around, flight_peak, with_loss
 from .regions.compose import Composed
+from .regions.hollow import Crossings
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,7 @@ class Regions:
 
     Attributes:
         composed: the flat Problem, and which ops of it are whose.
-        paths: for each run the path of its module, and which call of that module it is; `keys` how that call looks,
-            and `states` the parameters and buffers that it finds.
+        crossings, glue_cost: what it was composed from, besides the runs' own steps.
         prepared: for each run its own step.
         eager: why a submodule is left to eager, by its path.
         spare: modules that the sample's step does not call, and that run like an equal one where another step does.
@@ -53,13 +53,17 @@ class Regions:
     """
 
     composed: Composed
-    paths: tuple[tuple[str, int], ...]
-    keys: tuple[Any, ...]
-    states: tuple[tuple[Any, ...], ...]
+    crossings: Crossings
+    glue_cost: int
     prepared: tuple[Prepared, ...]
     eager: Mapping[str, str]
     spare: tuple[str, ...]
     draws: Mapping[str, Any]
+
+    @property
+    def paths(self) -> tuple[tuple[str, int], ...]:
+        """For each run the path of its module, and which call of that module it is."""
+        return tuple((run.path, run.number) for run in self.crossings.runs)
 
 
 @dataclass(frozen=True)

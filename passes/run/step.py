@@ -71,6 +71,8 @@ class Step:
         others: primals that get a gradient only where the backward starts from other outputs than planned for.
         starts: what to call the `expected` outputs.
         autocast: what the backward was traced under. Under another one the plain backward casts in other places.
+        exact: whether gradients are the plain step's bit for bit; if not, those that the backward takes are copied into
+            the planned layout instead of replaying it.
         arena: bytes of the segments that CUDA's caching allocator is asked for before the first step.
     """
 
@@ -93,6 +95,7 @@ class Step:
     starts: tuple[str, ...] = ()
     autocast: Autocast = ()
     arena: Arena = ()
+    exact: bool = True
 
     def __call__(self, primals: Sequence[torch.Tensor], fallback: Fallback | None) -> tuple[Any, ...]:
         """Run the forward; gradients flow when `backward` is called on an output.
@@ -181,7 +184,7 @@ class _Run:
         present = tuple(i for i, g in enumerate(gradients) if g is not None)
         given = [g for g in gradients if g is not None]
         planned = present == step.expected and active_autocast() == step.autocast
-        if planned and self.fallback is not None:
+        if planned and step.exact and self.fallback is not None:
             planned = all(map(is_laid_out, given, step.tangent_strides))
         if not planned:
             self.replayed = self._replay(dict(zip(present, given, strict=True)))

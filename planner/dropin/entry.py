@@ -23,10 +23,15 @@ from passes.trace.matching import Differs, match
 from passes.trace.reads import Matched, Reads
 from passes.trace.structure import flatten, unflatten
 from planner.decided import Decided
+from solvers.errors import PlannerError
 
 from .plan_key import Key, describe_autocast, state_key
 
 Plain = Callable[[Mapping[str, Any]], Any]
+_OTHER_DRAWS = (
+    ": the plain forward would be replayed, and does not draw the random numbers that compiled code has drawn. Call "
+    "the model again, which is then planned for such a backward; or use the plan uncompiled."
+)
 BYTES_PER_OP = 23_000  # by the growth of a process that plans GPT-2 for 20 lengths
 _OTHER_STRIDES = " with a gradient in other strides"
 
@@ -149,13 +154,14 @@ class Plans(Protocol):
 class Fallback:
     """Backward from other outputs than planned for, under another autocast, or with gradients in other layouts.
 
-    The plain model replays the forward; later calls are replanned.
+    The plain model replays the forward; later calls are replanned. Where the forward was compiled and drew random
+    numbers, it cannot be replayed: only the second.
     """
 
     def __init__(self, state: Plans, entry: Entry, plain: Plain | None = None) -> None:
         prepared = entry.planned.prepared
         self.state, self.traced, self.layouts = state, prepared.traced, prepared.layouts
-        self.plain, self.autocast = plain or state.plain, entry.key.autocast
+        self.plain, self.autocast, self.compiled = plain or state.plain, entry.key.autocast, entry.planned.compiled
         self.started = state.losses.called(entry.starts)
 
     def __call__(
@@ -173,20 +179,24 @@ class Fallback:
         learned = self._learn({wanted[i].path: g for i, g in gradients.items()}, autocast)
         new = learned or not expected
         how = f" under {describe_autocast(active_autocast())}" if autocast else _OTHER_STRIDES if expected else ""
-        warnings.warn(
-            f"backward started from {', '.join(p or 'the output' for p in paths)}{how}, which the plan did not expect: "
-            "this step replays the plain forward (correct, but not under the budget); "
-            f"{'later calls are planned for it' if new else 'so will others, as a plan is for one kind of start'}.",
-            stacklevel=2,
-        )
         self.state.replayed(active_autocast())
-        result = self._replay(primals, generators, gradients)
-        if learned:
-            for entry in self.state.cache:
-                entry.outdated = entry.outdated or autocast or entry.starts == paths
-        self.started.paths = paths
-        self.state.losses.expected = self.started
-        return result
+        where = ", ".join(p or "the output" for p in paths)
+        started = f"backward started from {where}{how}, which the plan did not expect"
+        try:
+            if self.compiled and generators:
+                raise PlannerError(f"{started}{_OTHER_DRAWS}")
+            warnings.warn(
+                f"{started}: this step replays the plain forward (correct, but not under the budget); "
+                f"{'later calls are planned for it' if new else 'so will others, as a plan is for one kind of start'}.",
+                stacklevel=2,
+            )
+            return self._replay(primals, generators, gradients)
+        finally:
+            if learned:
+                for entry in self.state.cache:
+                    entry.outdated = entry.outdated or autocast or entry.starts == paths
+            self.started.paths = paths
+            self.state.losses.expected = self.started
 
     def _learn(self, gradients: Mapping[str, torch.Tensor], autocast: bool) -> bool:
         """Plan for gradients in these strides, under this autocast, from now on; not where others were learned."""

@@ -17,7 +17,12 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.experimental.symbolic_shapes import find_symbol_binding_fx_nodes, free_symbols
+from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from passes.run._torch import active_autocast, under_autocast
 
 from ._torch_inductor import planned_order
 
@@ -62,6 +67,7 @@ def compile_inductor(
     seen: Callable[[Callable[..., Any], bool], Callable[..., Any]],
 ) -> Callable[..., Any]:  # fmt: skip
     """Inductor with our partition; `seen(half, is_backward)` may wrap each compiled half."""
+
     def inner(half: fx.GraphModule, half_inputs: Sequence[Any], **kwargs: Any) -> Any:
         with planned_order(half, options):  # a backward for sizes that vary is compiled when it is first run
             compiled = compile_fx_inner(half, half_inputs, **kwargs)
@@ -82,6 +88,23 @@ def reentered(context: TracingContext | None) -> contextlib.AbstractContextManag
     """That context once more, when the same graph is compiled again later."""
     present = TracingContext.try_get()
     return contextlib.nullcontext() if context is None or present is context else tracing(context)
+
+
+class Ambient:
+    """What tracing depends on besides the graph, as it is now: a step may end where gradients are off, or precision
+    is another.
+    """
+
+    def __init__(self) -> None:
+        self.grad, self.inference, self.autocast = (
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), active_autocast()
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """The same once more."""
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), under_autocast(self.autocast):
+            yield
 
 
 def mode_options(mode: str) -> dict[str, Any]:
@@ -116,8 +139,8 @@ def symbol_name(value: Any) -> str:
 
 @contextlib.contextmanager
 def outside_modes() -> Iterator[None]:
-    """Run real ops while a compilation is under way."""
-    with _disable_current_modes():
+    """Run ops as outside of the compilation that is under way: real ones, and with the errors that they raise there."""
+    with _disable_current_modes(), torch._C._DisablePythonDispatcher():
         yield
 
 
@@ -181,6 +204,26 @@ def _number(expression: Any, like: Any) -> Any:
 def symbols_of(value: Any) -> tuple[str, ...]:
     """Names of the symbols in a number or a tensor's sizes, sorted."""
     return tuple(sorted(str(s) for s in free_symbols(value))) if value is not None else ()
+
+
+def size_node(graph: fx.Graph, value: Any, symbols: Mapping[str, fx.Node]) -> fx.Node | None:
+    """A symbolic size as a node at the end of the graph, computed from its symbols; None where one is not at hand."""
+    expression = value.node.expr
+    if not all(str(s) in symbols for s in expression.free_symbols):
+        return None
+    tracer, last = GraphAppendingTracer(graph), next(iter(reversed(graph.nodes)), None)
+    known = {s: fx.Proxy(symbols[str(s)], tracer) for s in expression.free_symbols}
+    made = sympy_interp(PythonReferenceAnalysis, known, expression)
+    if not isinstance(made, fx.Proxy):
+        return None
+    for node in graph.nodes if last is None else _after(last):
+        node.meta["val"] = cast(Any, node.target)(*fx.map_arg(node.args, lambda n: n.meta["val"]))
+    return made.node
+
+
+def _after(node: fx.Node) -> Iterator[fx.Node]:
+    while (node := node.next).op != "root":
+        yield node
 
 
 def symbol_nodes(graph: fx.Graph) -> dict[str, fx.Node]:

@@ -130,9 +130,7 @@ def _lifetimes(nodes: list[Any]) -> dict[str, Any]:
     return dict(inputs)
 
 
-def _kernels(
-    nodes: list[Any], index: Mapping[str, int], held: frozenset[str]
-) -> tuple[list[set[int]], list[Buffer]]:
+def _kernels(nodes: list[Any], index: Mapping[str, int], held: frozenset[str]) -> tuple[list[set[int]], list[Buffer]]:
     """What each kernel must come after, and the memory that they share; `held` are inputs that others hold as well."""
     inputs, outputs = _lifetimes(nodes), held.union(V.graph.get_output_names())
     before = [{index[p.get_name()] for p in n.mpi_node.pred_nodes} for n in nodes]
@@ -160,9 +158,13 @@ def _places(names: Mapping[str, Any], some: Sequence[str]) -> tuple[int, ...]:
 def _overwritable(node: Any, made: Any) -> list[str]:
     """What Inductor may have a kernel write its result over, as far as the two are concerned."""
     scheduler, found = V.graph.scheduler, []
-    for read in () if node.is_extern() else sorted(d.name for d in node.read_writes.reads):
+    if node.is_extern() or not made.node.has_tensor_output():  # it adds to what is there
+        return []
+    for read in sorted(d.name for d in node.read_writes.reads):
         given = scheduler.name_to_donated_buffer.get(read) or scheduler.name_to_buf.get(read)
-        if given is None or given.node is None or not can_match_buffer_size(given.node, made.node):
+        if given is None or given.node is None or not given.node.has_tensor_output():
+            continue
+        if not can_match_buffer_size(given.node, made.node):
             continue
         if any(u.node is node and u.can_inplace for u in given.users):
             found.append(read)
@@ -219,19 +221,18 @@ def decomposed(gm: fx.GraphModule) -> fx.GraphModule:
     """A joint graph in the ops that Inductor generates code for, random ones drawing from seeds."""
     mode = FakeTensorMode()
     with mode, fx_traceback.preserve_node_meta(), V.set_fake_mode(mode):
-        made = _traced(fx.Interpreter(gm).run, gm, mode, (), select_decomp_table())
+        made = _traced(fx.Interpreter(gm).run, gm, mode, select_decomp_table())
         joint_graph_passes(made)
     return made
 
 
 def _traced(
-    run: Callable[..., Any], like: fx.GraphModule, mode: FakeTensorMode, strides: Sequence[Sequence[int] | None],
-    table: Mapping[Any, Callable[..., Any]],
+    run: Callable[..., Any], like: fx.GraphModule, mode: FakeTensorMode, table: Mapping[Any, Callable[..., Any]],
 ) -> fx.GraphModule:  # fmt: skip
-    """`run` traced on inputs like the placeholders of a graph; `strides` are those of the first that lie otherwise."""
-    given = zip_longest((n.meta["val"] for n in like.graph.nodes if n.op == "placeholder"), strides)
+    """`run` traced on inputs like the placeholders of a graph."""
+    given = [n.meta["val"] for n in like.graph.nodes if n.op == "placeholder"]
     with mode:
-        fakes = [torch.empty_strided(t.shape, s or t.stride(), dtype=t.dtype, device=t.device) for t, s in given]
+        fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in given]
     made: fx.GraphModule = make_fx(run, decomposition_table=dict(table), _allow_non_fake_inputs=True)(*fakes)
     return made
 
@@ -248,7 +249,7 @@ def compile_half(
     """
     mode = FakeTensorMode()
     with mode:
-        made = _traced(fx.GraphModule(half, _plain_copy(half.graph)), half, mode, strides, {})
+        made = _traced(fx.GraphModule(half, _plain_copy(half.graph)), half, mode, {})
     made.graph.output_node().meta["user_visible_output_idxs"] = list(visible)
     computed, planned = ([n for n in g.nodes if n.op == "call_function"] for g in (made.graph, half.graph))
     if [n.target for n in computed] == [n.target for n in planned]:
@@ -258,7 +259,8 @@ def compile_half(
     for i, (node, old) in enumerate(zip(made.graph.find_nodes(op="placeholder"), given, strict=True)):
         node.meta[HELD] = old.meta.get(HELD)
         node.name = node.target = f"{'saved' if i < len(strides) else 'primals'}_{i}"  # tells Inductor what dies early
-    fakes = [n.meta["val"] for n in made.graph.nodes if n.op == "placeholder"]
+    traced = (n.meta["val"] for n in made.graph.nodes if n.op == "placeholder")
+    fakes = [t.as_strided(t.shape, s) if s else t for t, s in zip_longest(traced, strides)]
     with (
         planned_order(made, options), tracing(TracingContext(mode)), V.set_fake_mode(mode),
         TracingContext.report_output_strides() as found,

@@ -23,6 +23,7 @@ from ._torch_compile import (
     is_tangent,
     output_descriptions,
     saved_description,
+    size_node,
     symbol_nodes,
 )
 from ._torch_inductor import HELD, WRITTEN
@@ -35,10 +36,16 @@ def make_halves(joint: Joint, rewritten: Rewritten) -> Halves:
 
 
 class _Half:
-    """One of the two graphs: `numbers` are its symbolic sizes, `image` its value for each node of the rewrite."""
+    """One of the two graphs.
 
-    def __init__(self, nodes: dict[str, fx.Node]) -> None:
-        self.nodes = nodes
+    Attributes:
+        nodes, symbols: the original's by name, and by the symbol that they are.
+        numbers: its symbolic sizes.
+        image: its value for each node of the rewrite.
+    """
+
+    def __init__(self, nodes: dict[str, fx.Node], symbols: dict[str, fx.Node]) -> None:
+        self.nodes, self.symbols = nodes, symbols
         self.graph = fx.Graph()
         self.numbers: dict[fx.Node, fx.Node] = {}
         self.image: dict[fx.Node, fx.Node] = {}
@@ -81,16 +88,23 @@ class _Half:
     def number(self, node: fx.Node) -> fx.Node:
         """The half's node for a symbolic size, computed here from others where it was not handed over."""
         if node not in self.numbers:
-            if node.op != "call_function" or not all(is_symbolic(a.meta.get("val")) for a in node.all_input_nodes):
-                raise Unsupported(
-                    f"a size that is read off an intermediate result ({node.target})", node.name,
-                    "it is not known where it is needed again",
-                    "Mark the size as static, or compile with dynamic=False.",
-                )  # fmt: skip
+            self.numbers[node] = self._computed(node)
+        return self.numbers[node]
+
+    def _computed(self, node: fx.Node) -> fx.Node:
+        if node.op == "call_function" and all(is_symbolic(a.meta.get("val")) for a in node.all_input_nodes):
             new = self.graph.node_copy(node, self.number)
             new.meta = dict(node.meta)
-            self.numbers[node] = new
-        return self.numbers[node]
+            return new
+        symbols = {name: self.numbers[n] for name, n in self.symbols.items() if n in self.numbers}
+        found = size_node(self.graph, node.meta["val"], symbols)  # it is read off a tensor that may not be here
+        if found is None:
+            raise Unsupported(
+                f"a size that is read off an intermediate result ({node.target})", node.name,
+                "it is not known where it is needed again",
+                "Mark the size as static, or compile with dynamic=False.",
+            )  # fmt: skip
+        return found
 
 
 class _Translation:
@@ -103,7 +117,8 @@ class _Translation:
         self.descriptions = output_descriptions(graph, len(self.outputs))
 
     def halves(self) -> Halves:
-        forward, backward = _Half(self.nodes), _Half(self.nodes)
+        symbols = symbol_nodes(self.joint.graph_module.graph)
+        forward, backward = _Half(self.nodes, symbols), _Half(self.nodes, symbols)
         saved = self._forward(forward)
         numbers = self._close(forward, saved)
         self._backward(backward, [forward.image[n] for n in saved], numbers)

@@ -109,6 +109,12 @@ class _Reader:
             self.image[node] = concrete(value, self.sizes)
         elif _copies_over_input(node):
             self.copies.append(node)
+        elif node.op == "get_attr" and isinstance(getattr(self.gm, str(node.target), None), fx.GraphModule):
+            user = next(iter(node.users), node)
+            raise Unsupported(
+                f"higher-order op {user.target}", _place(user), "it runs graphs of its own, which are not planned",
+                "Leave this function out of the compilation (torch.compiler.disable), or write it in plain ops.",
+            )  # fmt: skip
         elif value is None:
             raise Unsupported(
                 f"op {node.target}", _place(node), "it has an effect rather than a result",
@@ -123,6 +129,11 @@ class _Reader:
     def _meta(self, node: fx.Node) -> dict[str, Any]:
         names = ("nn_module_stack", "fwd_nn_module_stack", "partitioner_tag")
         kept: dict[str, Any] = {k: node.meta[k] for k in names if k in node.meta}
+        if any(v.layout != torch.strided for v in pytree.tree_leaves(node.meta["val"]) if isinstance(v, torch.Tensor)):
+            raise Unsupported(
+                f"op {node.target}", _place(node), "its result is a sparse tensor",
+                "Use dense gradients (nn.Embedding(sparse=False)) in the compiled code.",
+            )  # fmt: skip
         return {**kept, "val": pytree.tree_map(self._concrete, node.meta["val"])}
 
     def _concrete(self, value: Any) -> Any:

@@ -164,8 +164,9 @@ class Ready:
         Their nodes have in their meta `HELD`, for what the backward takes and others hold as well, and `WRITTEN`, for
         what is planned to be in memory rather than computed where it is read.
         """
-        rewritten = rewrite(self.traced, self.aliases, self.lowered, self.whole(schedule))
-        verify(self.traced, rewritten)
+        with outside_modes():  # views are tried out on tensors without data
+            rewritten = rewrite(self.traced, self.aliases, self.lowered, self.whole(schedule))
+            verify(self.traced, rewritten)
         pinned = {self.lowered.problem.tensors[t].name for t in self.lowered.problem.pinned}
         given = rewritten.backward.graph.find_nodes(op="placeholder")
         for node, name in zip_longest(given, rewritten.saved_names):

@@ -21,7 +21,7 @@ from planner.budget import Budget
 from solvers.problem import Problem
 from solvers.schedule import Schedule
 
-from ._torch_compile import Halves, compile_eager, compile_inductor, is_profiling, reentered, tracing_context
+from ._torch_compile import Ambient, Halves, compile_eager, compile_inductor, is_profiling, reentered, tracing_context
 from .halves import make_halves
 from .joint import read_joint
 from .partition import Figures, Ready, ready_for
@@ -49,17 +49,16 @@ class Program:
     Attributes:
         problem, schedule: what was decided; None for a graph without gradients.
         predicted: what it holds, as simulated; `measured` as seen in a first step, None where nobody looked.
+        returned: what the latest call returned, with its bytes.
         keeps_outputs: whether what the forward returned counts as held through the backward; `kept` whether the first
             step's caller held it.
         planning_seconds, compile_seconds: of the latest compilation, the second without the first.
         recomputes: added cost as a share of the step's.
     """
 
-    def __init__(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], sizes: dict[str, int], settings: Settings
-    ) -> None:
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], sizes: dict[str, int], settings: Settings) -> None:
         self.gm, self.inputs, self.sizes, self.settings = gm, inputs, sizes, settings
-        self.context = tracing_context()
+        self.context, self.ambient = tracing_context(), Ambient()
         self.problem: Problem | None = None
         self._ready: Ready | None = None
         self.schedule: Schedule | None = None
@@ -95,7 +94,15 @@ class Program:
         return True
 
     def compile(self, choose: Callable[[Program, Ready], Schedule]) -> None:
-        """Trace, decide by `choose` and compile; what was compiled before is dropped."""
+        """Trace, decide by `choose` and compile; what was compiled before is dropped, unless something stops this."""
+        before = dict(self.__dict__)
+        try:
+            self._compile(choose)
+        except BaseException:
+            self.__dict__.update(before)
+            raise
+
+    def _compile(self, choose: Callable[[Program, Ready], Schedule]) -> None:
         start = time.perf_counter()
         self.measured, self.kept, self.watching, self.planning_seconds = None, None, True, 0.0
 
@@ -107,7 +114,7 @@ class Program:
 
         gm = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
         gm.meta = dict(self.gm.meta)
-        with reentered(self.context):
+        with reentered(self.context), self.ambient.restored():
             if self.settings.inductor:
                 options = self.settings.inductor_options
                 self.run = compile_inductor(gm, self.inputs, partition, options, self._watched)
@@ -192,5 +199,3 @@ def high_and_left(run: Callable[[], Any]) -> tuple[int, int]:
         level += round_up(change, multiple) if change > 0 else -round_up(-change, multiple)
         peak = max(peak, level)
     return peak, level
-
-

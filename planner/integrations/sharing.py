@@ -11,14 +11,18 @@ What comes after a graph is not known when it is compiled. So in the first step 
 predecessors leave of the budget, or else runs at its lowest peak. When a step has run, its graphs are known and, under
 Inductor, measured. If the peak is then above the budget, each in turn is planned anew for what the others leave. Where
 that does not do, all start from one level between the least that they can hold between their halves and what they hold
-without recompute, the highest at which the step fits. Promised from then on: the peak of what the graphs hold. What
-Python makes between graphs is `reserve_mb`'s.
+without recompute, the highest at which the step fits. Promised from then on: the peak of what the graphs hold, and of
+gradients from before the step. What Python makes between graphs is `reserve_mb`'s.
+
+A graph whose result is dropped before any backward (an evaluation with gradients on) holds nothing for one.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,22 +42,50 @@ SHARE_OF_TIME = 0.3
 SMALLEST_STEP = 200  # a target is lowered by at least this part of what was predicted
 
 
+@dataclass(eq=False)
+class Call:
+    """A call of a graph in the step that is running.
+
+    Attributes:
+        passed: what it reads of what graphs before it made, with its bytes.
+        returned: what it returned, with its bytes.
+        node: its node in autograd's graph; None where that is not known.
+        ended: whether that was gone before there was any backward.
+    """
+
+    program: Program
+    passed: dict[int, int]
+    returned: list[tuple[StorageWeakRef, int]]
+    node: weakref.ref[Any] | None
+    ended: bool = False
+
+    def look(self) -> None:
+        """Notice whether nobody can run its backward any more, while there was none yet."""
+        self.ended = self.ended or (self.node is not None and self.node() is None)
+
+    def figures(self, whole: Figures) -> Figures:
+        """What it holds, where it would hold that with a backward."""
+        if not self.ended:
+            return whole
+        outputs = sum(size for storage, size in self.returned if not storage.expired())
+        return Figures(whole.forward, 0, outputs, 0, outputs)
+
+
 class Share:
     """The graphs that one `torch.compile` made, and the step that is running."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.programs: list[Program] = []
-        self.sequence: list[Program] = []
+        self.sequence: list[Call] = []
         self.leaves: dict[int, int] = {}
         self.made: dict[int, int] = {}  # what graphs of this step made: by which
-        self.passed: list[dict[int, int]] = []  # for each graph of this step: what it reads of that, with its bytes
         self.backward_ran = False
         self.watching = True
         self.attempts = 0
         self.target: int | None = None
         self.exhausted = False
-        self.lowest = 0
+        self.lowest = self.accumulated_bytes = 0
 
     # Compiling ------------------------------------------------------------------------------------------------------
 
@@ -61,6 +93,7 @@ class Share:
         """Compile a new program within what the step that is running leaves of the budget."""
         if self.backward_ran:
             self._begin()
+        self._look()
         program.backward_ran = self._note_backward
         program.compile(self._within_the_rest)
         self.programs.append(program)
@@ -68,14 +101,14 @@ class Share:
         self._tell(program)
 
     def _within_the_rest(self, program: Program, ready: Ready) -> Schedule:
-        others = sum(self.leaves.values()) + _held(_figures(self.sequence))
+        others = sum(self.leaves.values()) + _held(self._figures(_known))
         budget = self._budget(others + ready.plain_peak)
         if budget is None:
             return self._decide(ready, None)
         try:
             return self._decide(ready, budget - others)
         except BudgetError:
-            if self.sequence:
+            if self.leaves:  # of which this graph may have some, too: they are counted twice here
                 return self._hold(ready, 0.0)
             program.count_outputs(False)  # a first step shows whether the caller drops them before the backward
             return self._decide(_ready(program), budget - others)
@@ -111,6 +144,9 @@ class Share:
 
     def call(self, program: Program, args: Sequence[Any]) -> Any:
         """Run a program's forward as the next of the step; settle the last step first, should one have ended."""
+        if not self.watching and _gradient_bytes(args) > self.accumulated_bytes:
+            self._begin()
+            self._watch()  # a step that begins with gradients: more than was counted
         if not self.watching:
             return program.run(*args)
         if self.backward_ran:
@@ -122,22 +158,31 @@ class Share:
         result = program.run(*args)
         program.returned = _made(result, args)
         if program.predicted is not None and len(self.sequence) < LONGEST_STEP:
-            self.sequence.append(program)
-            self.passed.append({p: size for p, size in _storages(args) if p in self.made})
-            self.made.update((p, len(self.passed) - 1) for p, _ in _storages(result) if p not in self.made)
+            passed = {p: size for p, size in _storages(args) if p in self.made}
+            self.sequence.append(Call(program, passed, program.returned, _node(result)))
+            self.made.update((p, len(self.sequence) - 1) for p, _ in _storages(result) if p not in self.made)
         else:
             self.made.update((p, -1) for p, _ in _storages(result))
         return result
 
     def _see(self, args: Sequence[Any]) -> None:
-        """Parameters and inputs, once each; what an earlier graph made is counted there."""
-        self.leaves.update((p, size) for p, size in _storages(args) if p not in self.made)
+        """Parameters, their gradients and inputs, once each; what an earlier graph made is counted there."""
+        held = [*_storages(args), *_storages(_gradients(args))]
+        self.leaves.update((p, size) for p, size in held if p not in self.made)
+        self.accumulated_bytes = max(self.accumulated_bytes, _gradient_bytes(args))
+        self._look()
+
+    def _look(self) -> None:
+        for call in self.sequence:
+            call.look()
 
     def _note_backward(self) -> None:
+        if not self.backward_ran:
+            self._look()
         self.backward_ran = True
 
     def _begin(self) -> None:
-        self.sequence, self.leaves, self.made, self.passed, self.backward_ran = [], {}, {}, [], False
+        self.sequence, self.leaves, self.made, self.backward_ran = [], {}, {}, False
 
     def _watch(self) -> None:
         self.watching = True
@@ -148,23 +193,23 @@ class Share:
 
     def _settle(self) -> None:
         """The step that has run fits, or its graphs are planned anew."""
-        sequence = self.sequence
+        sequence = [call.program for call in self.sequence]
         kept = [p for p in dict.fromkeys(sequence) if p.kept and p.count_outputs(True)]
-        budget = self._budget(self._peak([ready.figures(ready.plain) for p in sequence if (ready := p.ready)]))
-        peak = self._peak(_figures(sequence))
+        budget = self._budget(self._peak(self._figures(lambda p: _ready(p).figures(_ready(p).plain))))
+        peak = self._peak(self._figures(_known))
         self.lowest = min(self.lowest or peak, peak)
         if budget is None or not sequence or (peak <= budget and not kept):
             self.watching = False
         elif self.attempts >= ATTEMPTS or self.exhausted:
             raise BudgetError(
                 f"of {self.attempts + 1} programs of the compiled step the lowest was measured to hold "
-                f"{self.lowest / MIB:.1f} MiB; the budget is {budget / MIB:.1f} MiB: ask for more, or for a smaller "
+                f"{self.lowest / MIB:,.3f} MiB; the budget is {budget / MIB:,.3f} MiB: ask for more, or for a smaller "
                 "batch",
                 budget_bytes=budget, minimum_bytes=self.lowest,
             )  # fmt: skip
         else:
             self.attempts += 1
-            self.target = self._lower_target(peak, budget, self._peak(_told(sequence)))
+            self.target = self._lower_target(peak, budget, self._peak(self._figures(_told)))
             if len(sequence) == 1 and sequence[0].kept is False and sequence[0].count_outputs(False):
                 self.target = budget  # foretold anew
             self._plan_together(sequence, self.target)
@@ -176,19 +221,21 @@ class Share:
         target = self.target or budget
         return target if told > target else min(told - (peak - budget), told - told // SMALLEST_STEP)
 
+    def _figures(self, of: Callable[[Program], Figures]) -> list[Figures]:
+        """What each call of the step holds, by what its program holds in a step with a backward."""
+        return [call.figures(of(call.program)) for call in self.sequence]
+
     def _peak(self, figures: Sequence[Figures]) -> int:
         """The step's peak (see above)."""
         return sum(self.leaves.values()) + max(self._highest(figures), default=0)
 
     def _highest(self, figures: Sequence[Figures]) -> list[int]:
         """The highest point while either half of each graph runs, above parameters and inputs."""
-        return [
-            _held(figures[:k]) + max(f.forward, f.backward + self._left(figures, k)) for k, f in enumerate(figures)
-        ]
+        return [_held(figures[:k]) + max(f.forward, f.backward + self._left(figures, k)) for k, f in enumerate(figures)]
 
     def _left(self, figures: Sequence[Figures], k: int) -> int:
         """What the backwards of the graphs after the k-th leave: gradients of what it made itself are its own."""
-        later = self.passed[k + 1 :]
+        later = [call.passed for call in self.sequence[k + 1 :]]
         kept = sum(f.gradients + f.outputs for f in figures[k + 1 :]) - sum(sum(p.values()) for p in later)
         waiting = {p: size for passed in later for p, size in passed.items() if self.made[p] < k}
         return max(0, kept) + sum(waiting.values())
@@ -214,7 +261,7 @@ class Share:
         """Each graph at its cheapest among the others as they are."""
         found = dict(found)
         for program in found:
-            figures = [_ready(p).figures(found[p]) for p in self.sequence]
+            figures = self._figures(lambda p: _ready(p).figures(found[p]))
             try:
                 found[program] = self._decide(_ready(program), **self._room(program, figures, target))
             except BudgetError:
@@ -223,17 +270,18 @@ class Share:
 
     def _room(self, program: Program, figures: Sequence[Figures], target: int) -> dict[str, int]:
         """What a graph may use wherever it stands in the step, as arguments of `Ready.decide`."""
-        places = [k for k, p in enumerate(self.sequence) if p is program]
+        places = [k for k, call in enumerate(self.sequence) if call.program is program]
+        waiting = [k for k in places if not self.sequence[k].ended]
         held = [_held(figures[:k]) for k in range(len(figures) + 1)]
         highest = self._highest(figures)
         return {
             "budget": target - sum(self.leaves.values()) - held[places[-1]] + _ready(program).problem.static_bytes,
-            "between": max(max(highest[k + 1 :], default=held[k + 1]) - held[k + 1] for k in places),
-            "after": max(self._left(figures, k) for k in places),
+            "between": max((max(highest[k + 1 :], default=held[k + 1]) - held[k + 1] for k in waiting), default=0),
+            "after": max((self._left(figures, k) for k in waiting), default=0),
         }
 
     def _foretold(self, found: dict[Program, Schedule]) -> int:
-        return self._peak([_ready(p).figures(found[p]) for p in self.sequence])
+        return self._peak(self._figures(lambda p: _ready(p).figures(found[p])))
 
     def _as_chosen(self, ready: Ready, problem: Any, schedule: Schedule) -> Schedule:
         return schedule if ready.problem == problem else self._hold(ready, 0.0)
@@ -253,12 +301,23 @@ def _held(figures: Sequence[Figures]) -> int:
     return sum(f.held for f in figures)
 
 
-def _figures(sequence: Sequence[Program]) -> list[Figures]:
-    return [f for p in sequence if (f := p.figures) is not None]
+def _known(program: Program) -> Figures:
+    assert program.figures is not None
+    return program.figures
 
 
-def _told(sequence: Sequence[Program]) -> list[Figures]:
-    return [f for p in sequence if (f := p.predicted) is not None]
+def _told(program: Program) -> Figures:
+    assert program.predicted is not None
+    return program.predicted
+
+
+def _gradients(args: Sequence[Any]) -> list[torch.Tensor]:
+    """Those that parameters among the arguments have from before."""
+    return [t.grad for t in args if isinstance(t, torch.Tensor) and t.is_leaf and t.grad is not None]
+
+
+def _gradient_bytes(args: Sequence[Any]) -> int:
+    return sum(gradient.nbytes for gradient in _gradients(args))
 
 
 def _made(result: Any, args: Sequence[Any]) -> list[tuple[StorageWeakRef, int]]:
@@ -266,6 +325,16 @@ def _made(result: Any, args: Sequence[Any]) -> list[tuple[StorageWeakRef, int]]:
     given = {p for p, _ in _storages(args)}
     storages = {s.data_ptr(): s for t in _tensors(result) if t.numel() > 1 for s in [t.untyped_storage()]}
     return [(StorageWeakRef(s), s.nbytes()) for p, s in storages.items() if p not in given]
+
+
+def _node(result: Any) -> weakref.ref[Any] | None:
+    """The node in autograd's graph of the call that returned this."""
+    for node in (t.grad_fn for t in _tensors(result)):
+        while node is not None:  # above it, views of what the call computed
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                return weakref.ref(node)
+            node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return None
 
 
 def _storages(values: Any) -> Iterator[tuple[int, int]]:
@@ -276,5 +345,3 @@ def _storages(values: Any) -> Iterator[tuple[int, int]]:
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
-
-

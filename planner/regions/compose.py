@@ -14,7 +14,7 @@ from passes.memory import round_up
 from solvers.problem import Op, Problem, Tensor
 
 from .glue import STATIC, GlueOp, glue_ops
-from .hollow import Edge, Hollow
+from .hollow import Crossings, Edge
 
 BACKWARD = "backward"  # the op at which the step's own backward begins
 
@@ -37,7 +37,7 @@ class Composed:
 
 
 def compose(
-    hollow: Hollow, lowered: Sequence[Lowered], names: Sequence[str], *, granule: int, static_bytes: int,
+    hollow: Crossings, lowered: Sequence[Lowered], names: Sequence[str], *, granule: int, static_bytes: int,
     glue_cost: int = 0,
 ) -> Composed:  # fmt: skip
     """The Problem of a step that was run hollow.
@@ -51,7 +51,7 @@ def compose(
 
 
 class _Composition:
-    def __init__(self, hollow: Hollow, lowered: Sequence[Lowered], names: Sequence[str], granule: int) -> None:
+    def __init__(self, hollow: Crossings, lowered: Sequence[Lowered], names: Sequence[str], granule: int) -> None:
         self.hollow, self.lowered, self.names, self.granule = hollow, lowered, names, granule
         self.ops: list[Op] = []
         self.local: list[tuple[int, int] | None] = []

@@ -17,6 +17,11 @@ from .compose import Composed
 from .parts import Part
 
 
+def suffixes(count: int) -> list[str]:
+    """What names of each run's ops and tensors end in."""
+    return [f"_r{r}" for r in range(count)]
+
+
 class FlatGraph:
     """Copies of the parts' graphs, one for each run.
 
@@ -61,8 +66,10 @@ class FlatGraph:
                 self.profiles[new] = part.profiles[node]
         self.nodes.append(copies)
 
-    def finish(self) -> fx.GraphModule:
-        """The graph with its constants."""
+    def of(self, runs: Sequence[tuple[str, Part]]) -> fx.GraphModule:
+        """The graph of these runs, by their modules' paths, with its constants."""
+        for (path, part), suffix in zip(runs, suffixes(len(runs)), strict=True):
+            self.add(part, path, suffix)
         self.graph.output(())
         return _NeverRun(self.root, self.graph)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from passes.memory import round_up
 from solvers.errors import PlannerError
 
-from .hollow import Edge, Hollow, Mark
+from .hollow import Crossings, Edge, Mark
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class _Event:
 Stretch = list[_Event]
 
 
-def glue_ops(hollow: Hollow, granule: int) -> tuple[list[list[GlueOp]], set[Edge]]:
+def glue_ops(hollow: Crossings, granule: int) -> tuple[list[list[GlueOp]], set[Edge]]:
     """For the stretch before each mark the ops that stand for it (none within regions); and what the step drops."""
     stretches = _attributed(hollow)[:-1]
     found: list[list[GlueOp]] = []
@@ -85,7 +85,7 @@ def glue_ops(hollow: Hollow, granule: int) -> tuple[list[list[GlueOp]], set[Edge
     return found, {e.edge for stretch in stretches for e in stretch if e.edge is not None and e.size < 0}
 
 
-def _attributed(hollow: Hollow) -> list[Stretch]:
+def _attributed(hollow: Crossings) -> list[Stretch]:
     """The events between marks, those of storages that cross edges told from the others."""
     stretches = _between(hollow.events, hollow.marks)
     for stretch in stretches:

@@ -81,6 +81,22 @@ class Mark:
     size: int
 
 
+@dataclass(frozen=True, eq=False)
+class Crossings:
+    """What a Problem of the step is composed from.
+
+    Attributes:
+        events: signed sizes of the allocator's events.
+        edges, found: storages that cross the edges of regions, made by regions and made by glue.
+    """
+
+    runs: Sequence[Run]
+    marks: Sequence[Mark]
+    events: Sequence[int]
+    edges: Mapping[int, Edge]
+    found: Mapping[int, Edge]
+
+
 class Hollow:
     """What one hollow run showed; see the module.
 
@@ -113,6 +129,10 @@ class Hollow:
     def imagined(self) -> bool:
         """Whether nothing has data."""
         return self.device.type == "meta"
+
+    @property
+    def crossings(self) -> Crossings:
+        return Crossings(self.runs, self.marks, self.events, self.edges, self.found)
 
     def mark(self, kind: str, run: int = -1) -> None:
         for edge in self.found.values():

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from passes._torch import is_distributed, local_part
-from passes.alias import alias
+from passes.alias import Aliases, alias
 from passes.errors import CaptureError, Unsupported
 from passes.exclusive import exclusive, interrupt_point
-from passes.lower import UPDATE
+from passes.lower import UPDATE, Lowered
 from passes.memory import granule, place, round_up
 from passes.printable import printable
 from passes.profile import Counting
@@ -27,7 +28,7 @@ from passes.trace.structure import Constant, flatten, slots
 from planner.check.restore import Generators
 from planner.elsewhere import held_bytes
 from planner.errors import PlannerError, RegionError
-from planner.hints import resolve
+from planner.hints import Hinted, resolve
 from planner.optimizer import NO_UPDATE
 from planner.options import Options
 from planner.prepared import Prepared, Regions, lower_step, model_device
@@ -37,8 +38,8 @@ from solvers.problem import Op, Problem
 
 from .compose import Composed, compose
 from .find import Candidates, candidates
-from .flat import FlatGraph, lowered_of
-from .hollow import Hollow, Sample
+from .flat import FlatGraph, lowered_of, suffixes
+from .hollow import Crossings, Hollow, Sample
 from .losses import LOSS
 from .parts import Part, Parts
 
@@ -67,10 +68,6 @@ class _Found:
     draws: Mapping[str, Any]
 
     @property
-    def suffixes(self) -> list[str]:
-        return [f"_r{r}" for r in range(len(self.hollow.runs))]
-
-    @property
     def target(self) -> torch.device:
         """The kind of device that is planned for."""
         return self.options.target(self.device)
@@ -84,10 +81,8 @@ class _Found:
         return tuple(path for path in self.chosen.chosen if path not in self.hollow.called)
 
     def regions(self, composed: Composed, prepared: Sequence[Prepared]) -> Regions:
-        runs = self.hollow.runs
-        paths, keys = tuple((r.path, r.number) for r in runs), tuple(r.part.key for r in runs)
-        states = tuple(tuple(r.part.state) for r in runs)
-        return Regions(composed, paths, keys, states, tuple(prepared), self.eager, self.spare, self.draws)
+        crossings, draws = self.hollow.crossings, self.draws
+        return Regions(composed, crossings, self.glue_cost, tuple(prepared), self.eager, self.spare, draws)
 
 
 def _with_regions_tried(why: Refusal | None, chosen: Candidates) -> Refusal | None:
@@ -178,24 +173,86 @@ def _prepared(found: _Found, required_hints: bool) -> Prepared:
     options, device, hollow = found.options, found.device, found.hollow
     own = {id(p): _of_part(p, options, device) for p in found.parts.known}
     prepared = [own[id(run.part)] for run in hollow.runs]
-    lowered = [p.lowered for p in prepared]
     traced, flat = _flat(found)
     accumulated = _accumulated_bytes(found)
-    composed = compose(
-        hollow, lowered, found.suffixes, granule=granule(found.target), glue_cost=found.glue_cost,
-        static_bytes=_resident_bytes(found) + accumulated + held_bytes(flat.profiles, device, found.target),
-    )  # fmt: skip
-    composed = _with_update(composed, options.update.step_bytes)
-    aliases = alias(flat.graph)
-    view = lowered_of(composed, lowered, flat, aliases, accumulated)
-    hinted = resolve(options.hints, traced, aliases, found.target, required=required_hints)
-    once = {view.node_op[n] for n, hint in hinted.items() if hint.once and n in view.node_op}
-    composed = replace(composed, problem=_run_once(composed.problem, once))
-    view = replace(view, problem=composed.problem)
+    static = _resident_bytes(found) + accumulated + held_bytes(flat.profiles, device, found.target)
+    whole = _Together(hollow.crossings, [p.lowered for p in prepared], traced, flat, found.glue_cost, accumulated)
+    composed, view, hinted = whole.composed(options, device, static, required_hints)
     return Prepared(
-        traced, aliases, flat.profiles, view, device, plain_peak(composed.problem), options, hinted,
+        traced, whole.aliases, flat.profiles, view, device, plain_peak(view.problem), options, hinted,
         printable(type(found.model).__name__), found.parts.layouts, None, found.regions(composed, prepared),
     )  # fmt: skip
+
+
+def composed_anew(prepared: Prepared, own: Sequence[Prepared]) -> Prepared:
+    """The same step by regions, with other graphs for its runs: `own` has for each what it is now."""
+    regions, graph = prepared.regions, prepared.traced.graph_module.graph
+    assert regions is not None
+    runs = regions.crossings.runs
+    parts = [
+        replace(r.part, traced=p.traced, aliases=p.aliases, profiles=p.profiles) for r, p in zip(runs, own, strict=True)
+    ]
+    lowered = [_found_by_edges(r.part, new, p.lowered) for r, new, p in zip(runs, parts, own, strict=True)]
+    values = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
+    state, inputs = len(prepared.traced.state), prepared.traced.num_primals
+    starts = sum(leaf.differentiated for leaf in prepared.traced.outputs)
+    flat = FlatGraph(
+        prepared.traced.state, values[:state], values[state:inputs], values[inputs : inputs + starts]
+    )  # fmt: skip
+    module = flat.of([(run.path, part) for run, part in zip(runs, parts, strict=True)])
+    traced = replace(prepared.traced, graph_module=module, pristine=flat.graph)
+    accumulated = prepared.lowered.accumulated_bytes
+    whole = _Together(regions.crossings, lowered, traced, flat, regions.glue_cost, accumulated)
+    options = own[0].options if own else prepared.options
+    options = replace(prepared.options, cost=options.cost)
+    composed, view, hinted = whole.composed(options, prepared.device, prepared.problem.static_bytes, False)
+    return replace(
+        prepared, traced=traced, aliases=whole.aliases, profiles=flat.profiles, lowered=view, options=options,
+        baseline_peak_bytes=plain_peak(view.problem), hinted=hinted, start=None,
+        regions=replace(regions, composed=composed, prepared=tuple(own)),
+    )  # fmt: skip
+
+
+def _found_by_edges(old: Part, new: Part, lowered: Lowered) -> Lowered:
+    """What a run returns, found under the storages that it had when the step was run hollow."""
+    pairs = zip((*old.output_nodes, *old.gradients), (*new.output_nodes, *new.gradients), strict=True)
+    known = {
+        old.aliases.of[a]: t for a, b in pairs if a is not None and b is not None
+        and (t := lowered.storage_tensor.get(cast(Any, new.aliases.of[b]))) is not None
+    }  # fmt: skip
+    return replace(lowered, storage_tensor={**lowered.storage_tensor, **cast(Any, known)})
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Runs of regions about to become one step."""
+
+    crossings: Crossings
+    lowered: Sequence[Lowered]
+    traced: Traced
+    flat: FlatGraph
+    glue_cost: int
+    accumulated_bytes: int
+
+    @cached_property
+    def aliases(self) -> Aliases:
+        return alias(self.flat.graph)
+
+    def composed(
+        self, options: Options, device: torch.device, static_bytes: int, required_hints: bool
+    ) -> tuple[Composed, Lowered, dict[fx.Node, Hinted]]:
+        """The flat Problem, what it is in the flat graph, and which of its kernels hints name."""
+        target = options.target(device)
+        composed = compose(
+            self.crossings, self.lowered, suffixes(len(self.lowered)), granule=granule(target),
+            glue_cost=self.glue_cost, static_bytes=static_bytes,
+        )  # fmt: skip
+        composed = _with_update(composed, options.update.step_bytes)
+        view = lowered_of(composed, self.lowered, self.flat, self.aliases, self.accumulated_bytes)
+        hinted = resolve(options.hints, self.traced, self.aliases, target, required=required_hints)
+        once = {view.node_op[n] for n, hint in hinted.items() if hint.once and n in view.node_op}
+        composed = replace(composed, problem=_run_once(composed.problem, once))
+        return composed, replace(view, problem=composed.problem), hinted
 
 
 def _of_part(part: Part, options: Options, device: torch.device) -> Prepared:
@@ -217,9 +274,7 @@ def _flat(found: _Found) -> tuple[Traced, FlatGraph]:
     gathered = has_sharded(found.model)  # regions see whole parameters
     tensors = [_whole(t) if gathered else local_part(t) for t in state_tensors(found.model, entries)]
     flat = FlatGraph(entries, tensors, inputs, [t for leaf, t in outputs if leaf.differentiated])
-    for run, suffix in zip(found.hollow.runs, found.suffixes, strict=True):
-        flat.add(run.part, run.path, suffix)
-    module = flat.finish()
+    module = flat.of([(run.path, run.part) for run in found.hollow.runs])
     reads = Reads(tuple(entries), (Known(type(found.model), "", True),), {}, (), None, frozenset())
     leaves, names = tuple(leaf for leaf, _ in outputs), tuple(path for path, _ in slots(template))
     traced = Traced(

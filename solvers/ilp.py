@@ -31,9 +31,8 @@ from .exact import exact_schedule
 from .known import recalled
 from .live import LARGE, Live, recomputes_of
 from .local import improve, squeeze
-from .minimum import EXACT_SHARE, MINIMUM_SHARE, budget_error, smallest_peak
+from .minimum import EXACT_SHARE, KNOWN_SHARE, MINIMUM_SHARE, budget_error, smallest_of, smallest_peak
 from .problem import Problem
-from .simulate import peak_and_cost
 from .solution import EVERY, Solution, cheapest_fit, solution
 from .staged import StagedModel, first_ends, forward_binds
 
@@ -119,10 +118,10 @@ class Hunt:
         self.tell("local search")
 
 
-def hunt(problem: Problem, budget_bytes: int, effort: Effort) -> Hunt:
-    """Alternate between finding and proving until the gap or the time is used up."""
+def hunt(problem: Problem, budget_bytes: int, effort: Effort, bound: int) -> Hunt:
+    """Alternate between finding and proving, from a bound known, until the gap or the time is used up."""
     gap_cost = int(effort.gap * problem.step_cost)
-    state = Hunt(problem, budget_bytes, effort.until(), gap_cost, effort.report)
+    state = Hunt(problem, budget_bytes, effort.until(), gap_cost, effort.report, bound=bound)
     for schedule in effort.warm_starts:
         state.offer(Live(problem, recomputes_of(problem, schedule)))
     greedy_until = effort.until(LARGE_GREEDY_SHARE if len(problem.ops) > LARGE else GREEDY_SHARE)
@@ -283,17 +282,16 @@ class Ilp(Solver):
 
 def search_with_proof(problem: Problem, budget_bytes: int, name: str, effort: Effort) -> Solution:
     """What `ilp` and `auto` share: exact if tiny, else the hunt."""
-    schedule, complete = exact_schedule(problem, budget_bytes, effort.until(EXACT_SHARE))
-    if schedule is not None:
-        cost = peak_and_cost(problem, schedule)[1]
-        return solution(problem, schedule, name, bound=cost, family=ALL_SCHEDULES)
-    if complete:
+    exact = exact_schedule(problem, budget_bytes, effort.until(EXACT_SHARE))
+    if exact.schedule is not None:
+        return solution(problem, exact.schedule, name, bound=exact.bound, family=ALL_SCHEDULES)
+    if exact.complete:
         raise _exact_error(problem, budget_bytes, effort)
     floor = floor_bytes(problem)
     if floor > budget_bytes:
         lowest = smallest_peak(problem, floor, effort.until(MINIMUM_SHARE))
         raise budget_error(budget_bytes, lowest.live.peak_bytes, floor)
-    state = hunt(problem, budget_bytes, effort)
+    state = hunt(problem, budget_bytes, effort, exact.bound)
     # A state holds the recomputes of a slot in one order only, so a warm start may fit where its state does not.
     found = recalled(problem, budget_bytes) if state.live is None else (state.live.schedule(),)
     schedules = (*found, *effort.warm_starts)
@@ -309,8 +307,5 @@ def search_with_proof(problem: Problem, budget_bytes: int, name: str, effort: Ef
 
 def _exact_error(problem: Problem, budget_bytes: int, effort: Effort) -> BudgetError:
     """The exact search found that nothing fits; the smallest peak is searched for in the time that is left."""
-    smallest, _ = exact_schedule(problem, deadline=effort.until())
-    if smallest is None:
-        return budget_error(budget_bytes, Live(problem).peak_bytes, max(floor_bytes(problem), budget_bytes + 1))
-    minimum = peak_and_cost(problem, smallest)[0]
-    return budget_error(budget_bytes, minimum, minimum)
+    smallest = smallest_of(problem, effort.until(KNOWN_SHARE), effort.until(LOWEST_SHARE))
+    return budget_error(budget_bytes, smallest.minimum_bytes, max(smallest.floor_bytes, budget_bytes + 1))

@@ -78,8 +78,8 @@ def indicators(model: StagedModel, schedule: Schedule) -> dict[str, float]:
     values |= {v.name: float(key in resident) for key, v in model.A.items()}
     for (t, k), v in model.H.items():
         values[v.name] = float((t, k + 1) in resident and (model.problem.producer[t], k) not in again)
-    for (i, k), v in model.U.items():
-        values[v.name] = float(any(j == i and later >= k for j, later in again & set(model.R)))
+    for (i, k, last), v in model.U.items():
+        values[v.name] = float(any(j == i and k <= later <= last for j, later in again & set(model.R)))
     return values
 
 
@@ -91,7 +91,7 @@ def test_no_schedule_breaks_a_row(seed: int) -> None:
         order = make_order(rng.randint, problem, rng.randint(0, 8))
         schedule = with_frees(problem, order[: order.index(order_end(problem)) + 1])
         peak = replay(problem, schedule).peak_bytes
-        model = StagedModel(problem, peak, any_ends(problem, rng))
+        model = StagedModel(problem, peak, any_ends(problem, rng), windows=True)
         values = indicators(model, schedule)
         vector = np.array([values[name] for name in model.column])
         assert model.surely_live(vector).max(initial=0) <= peak
@@ -100,6 +100,7 @@ def test_no_schedule_breaks_a_row(seed: int) -> None:
         for j, (first, stop) in enumerate(pairwise(rows.starts.tolist())):
             assert rows.coefficients[first:stop] @ vector[rows.columns[first:stop]] <= rows.limits[j]
         for variable in model.program.variables():
+            assert variable.lowBound <= values[variable.name] <= variable.upBound
             variable.varValue = values[variable.name]
         broken = [c for c in model.program.constraints.values() if not c.valid(1e-9)]
         assert not broken

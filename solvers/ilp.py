@@ -25,7 +25,7 @@ import numpy as np
 from .base import CLOCK, Effort, Report, Solver
 from .bounds import floor_bytes
 from .descent import Taste, cheapest_descent, descend, drop_unneeded
-from .engine import Answer, relax_staged, solve_staged
+from .engine import Answer, bound_staged, relax_staged, solve_staged
 from .errors import BudgetError
 from .exact import exact_schedule
 from .known import recalled
@@ -54,6 +54,10 @@ LARGE_GREEDY_SHARE = 0.5
 FIRST_SHARE = 0.75
 LOWEST_SHARE = 0.95
 LEAST_SECONDS = 0.5
+CLIMB = (3, 6, 12, 24, 48)
+CLIMB_SHARE = 0.5
+CLIMB_GROWTH = 3.0
+CHEAP = 6000
 SQUEEZE_SHARE = 0.2
 
 
@@ -155,17 +159,17 @@ def refine(state: Hunt, effort: Effort) -> None:
     Where greedy found no plan, the first programs may: its solution often fits where no descent from scratch does.
     """
     ends = first_ends(state.problem, first_count(state), state.budget_bytes)
-    number = 0
+    number, climbed = 0, False
     while not state.finished and state.seconds_left > LEAST_SECONDS:
         number += 1
         more = refine_once(state, ends, number)
-        if state.live is None and number > 1 and state.known_bytes < 0:
+        if state.live is None and (number > 1 or not more) and state.known_bytes < 0:
             look_lower(state, effort)
+        if state.live is not None and not climbed:
+            climbed, more = True, (*more, *climb(state))
         if not more:
             break
         ends = tuple(sorted({*ends, *more}))
-    if state.live is None and state.known_bytes < 0:
-        look_lower(state, effort)
     polish_on(state)
     if not state.finished and state.seconds_left <= LEAST_SECONDS:
         state.notes[CLOCK] = None
@@ -183,7 +187,8 @@ def refine_once(state: Hunt, ends: tuple[int, ...], number: int) -> tuple[int, .
     known = state.bound
     cost_limit = math.inf if state.live is None else state.cost
     try:
-        model = StagedModel(state.problem, state.budget_bytes, ends, _after(state, BUILD_SHARE), cost_limit)
+        until = _after(state, BUILD_SHARE)
+        model = StagedModel(state.problem, state.budget_bytes, ends, until, cost_limit, windows=number > 1)
     except TimeoutError:
         state.notes[CLOCK] = None
         return ()
@@ -222,6 +227,29 @@ def bound_by_relaxation(state: Hunt, ends: tuple[int, ...], share: float) -> Non
     with suppress(TimeoutError):
         model = StagedModel(state.problem, state.budget_bytes, ends, until, cost_limit)
         state.take_bound(model, relax_staged(model, until - time.monotonic()))
+
+
+def climb(state: Hunt) -> tuple[int, ...]:
+    """Bounds of relaxations with windows, of more and more stages, until two in a row gain nothing.
+
+    Returns:
+        The end slots of the last that was cheap enough to be solved for integers, if there are any.
+    """
+    until, seconds, fruitless, cheap = _after(state, CLIMB_SHARE), 0.0, 0, tuple[int, ...]()
+    ends = set(first_ends(state.problem, CLIMB[0], state.budget_bytes))
+    for count in CLIMB[1:] if len(state.problem.ops) <= LARGE else ():
+        begin, known = time.monotonic(), state.bound
+        if state.finished or fruitless == 2 or begin + CLIMB_GROWTH * seconds > until:
+            break
+        ends.update(first_ends(state.problem, count, state.budget_bytes))
+        chosen = tuple(sorted(ends))
+        with suppress(TimeoutError):
+            model = StagedModel(state.problem, state.budget_bytes, chosen, until, state.cost, windows=True)
+            state.take_bound(model, bound_staged(model, until - time.monotonic()))
+            cheap = chosen if len(model.column) < CHEAP else cheap
+        state.tell(f"{len(ends)} stages, relaxed")
+        seconds, fruitless = time.monotonic() - begin, fruitless + 1 if state.bound == known else 0
+    return cheap
 
 
 def bound_with(state: Hunt, model: StagedModel, number: int) -> Answer:

@@ -47,7 +47,7 @@ Constraints
 Constraint 5 says nothing new of integers, but much of fractions: without it an op could be recomputed by halves in
 two stages, each half from the same half of its inputs, and more stages would weaken the relaxation. What is resident
 when stage k begins is all that stages k to l have to begin with, so it holds of any window what 1 and 2 say of one
-stage. The windows end with the last stage, and where `windows` are asked for, 2, 4 and 8 stages after they begin. Where
+stage. The windows end with the last stage; where `windows` are asked for, there are others of `LENGTHS` stages. Where
 one stage of a window can use i, U[i, k, l] is R[i, k].
 
 Constraint 7 says what 4 says of integers: a tensor that is live at a slot at which it does not fit cannot be there by
@@ -76,7 +76,7 @@ from .problem import Problem
 from .stages import Stages
 from .twice import Twice
 
-LENGTHS = (2, 4, 8)
+LENGTHS = (2, 3, 4, 6, 8, 12, 16)
 NEAR_END = 10
 ABOUT = 0.99
 
@@ -265,7 +265,7 @@ def first_ends(problem: Problem, count: int, budget_bytes: int) -> tuple[int, ..
     the part of it that exceeds the budget without recompute is cut as finely as the backward.
     """
     last = len(problem.ops) - 1
-    fixed = StagedModel(problem, 0, (last,)).peaks.fixed_bytes.tolist()
+    fixed = Peaks(Stages(problem, 0, (last,))).fixed_bytes.tolist()
     cut = _forward_cut(problem, fixed)
     own = _own_bytes(problem)
     over = np.flatnonzero(own > budget_bytes)

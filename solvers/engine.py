@@ -204,8 +204,12 @@ class _HighsRun:
         return Answer(self._as_bound(self._safe_bound(prices, np.array(self.highs.getLp().col_cost_))), None)
 
     def add_all(self) -> None:
-        """Add every row of constraint 4 that some solution breaks."""
-        self._add_rows(self.model.peak_rows(np.arange(len(self.model.problem.ops) + len(self.model.R))))
+        """Add the rows of constraint 4 that some solution breaks; those of its slots imply those of runs that need no
+        more than a slot of their stage.
+        """
+        peaks = self.model.peaks
+        runs = np.flatnonzero(np.array(peaks.alone, dtype=np.int64) > peaks.run_bytes)
+        self._add_rows(self.model.peak_rows(np.concatenate((np.arange(peaks.slots), peaks.slots + runs))))
 
     def bounded(self) -> Answer:
         """The bound that the prices of one run give, at whatever point it ended."""

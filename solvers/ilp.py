@@ -55,7 +55,7 @@ FIRST_SHARE = 0.75
 LOWEST_SHARE = 0.95
 LEAST_SECONDS = 0.5
 CLIMB = (3, 6, 12, 24, 48)
-CLIMB_SHARE = 0.5
+CLIMB_SHARE = 0.4
 CLIMB_GROWTH = 3.0
 CHEAP = 6000
 SQUEEZE_SHARE = 0.2
@@ -170,6 +170,8 @@ def refine(state: Hunt, effort: Effort) -> None:
         if not more:
             break
         ends = tuple(sorted({*ends, *more}))
+    if state.live is None and state.known_bytes < 0:
+        look_lower(state, effort)
     polish_on(state)
     if not state.finished and state.seconds_left <= LEAST_SECONDS:
         state.notes[CLOCK] = None

@@ -28,11 +28,12 @@ from .descent import Taste, cheapest_descent, descend, drop_unneeded
 from .engine import Answer, bound_staged, relax_staged, solve_staged
 from .errors import BudgetError
 from .exact import exact_schedule
-from .known import recalled
+from .known import recalled, remember
 from .live import LARGE, Live, recomputes_of
 from .local import improve, squeeze
 from .minimum import EXACT_SHARE, KNOWN_SHARE, MINIMUM_SHARE, budget_error, smallest_of, smallest_peak
 from .problem import Problem
+from .simulate import peak_and_cost
 from .solution import EVERY, Solution, cheapest_fit, solution
 from .staged import StagedModel, first_ends, forward_binds
 
@@ -141,6 +142,15 @@ def hunt(problem: Problem, budget_bytes: int, effort: Effort, bound: int) -> Hun
 
 def look_lower(state: Hunt, effort: Effort) -> None:
     """The state of smallest peak, rid of what the budget does not need, where that fits."""
+    exact = exact_schedule(state.problem, deadline=_after(state, EXACT_SHARE)).schedule
+    if exact is not None:
+        remember(state.problem, exact)  # its state may peak higher
+        state.known_bytes = peak_and_cost(state.problem, exact)[0]
+        state.impossible |= state.known_bytes > state.budget_bytes
+        state.offer(Live(state.problem, recomputes_of(state.problem, exact)))
+        if state.live is not None:
+            drop_unneeded(state.live, state.budget_bytes, state.deadline)
+        return
     lowest = smallest_peak(state.problem, state.budget_bytes, effort.until(LOWEST_SHARE))
     state.known_bytes = lowest.known_bytes
     if lowest.live.peak_bytes <= state.budget_bytes:
@@ -167,7 +177,8 @@ def refine(state: Hunt, effort: Effort) -> None:
             look_lower(state, effort)
         if state.live is not None and not climbed:
             climbed, more = True, (*more, *climb(state))
-        if not more:
+        late = number == 1 and state.known_bytes >= 0 and not state.impossible  # a plan since the first program
+        if not more and not late:
             break
         ends = tuple(sorted({*ends, *more}))
     if state.live is None and state.known_bytes < 0:

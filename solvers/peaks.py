@@ -111,11 +111,11 @@ class Peaks:
 
     @cached_property
     def run_bytes(self) -> np.ndarray:
-        """For each run, bytes of tensors that are not decided and live wherever in its stage it is. What its stage needs
-        at one slot whatever is recomputed may be more, and as much room is lacking for what is held through the stage.
+        """For each run, what tensors held through its stage have to leave free, whether or not it runs: what one slot
+        of the stage needs by itself, or `alone` where that is less. If it runs, it is `alone`.
         """
-        ends = (-1, *self.model.ends)
-        written = [op.workspace + sum(int(self.sizes[t]) for t in op.outputs) - self._taken(op) for op in self.problem.ops]
+        ends, ops = (-1, *self.model.ends), self.problem.ops
+        written = [op.workspace + sum(int(self.sizes[t]) for t in op.outputs) - self._taken(op) for op in ops]
         needs = np.where(self.optional, 0, self.held_bytes + np.array(written, dtype=np.int64))
         most = [int(needs[a + 1 : b + 1].max(initial=0)) for a, b in pairwise(ends)]
         found = [min(self.alone[j], most[k]) for j, (_, k) in enumerate(self.runs)]

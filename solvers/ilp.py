@@ -28,11 +28,12 @@ from .descent import Taste, cheapest_descent, descend, drop_unneeded
 from .engine import Answer, bound_staged, relax_staged, solve_staged
 from .errors import BudgetError
 from .exact import exact_schedule
-from .known import recalled, remember
+from .known import recalled
 from .live import LARGE, Live, recomputes_of
 from .local import improve, squeeze
 from .minimum import EXACT_SHARE, KNOWN_SHARE, MINIMUM_SHARE, budget_error, smallest_of, smallest_peak
 from .problem import Problem
+from .schedule import Schedule
 from .simulate import peak_and_cost
 from .solution import EVERY, Solution, cheapest_fit, solution
 from .staged import StagedModel, first_ends, forward_binds
@@ -69,6 +70,7 @@ class Hunt:
     Attributes:
         known_bytes: the smallest budget known to work, where no plan has been found for this one.
         impossible: it is proved that there is none.
+        lowest: the schedule of smallest peak, where the exact search has told it.
         rounds: of local search so far; each has random numbers of its own.
     """
 
@@ -81,6 +83,7 @@ class Hunt:
     bound: int = 0
     known_bytes: int = -1
     impossible: bool = False
+    lowest: tuple[Schedule, ...] = ()
     notes: dict[str, None] = field(default_factory=dict)
     rounds: int = 0
 
@@ -144,7 +147,7 @@ def look_lower(state: Hunt, effort: Effort) -> None:
     """The state of smallest peak, rid of what the budget does not need, where that fits."""
     exact = exact_schedule(state.problem, deadline=_after(state, EXACT_SHARE)).schedule
     if exact is not None:
-        remember(state.problem, exact)  # its state may peak higher
+        state.lowest = (exact,)  # its state may peak higher
         state.known_bytes = peak_and_cost(state.problem, exact)[0]
         state.impossible |= state.known_bytes > state.budget_bytes
         state.offer(Live(state.problem, recomputes_of(state.problem, exact)))
@@ -335,7 +338,7 @@ def search_with_proof(problem: Problem, budget_bytes: int, name: str, effort: Ef
     state = hunt(problem, budget_bytes, effort, exact.bound)
     # A state holds the recomputes of a slot in one order only, so a warm start may fit where its state does not.
     found = recalled(problem, budget_bytes) if state.live is None else (state.live.schedule(),)
-    schedules = (*found, *effort.warm_starts)
+    schedules = (*found, *state.lowest, *effort.warm_starts)
     best = cheapest_fit(problem, budget_bytes, name, schedules)
     if best is None:
         floor = max(floor, budget_bytes + 1 if state.impossible else 0)

@@ -170,6 +170,8 @@ def exact_schedule(problem: Problem, budget_bytes: int | None = None, deadline: 
     floor = floor_bytes(problem)
     if len(problem.tensors) > MOST_TENSORS:
         return Found(None, False, floor if budget_bytes is None else 0)
+    if budget_bytes is not None and floor > budget_bytes:
+        return Found(None, True, 0)
     return _Run(_Search(problem), budget_bytes, floor).search(deadline)
 
 

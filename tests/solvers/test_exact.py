@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from solvers import BudgetError, Problem, floor_bytes, minimum_budget, simulate, solve
 from solvers import exact as searched
-from solvers import floor_bytes, minimum_budget, simulate, solve
 from solvers.exact import exact_schedule
 from tests.bench.families import FAMILIES, transformer
 from tests.bench.problems import plain_peak_bytes
@@ -45,3 +45,12 @@ def test_the_minimum_of_a_transformer_block_is_its_floor() -> None:
 def test_too_large_a_problem_is_left_alone() -> None:
     found = exact_schedule(FAMILIES["transformer-12"]())
     assert found.schedule is None and not found.complete
+
+
+@pytest.mark.parametrize("name", ["auto", "ilp", "greedy", "chen"])
+def test_nothing_to_run_still_holds_what_is_resident(name: str) -> None:
+    problem = Problem((), (), 0, static_bytes=5)
+    assert solve(problem, 5, solver=name).peak_bytes == 5
+    with pytest.raises(BudgetError) as refused:
+        solve(problem, 4, solver=name)
+    assert (refused.value.minimum_bytes, refused.value.floor_bytes) == (5, 5)

@@ -119,7 +119,8 @@ class StagedModel(Stages):
         self._keep()
         self._closure()
         self._windows(LENGTHS if windows else ())
-        self._crowd()
+        if windows:
+            self._crowd()
         for key, twice in self.Q.items():
             self._add({twice: 1, self.R[key]: -1}, pulp.LpConstraintLE, 0)
         self.twice = Twice(self, self.peaks)
@@ -211,31 +212,31 @@ class StagedModel(Stages):
     def _windows(self, lengths: tuple[int, ...]) -> None:
         """Constraint 5 for windows of some lengths from every stage, and for those that end with the last."""
         last = len(self.ends) - 1
-        for k in range(1, last + 1):
-            before = k  # constraint 1 is that of the stage by itself
-            for end in sorted({min(k + length - 1, last) for length in (*lengths, last + 1)} - {k}):
-                self._window(k, before, end)
-                before = end
-
-    def _window(self, k: int, before: int, end: int) -> None:
-        """Stages k to `end`; what is read up to stage `before` has a row of a narrower window."""
-        again: dict[int, pulp.LpVariable] = {}
-        for i in self.recomputable:
-            runs = self._within(i, k, end) if k > self.stage[i] else []
-            if len(runs) > 1:
-                again[i] = self.U[i, k, end] = pulp.LpVariable(f"U{i}_{k}_{end}", 0, 1)
-                self._add({again[i]: -1, **dict.fromkeys(runs, 1)}, pulp.LpConstraintGE, 0)
-            elif runs:
-                again[i] = runs[0]
-        for i, variable in again.items():
-            for t in dict.fromkeys(self.problem.ops[i].inputs) if (i, k, end) in self.U else ():
-                if self.decided[t]:
-                    self._add({self.A[t, k]: 1, again[self.problem.producer[t]]: 1, variable: -1},
-                              pulp.LpConstraintGE, 0)  # fmt: skip
+        wide = {k: sorted({min(k + n - 1, last) for n in (*lengths, last + 1)} - {k}) for k in range(1, last + 1)}
+        for i, k in self.R:
+            for end in wide[k] if k > self.stage[i] else ():
+                runs = self._within(i, k, end)
+                if len(runs) > 1:
+                    again = self.U[i, k, end] = pulp.LpVariable(f"U{i}_{k}_{end}", 0, 1)
+                    self._add({again: -1, **dict.fromkeys(runs, 1)}, pulp.LpConstraintGE, 0)
+        for (i, k, end), again in self.U.items():
+            for t in dict.fromkeys(self.problem.ops[i].inputs):
+                self._is_there(t, k, end, {again: -1}, 0)
         for t in self.decided_tensors:
-            p = self.problem.producer[t]
-            if self.home[t] < k and any(before < self.stage[r] <= end for r in self.problem.readers[t]):
-                self._add({self.A[t, k]: 1, again[p]: 1}, pulp.LpConstraintGE, 1)
+            read = sorted({self.stage[r] for r in self._later_readers(t)})
+            for k in range(self.home[t] + 1, max(read, default=0)):
+                before = k  # constraint 1 is that of one stage; of two windows the narrower says more
+                for end in wide[k]:
+                    if any(before < stage <= end for stage in read):
+                        self._is_there(t, k, end, {}, 1)
+                    before = end
+
+    def _is_there(self, t: int, k: int, end: int, terms: dict[pulp.LpVariable, int], right: int) -> None:
+        """A[t, k] + U[prod(t), k, end] + terms >= right, for a tensor that may not be there."""
+        p = self.problem.producer[t]
+        if self.decided[t]:
+            again = self.U[p, k, end] if (p, k, end) in self.U else self._within(p, k, end)[0]
+            self._add({self.A[t, k]: 1, again: 1, **terms}, pulp.LpConstraintGE, right)
 
     def _crowd(self) -> None:
         """Constraint 7."""

@@ -213,5 +213,5 @@ def test_windows_and_what_does_not_fit_bound_the_relaxation() -> None:
         model = StagedModel(problem, budget_bytes, ends, windows=windows)
         bounds.append((relax_staged(model, 20.0).bound or 0) * model.cost_unit)
     whole = (bound_staged(StagedModel(problem, budget_bytes, ends, windows=True), 20.0).bound or 0) * model.cost_unit
-    assert 0.3 * problem.step_cost < bounds[0] < bounds[1] <= plan
+    assert 1.3 * bounds[0] < bounds[1] <= plan
     assert abs(whole - bounds[1]) < 1e-3 * bounds[1]  # the rows that were left out say nothing more

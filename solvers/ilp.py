@@ -4,9 +4,11 @@ Heuristics find a plan; the staged program (`solvers.staged`) bounds it. The fir
 where most bytes are needed whatever is kept. Its solution, turned into a schedule, may exceed the budget between
 two end slots: the slots where it does become end slots of the next program. Every solution is repaired by greedy
 evictions, polished by local search and offered as the answer; every program's dual bound counts, the largest wins.
-What is left of the time then goes to local search, until many rounds of it have found nothing.
+Where the first program leaves more than the gap, relaxations with windows of more and more stages are solved for
+their bounds alone (`climb`), and later programs have windows, too. What is left of the time then goes to local search,
+until many rounds of it have found nothing.
 
-Tiny problems are searched exactly instead (`solvers.exact`).
+Small problems are searched exactly first (`solvers.exact`), which is the answer, or a bound where it gives up.
 
 The clock: greedy and the search for the smallest peak end at shares of the time limit; a program gets so many seconds
 whatever the limit is, so that a longer solve does what a shorter one did, and then more.
@@ -55,6 +57,7 @@ GREEDY_SHARE = 0.2
 LARGE_GREEDY_SHARE = 0.5
 FIRST_SHARE = 0.75
 LOWEST_SHARE = 0.95
+LOWEST_EXACT_SHARE = 0.4  # more than `minimum_budget` takes, so that it is found again
 LEAST_SECONDS = 0.5
 CLIMB = (3, 6, 12, 24, 48)
 CLIMB_SHARE = 0.4
@@ -139,21 +142,29 @@ def hunt(problem: Problem, budget_bytes: int, effort: Effort, bound: int) -> Hun
     if time.monotonic() > greedy_until:
         state.notes[CLOCK] = None
     state.tell("greedy")
-    refine(state, effort)
+    if state.live is None:
+        look_exactly(state, effort)
+    if not state.impossible:
+        refine(state, effort)
     return state
+
+
+def look_exactly(state: Hunt, effort: Effort) -> None:
+    """The schedule of smallest peak, where the exact search can tell."""
+    until = time.monotonic() + LOWEST_EXACT_SHARE * effort.time_limit
+    exact = exact_schedule(state.problem, deadline=min(until, state.deadline)).schedule
+    if exact is None:
+        return
+    state.lowest = (exact,)  # its state may peak higher
+    state.known_bytes = peak_and_cost(state.problem, exact)[0]
+    state.impossible = state.known_bytes > state.budget_bytes
+    state.offer(Live(state.problem, recomputes_of(state.problem, exact)))
+    if state.live is not None:
+        drop_unneeded(state.live, state.budget_bytes, state.deadline)
 
 
 def look_lower(state: Hunt, effort: Effort) -> None:
     """The state of smallest peak, rid of what the budget does not need, where that fits."""
-    exact = exact_schedule(state.problem, deadline=_after(state, EXACT_SHARE)).schedule
-    if exact is not None:
-        state.lowest = (exact,)  # its state may peak higher
-        state.known_bytes = peak_and_cost(state.problem, exact)[0]
-        state.impossible |= state.known_bytes > state.budget_bytes
-        state.offer(Live(state.problem, recomputes_of(state.problem, exact)))
-        if state.live is not None:
-            drop_unneeded(state.live, state.budget_bytes, state.deadline)
-        return
     lowest = smallest_peak(state.problem, state.budget_bytes, effort.until(LOWEST_SHARE))
     state.known_bytes = lowest.known_bytes
     if lowest.live.peak_bytes <= state.budget_bytes:

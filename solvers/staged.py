@@ -33,16 +33,18 @@ Constraints
                   - t was written in an earlier stage, i neither reads nor writes it:
                       t is read at the end slot of k:           bytes[t] * (1 - R[prod(t), k])
                       else:                                     bytes[t] * H[t, k]
-                  - what is held at every slot of the stage at which i can run again
+                  - what is held at every slot of the stage at which i can run again; whether or not i runs, the
+                    tensors held through the stage have to fit beside what any one slot of it needs, so where that is
+                    more it is counted, and as much less with R[i, k]
     5. window   A[t, k] + U[prod(t), k, l] >= 1           a required op of stages k to l reads t (`_windows`)
                 A[t, k] + U[prod(t), k, l] >= U[i, k, l]  i reads t
                 U[i, k, l] <= sum of R[i, m] over k <= m <= l
     6. twice    Q[i, k] <= R[i, k]; what is held while i runs in stage k, or runs twice         (`solvers.twice`)
-
-    7. crowd    H[t, k] = 0, R[prod(t), k] = 1, A[t, k+1] = 0 or A[t, k+1] <= R[prod(t), k]     (`_crowd`)
-                  where t and what every schedule holds at one slot exceed the budget, and constraint 4 counts t
-                  there by H[t, k], 1 - R[prod(t), k], A[t, k+1] or A[t, k+1] - R[prod(t), k]; R[i, k] = 0
-                  where a run of i exceeds it
+    7. crowd    where `windows` are asked for                                                   (`_crowd`)
+                  H[t, k] = 0, R[prod(t), k] = 1, A[t, k+1] = 0 or A[t, k+1] <= R[prod(t), k]: constraint 4 counts t
+                  by H[t, k], 1 - R[prod(t), k], A[t, k+1] or A[t, k+1] - R[prod(t), k] at a slot where t and what
+                  every schedule holds exceed the budget
+                  R[i, k] = 0: what is held while i runs exceeds it
 
 Constraint 5 says nothing new of integers, but much of fractions: without it an op could be recomputed by halves in
 two stages, each half from the same half of its inputs, and more stages would weaken the relaxation. What is resident
@@ -50,8 +52,7 @@ when stage k begins is all that stages k to l have to begin with, so it holds of
 stage. The windows end with the last stage; where `windows` are asked for, there are others of `LENGTHS` stages. Where
 one stage of a window can use i, U[i, k, l] is R[i, k].
 
-Constraint 7 says what 4 says of integers: a tensor that is live at a slot at which it does not fit cannot be there by
-halves.
+Constraint 7 says of fractions what 4 says of integers: what does not fit at a slot is not there by halves.
 
 Each row holds for the indicators of *any* schedule that runs the required ops in this order, however often and
 wherever it recomputes: 1-3 say that what is read was resident or written again, 4 counts a tensor only when it

@@ -60,8 +60,8 @@ LOWEST_SHARE = 0.95
 LOWEST_EXACT_SHARE = 0.4  # more than `minimum_budget` takes, so that it is found again
 LEAST_SECONDS = 0.5
 CLIMB = (3, 6, 12, 24, 48)
-CLIMB_SHARE = 0.4
-CLIMB_GROWTH = 3.0
+CLIMB_SHARE = 0.6
+CLIMB_GROWTH = 2.5
 CHEAP = 6000
 SQUEEZE_SHARE = 0.2
 

@@ -36,7 +36,7 @@ from tests.solvers.oracles import replay
 # The solver's process --------------------------------------------------------------------------------------------
 
 
-def chain(length: int = 12) -> Problem:
+def chain(length: int = 33) -> Problem:
     """A chain whose layers differ in size and cost, too long for the exact search."""
     ops, tensors = [], []
     for i in range(length):

@@ -110,6 +110,8 @@ def descend(
 def relieve(descent: Descent, budget_bytes: int, taste: Taste, cost_limit: float = float("inf")) -> bool:
     """Bring the worst moment down with as many evictions as it takes; False when none helps within the limit."""
     live = descent.live
+    if not len(live.total):
+        return False
     slot = int(live.total.argmax())
     key = live.worst_key(slot)
     queue = _ranked(live, key, taste, cost_limit)

@@ -93,6 +93,17 @@ def relax_staged(model: StagedModel, time_limit: float) -> Answer:
     return _HighsRun(model, time.monotonic() + time_limit).relax()
 
 
+def bound_staged(model: StagedModel, time_limit: float) -> Answer:
+    """Bound the program from below by its relaxation with all rows at once, by an interior point: sooner for many
+    stages, and nothing if it does not end in time.
+    """
+    run = _HighsRun(model, time.monotonic() + time_limit)
+    run.highs.setOptionValue("solver", "ipm")
+    run.highs.setOptionValue("run_crossover", "off")
+    run.add_all()
+    return run.bounded()
+
+
 class _HighsRun:
     """One program: the relaxation first, with rows added, then the integers."""
 
@@ -190,6 +201,22 @@ class _HighsRun:
         if status != highspy.HighsModelStatus.kOptimal:
             return Answer(None, None, timed_out=True)
         prices = np.array(self.highs.getSolution().row_dual)
+        return Answer(self._as_bound(self._safe_bound(prices, np.array(self.highs.getLp().col_cost_))), None)
+
+    def add_all(self) -> None:
+        """Add the rows of constraint 4 that some solution breaks; those of its slots imply those of runs that need no
+        more than a slot of their stage.
+        """
+        peaks = self.model.peaks
+        runs = np.flatnonzero(np.array(peaks.alone, dtype=np.int64) > peaks.run_bytes)
+        self._add_rows(self.model.peak_rows(np.concatenate((np.arange(peaks.slots), peaks.slots + runs))))
+
+    def bounded(self) -> Answer:
+        """The bound that the prices of one run give, at whatever point it ended."""
+        self._run()
+        prices = np.array(self.highs.getSolution().row_dual)
+        if len(prices) != self.highs.getNumRow():
+            return Answer(None, None, timed_out=True)
         return Answer(self._as_bound(self._safe_bound(prices, np.array(self.highs.getLp().col_cost_))), None)
 
     def _is_impossible(self) -> bool:

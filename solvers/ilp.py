@@ -4,9 +4,11 @@ Heuristics find a plan; the staged program (`solvers.staged`) bounds it. The fir
 where most bytes are needed whatever is kept. Its solution, turned into a schedule, may exceed the budget between
 two end slots: the slots where it does become end slots of the next program. Every solution is repaired by greedy
 evictions, polished by local search and offered as the answer; every program's dual bound counts, the largest wins.
-What is left of the time then goes to local search, until many rounds of it have found nothing.
+Where the first program leaves more than the gap, relaxations with windows of more and more stages are solved for
+their bounds alone (`climb`), and later programs have windows, too. What is left of the time then goes to local search,
+until many rounds of it have found nothing.
 
-Tiny problems are searched exactly instead (`solvers.exact`).
+Small problems are searched exactly first (`solvers.exact`), which is the answer, or a bound where it gives up.
 
 The clock: greedy and the search for the smallest peak end at shares of the time limit; a program gets so many seconds
 whatever the limit is, so that a longer solve does what a shorter one did, and then more.
@@ -25,14 +27,15 @@ import numpy as np
 from .base import CLOCK, Effort, Report, Solver
 from .bounds import floor_bytes
 from .descent import Taste, cheapest_descent, descend, drop_unneeded
-from .engine import Answer, relax_staged, solve_staged
+from .engine import Answer, bound_staged, relax_staged, solve_staged
 from .errors import BudgetError
 from .exact import exact_schedule
 from .known import recalled
 from .live import LARGE, Live, recomputes_of
 from .local import improve, squeeze
-from .minimum import EXACT_SHARE, MINIMUM_SHARE, budget_error, smallest_peak
+from .minimum import EXACT_SHARE, KNOWN_SHARE, MINIMUM_SHARE, budget_error, smallest_of, smallest_peak
 from .problem import Problem
+from .schedule import Schedule
 from .simulate import peak_and_cost
 from .solution import EVERY, Solution, cheapest_fit, solution
 from .staged import StagedModel, first_ends, forward_binds
@@ -54,7 +57,12 @@ GREEDY_SHARE = 0.2
 LARGE_GREEDY_SHARE = 0.5
 FIRST_SHARE = 0.75
 LOWEST_SHARE = 0.95
+LOWEST_EXACT_SHARE = 0.4  # more than `minimum_budget` takes, so that it is found again
 LEAST_SECONDS = 0.5
+CLIMB = (3, 6, 12, 24, 48)
+CLIMB_SHARE = 0.6
+CLIMB_GROWTH = 2.5
+CHEAP = 6000
 SQUEEZE_SHARE = 0.2
 
 
@@ -65,6 +73,7 @@ class Hunt:
     Attributes:
         known_bytes: the smallest budget known to work, where no plan has been found for this one.
         impossible: it is proved that there is none.
+        lowest: the schedule of smallest peak, where the exact search has told it.
         rounds: of local search so far; each has random numbers of its own.
     """
 
@@ -77,6 +86,7 @@ class Hunt:
     bound: int = 0
     known_bytes: int = -1
     impossible: bool = False
+    lowest: tuple[Schedule, ...] = ()
     notes: dict[str, None] = field(default_factory=dict)
     rounds: int = 0
 
@@ -119,10 +129,10 @@ class Hunt:
         self.tell("local search")
 
 
-def hunt(problem: Problem, budget_bytes: int, effort: Effort) -> Hunt:
-    """Alternate between finding and proving until the gap or the time is used up."""
+def hunt(problem: Problem, budget_bytes: int, effort: Effort, bound: int) -> Hunt:
+    """Alternate between finding and proving, from a bound known, until the gap or the time is used up."""
     gap_cost = int(effort.gap * problem.step_cost)
-    state = Hunt(problem, budget_bytes, effort.until(), gap_cost, effort.report)
+    state = Hunt(problem, budget_bytes, effort.until(), gap_cost, effort.report, bound=bound)
     for schedule in effort.warm_starts:
         state.offer(Live(problem, recomputes_of(problem, schedule)))
     greedy_until = effort.until(LARGE_GREEDY_SHARE if len(problem.ops) > LARGE else GREEDY_SHARE)
@@ -132,8 +142,25 @@ def hunt(problem: Problem, budget_bytes: int, effort: Effort) -> Hunt:
     if time.monotonic() > greedy_until:
         state.notes[CLOCK] = None
     state.tell("greedy")
-    refine(state, effort)
+    if state.live is None:
+        look_exactly(state, effort)
+    if not state.impossible:
+        refine(state, effort)
     return state
+
+
+def look_exactly(state: Hunt, effort: Effort) -> None:
+    """The schedule of smallest peak, where the exact search can tell."""
+    until = time.monotonic() + LOWEST_EXACT_SHARE * effort.time_limit
+    exact = exact_schedule(state.problem, deadline=min(until, state.deadline)).schedule
+    if exact is None:
+        return
+    state.lowest = (exact,)  # its state may peak higher
+    state.known_bytes = peak_and_cost(state.problem, exact)[0]
+    state.impossible = state.known_bytes > state.budget_bytes
+    state.offer(Live(state.problem, recomputes_of(state.problem, exact)))
+    if state.live is not None:
+        drop_unneeded(state.live, state.budget_bytes, state.deadline)
 
 
 def look_lower(state: Hunt, effort: Effort) -> None:
@@ -156,13 +183,16 @@ def refine(state: Hunt, effort: Effort) -> None:
     Where greedy found no plan, the first programs may: its solution often fits where no descent from scratch does.
     """
     ends = first_ends(state.problem, first_count(state), state.budget_bytes)
-    number = 0
+    number, climbed = 0, False
     while not state.finished and state.seconds_left > LEAST_SECONDS:
         number += 1
         more = refine_once(state, ends, number)
-        if state.live is None and number > 1 and state.known_bytes < 0:
+        if state.live is None and (number > 1 or not more) and state.known_bytes < 0:
             look_lower(state, effort)
-        if not more:
+        if state.live is not None and not climbed:
+            climbed, more = True, (*more, *climb(state))
+        late = number == 1 and state.known_bytes >= 0 and not state.impossible  # a plan since the first program
+        if not more and not late:
             break
         ends = tuple(sorted({*ends, *more}))
     if state.live is None and state.known_bytes < 0:
@@ -184,7 +214,8 @@ def refine_once(state: Hunt, ends: tuple[int, ...], number: int) -> tuple[int, .
     known = state.bound
     cost_limit = math.inf if state.live is None else state.cost
     try:
-        model = StagedModel(state.problem, state.budget_bytes, ends, _after(state, BUILD_SHARE), cost_limit)
+        until = _after(state, BUILD_SHARE)
+        model = StagedModel(state.problem, state.budget_bytes, ends, until, cost_limit, windows=number > 1)
     except TimeoutError:
         state.notes[CLOCK] = None
         return ()
@@ -223,6 +254,29 @@ def bound_by_relaxation(state: Hunt, ends: tuple[int, ...], share: float) -> Non
     with suppress(TimeoutError):
         model = StagedModel(state.problem, state.budget_bytes, ends, until, cost_limit)
         state.take_bound(model, relax_staged(model, until - time.monotonic()))
+
+
+def climb(state: Hunt) -> tuple[int, ...]:
+    """Bounds of relaxations with windows, of more and more stages, until two in a row gain nothing.
+
+    Returns:
+        The end slots of the last that was cheap enough to be solved for integers, if there are any.
+    """
+    until, seconds, fruitless, cheap = _after(state, CLIMB_SHARE), 0.0, 0, tuple[int, ...]()
+    ends = set(first_ends(state.problem, CLIMB[0], state.budget_bytes))
+    for count in CLIMB[1:] if len(state.problem.ops) <= LARGE else ():
+        begin, known = time.monotonic(), state.bound
+        if state.finished or fruitless == 2 or begin + CLIMB_GROWTH * seconds > until:
+            break
+        ends.update(first_ends(state.problem, count, state.budget_bytes))
+        chosen = tuple(sorted(ends))
+        with suppress(TimeoutError):
+            model = StagedModel(state.problem, state.budget_bytes, chosen, until, state.cost, windows=True)
+            state.take_bound(model, bound_staged(model, until - time.monotonic()))
+            cheap = chosen if len(model.column) < CHEAP else cheap
+        state.tell(f"{len(ends)} stages, relaxed")
+        seconds, fruitless = time.monotonic() - begin, fruitless + 1 if state.bound == known else 0
+    return cheap
 
 
 def bound_with(state: Hunt, model: StagedModel, number: int) -> Answer:
@@ -283,20 +337,19 @@ class Ilp(Solver):
 
 def search_with_proof(problem: Problem, budget_bytes: int, name: str, effort: Effort) -> Solution:
     """What `ilp` and `auto` share: exact if tiny, else the hunt."""
-    schedule, complete = exact_schedule(problem, budget_bytes, effort.until(EXACT_SHARE))
-    if schedule is not None:
-        cost = peak_and_cost(problem, schedule)[1]
-        return solution(problem, schedule, name, bound=cost, family=ALL_SCHEDULES)
-    if complete:
+    exact = exact_schedule(problem, budget_bytes, effort.until(EXACT_SHARE))
+    if exact.schedule is not None:
+        return solution(problem, exact.schedule, name, bound=exact.bound, family=ALL_SCHEDULES)
+    if exact.complete:
         raise _exact_error(problem, budget_bytes, effort)
     floor = floor_bytes(problem)
     if floor > budget_bytes:
         lowest = smallest_peak(problem, floor, effort.until(MINIMUM_SHARE))
         raise budget_error(budget_bytes, lowest.live.peak_bytes, floor)
-    state = hunt(problem, budget_bytes, effort)
+    state = hunt(problem, budget_bytes, effort, exact.bound)
     # A state holds the recomputes of a slot in one order only, so a warm start may fit where its state does not.
     found = recalled(problem, budget_bytes) if state.live is None else (state.live.schedule(),)
-    schedules = (*found, *effort.warm_starts)
+    schedules = (*found, *state.lowest, *effort.warm_starts)
     best = cheapest_fit(problem, budget_bytes, name, schedules)
     if best is None:
         floor = max(floor, budget_bytes + 1 if state.impossible else 0)
@@ -309,8 +362,5 @@ def search_with_proof(problem: Problem, budget_bytes: int, name: str, effort: Ef
 
 def _exact_error(problem: Problem, budget_bytes: int, effort: Effort) -> BudgetError:
     """The exact search found that nothing fits; the smallest peak is searched for in the time that is left."""
-    smallest, _ = exact_schedule(problem, deadline=effort.until())
-    if smallest is None:
-        return budget_error(budget_bytes, Live(problem).peak_bytes, max(floor_bytes(problem), budget_bytes + 1))
-    minimum = peak_and_cost(problem, smallest)[0]
-    return budget_error(budget_bytes, minimum, minimum)
+    smallest = smallest_of(problem, effort.until(KNOWN_SHARE), effort.until(LOWEST_SHARE))
+    return budget_error(budget_bytes, smallest.minimum_bytes, max(smallest.floor_bytes, budget_bytes + 1))

@@ -21,7 +21,6 @@ from .known import remember
 from .live import LARGE, Live
 from .problem import Problem
 from .schedule import Schedule
-from .simulate import peak_and_cost
 
 TRIES = 12
 MINIMUM_SHARE = 0.3
@@ -60,13 +59,16 @@ class Lowest:
 def minimum_budget(problem: Problem, *, time_limit: float = 30.0) -> Minimum:
     """The smallest budget that `solve` is known to meet, and a proved floor under all schedules."""
     begin = time.monotonic()
-    exact, _ = exact_schedule(problem, deadline=begin + EXACT_SHARE * time_limit)
-    if exact is not None:
-        smallest = peak_and_cost(problem, exact)[0]
-        return Minimum(smallest, smallest, exact)
-    floor = floor_bytes(problem)
-    live = smallest_peak(problem, floor, time.monotonic() + MINIMUM_SHARE * time_limit).live
-    return Minimum(live.peak_bytes, floor, live.schedule())
+    return smallest_of(problem, begin + EXACT_SHARE * time_limit, begin + (EXACT_SHARE + MINIMUM_SHARE) * time_limit)
+
+
+def smallest_of(problem: Problem, exact_until: float, until: float) -> Minimum:
+    """`minimum_budget`, by the exact search until one moment and by descents until another."""
+    exact = exact_schedule(problem, deadline=exact_until)
+    if exact.schedule is not None:
+        return Minimum(exact.bound, exact.bound, exact.schedule)
+    live = smallest_peak(problem, exact.bound, until).live
+    return Minimum(live.peak_bytes, exact.bound, live.schedule())
 
 
 def smallest_peak(problem: Problem, enough_bytes: int, deadline: float = math.inf) -> Lowest:

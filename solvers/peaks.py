@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
+from .problem import Op
 from .stages import COEFFICIENT_LIMIT, Stages
 
 
@@ -97,8 +99,10 @@ class Peaks:
         """Bytes of what op i writes and of the decided tensors it reads, and its workspace."""
         op = self.problem.ops[i]
         read = sum(int(self.sizes[t]) for t in dict.fromkeys(op.inputs) if self.model.decided[t])
-        taken = int(self.sizes[op.reuse[0]]) if op.reuse else 0
-        return read + op.workspace + sum(int(self.sizes[t]) for t in op.outputs) - taken
+        return read + op.workspace + sum(int(self.sizes[t]) for t in op.outputs) - self._taken(op)
+
+    def _taken(self, op: Op) -> int:
+        return int(self.sizes[op.reuse[0]]) if op.reuse else 0
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
@@ -107,12 +111,41 @@ class Peaks:
 
     @cached_property
     def run_bytes(self) -> np.ndarray:
-        """For each run, bytes of tensors that are not decided and live wherever in its stage it is."""
+        """For each run, what tensors held through its stage have to leave free, whether or not it runs: what one slot
+        of the stage needs by itself, or `alone` where that is less. If it runs, it is `alone`.
+        """
+        ends, ops = (-1, *self.model.ends), self.problem.ops
+        written = [op.workspace + sum(int(self.sizes[t]) for t in op.outputs) - self._taken(op) for op in ops]
+        needs = np.where(self.optional, 0, self.held_bytes + np.array(written, dtype=np.int64))
+        most = [int(needs[a + 1 : b + 1].max(initial=0)) for a, b in pairwise(ends)]
+        found = [min(self.alone[j], most[k]) for j, (_, k) in enumerate(self.runs)]
+        return np.array(found, dtype=np.int64)
+
+    @cached_property
+    def alone(self) -> list[int]:
+        """For each run, what every schedule that runs it in that stage holds while it does."""
         ends, found = (-1, *self.model.ends), []
         for i, k in self.runs:
-            found.append(self.held_bytes[max(i, ends[k]) + 1 : ends[k + 1] + 1].min(initial=np.iinfo(np.int64).max))
-        none = np.iinfo(np.int64).max
-        return np.array([self.problem.static_bytes if b == none else b for b in found], dtype=np.int64)
+            held = self.held_bytes[max(i, ends[k]) + 1 : ends[k + 1] + 1]
+            found.append(self._own_bytes(i) + (int(held.min()) if len(held) else self.problem.static_bytes))
+        return found
+
+    def crowded(self) -> Iterator[tuple[int, int]]:
+        """(column, column that is taken off) by which a tensor is counted at some slot at which it does not fit; -1 for
+        a constant, and for nothing that is taken off.
+        """
+        fixed = np.where(self.optional, 0, self.fixed_bytes)
+        for t in self.model.decided_tensors:
+            room = self.model.budget_bytes - int(self.sizes[t])
+            for k in range(self.model.home[t], self.model.last_stage(t) + 1) if self.sizes[t] else ():
+                held = list(self._holds_in(t, k))
+                for (first, stop, column, size), (_, less_stop, less, off) in pairwise((*held, (0, 0, -1, 1))):
+                    if size < 0:
+                        continue
+                    if column >= 0 and (off > 0 or fixed[less_stop:stop].max(initial=0) > room):
+                        less = -1
+                    if fixed[first:stop].max(initial=0) > room:
+                        yield column, less
 
     def left_sides(self, values: np.ndarray) -> np.ndarray:
         """The left-hand sides of all rows at once, constants included; `values` go by `column`."""
@@ -188,7 +221,7 @@ class Peaks:
         found = []
         for j, (i, k) in enumerate(self.runs):
             op = self.problem.ops[i]
-            found.append((j, self.model.column[self.model.R[i, k].name], self._own_bytes(i)))
+            found.append((j, self.model.column[self.model.R[i, k].name], self.alone[j] - int(self.run_bytes[j])))
             for t in dict.fromkeys((*op.inputs, *op.outputs)):
                 found += [(j, column, -size) for column, size in self._held_through.get((t, k), ())]
         return Terms.of(found)

@@ -10,7 +10,7 @@ Variables
     R[i, k]  op i is recomputed at least once in stage k                                 (binary)
     A[t, k]  tensor t is resident when stage k begins                                    (binary)
     H[t, k]  t is held through the whole of stage k                                      (in [0, 1])
-    U[i, k]  op i is recomputed at least once from stage k on                            (in [0, 1])
+    U[i, k, l]  op i is recomputed at least once in stages k to l, one of a few windows  (in [0, 1])
     Q[i, k]  op i is recomputed at least twice in stage k; in small programs alone       (binary)
   for forward ops that may be recomputed and for their outputs, where a later read can still profit from it.
 
@@ -33,15 +33,26 @@ Constraints
                   - t was written in an earlier stage, i neither reads nor writes it:
                       t is read at the end slot of k:           bytes[t] * (1 - R[prod(t), k])
                       else:                                     bytes[t] * H[t, k]
-                  - what is held at every slot of the stage at which i can run again
-    5. suffix   A[t, k] + U[prod(t), k] >= 1           a required op from stage k on reads t   (`_suffix`)
-                A[t, k] + U[prod(t), k] >= U[i, k]     i reads t
-                U[i, k] <= sum of R[i, l] over l >= k
+                  - what is held at every slot of the stage at which i can run again; whether or not i runs, the
+                    tensors held through the stage have to fit beside what any one slot of it needs, so where that is
+                    more it is counted, and as much less with R[i, k]
+    5. window   A[t, k] + U[prod(t), k, l] >= 1           a required op of stages k to l reads t (`_windows`)
+                A[t, k] + U[prod(t), k, l] >= U[i, k, l]  i reads t
+                U[i, k, l] <= sum of R[i, m] over k <= m <= l
     6. twice    Q[i, k] <= R[i, k]; what is held while i runs in stage k, or runs twice         (`solvers.twice`)
+    7. crowd    where `windows` are asked for                                                   (`_crowd`)
+                  H[t, k] = 0, R[prod(t), k] = 1, A[t, k+1] = 0 or A[t, k+1] <= R[prod(t), k]: constraint 4 counts t
+                  by H[t, k], 1 - R[prod(t), k], A[t, k+1] or A[t, k+1] - R[prod(t), k] at a slot where t and what
+                  every schedule holds exceed the budget
+                  R[i, k] = 0: what is held while i runs exceeds it
 
 Constraint 5 says nothing new of integers, but much of fractions: without it an op could be recomputed by halves in
-two stages, each half from the same half of its inputs, and more stages would weaken the relaxation. In the last
-stage that can use i, U[i, k] is R[i, k].
+two stages, each half from the same half of its inputs, and more stages would weaken the relaxation. What is resident
+when stage k begins is all that stages k to l have to begin with, so it holds of any window what 1 and 2 say of one
+stage. The windows end with the last stage; where `windows` are asked for, there are others of `LENGTHS` stages. Where
+one stage of a window can use i, U[i, k, l] is R[i, k].
+
+Constraint 7 says of fractions what 4 says of integers: what does not fit at a slot is not there by halves.
 
 Each row holds for the indicators of *any* schedule that runs the required ops in this order, however often and
 wherever it recomputes: 1-3 say that what is read was resident or written again, 4 counts a tensor only when it
@@ -66,6 +77,7 @@ from .problem import Problem
 from .stages import Stages
 from .twice import Twice
 
+LENGTHS = (2, 3, 4, 6, 8, 12, 16)
 NEAR_END = 10
 ABOUT = 0.99
 
@@ -98,6 +110,8 @@ class StagedModel(Stages):
         ends: tuple[int, ...],
         deadline: float = math.inf,
         cost_limit: float = math.inf,
+        *,
+        windows: bool = False,
     ) -> None:
         super().__init__(problem, budget_bytes, ends, cost_limit)
         self.deadline = deadline
@@ -105,7 +119,9 @@ class StagedModel(Stages):
         self._need()
         self._keep()
         self._closure()
-        self._suffix()
+        self._windows(LENGTHS if windows else ())
+        if windows:
+            self._crowd()
         for key, twice in self.Q.items():
             self._add({twice: 1, self.R[key]: -1}, pulp.LpConstraintLE, 0)
         self.twice = Twice(self, self.peaks)
@@ -152,9 +168,8 @@ class StagedModel(Stages):
                 if (twice := self.Q.get((i, self.stage[slot]))) is not None:
                     values[twice.name] = values[variable.name]
                 values[variable.name] = 1.0
-        for (i, k), variable in self.U.items():
-            variables = self._from_stage(i, k)
-            values[variable.name] = max(values[v.name] for v in variables)
+        for (i, k, last), variable in self.U.items():
+            values[variable.name] = max(values[v.name] for v in self._within(i, k, last))
         for (t, k), variable in self.A.items():
             # The stage begins after the previous end slot, before anything of the next one.
             values[variable.name] = float(live.is_live(t, live.key(self.ends[k - 1] + 1, 0)))
@@ -163,17 +178,9 @@ class StagedModel(Stages):
             values[variable.name] = max(0.0, following)
         return values
 
-    def _from_stage(self, i: int, k: int) -> list[pulp.LpVariable]:
-        """R[i, l] over l >= k."""
-        found = []
-        while (i, k) in self.R:
-            found.append(self.R[i, k])
-            k += 1
-        return found
-
-    def _again(self, i: int, k: int) -> pulp.LpVariable | None:
-        """U[i, k], or what stands for it; None where recomputing i from stage k on can be of no use."""
-        return self.U.get((i, k), self.R.get((i, k)))
+    def _within(self, i: int, k: int, last: int) -> list[pulp.LpVariable]:
+        """R[i, l] over k <= l <= last."""
+        return [self.R[i, stage] for stage in range(k, last + 1) if (i, stage) in self.R]
 
     def _add(self, terms: dict[pulp.LpVariable, int], sense: int, right: int) -> None:
         if time.monotonic() > self.deadline:
@@ -203,25 +210,48 @@ class StagedModel(Stages):
                     terms = {self.A[t, k]: 1, self.R[self.problem.producer[t], k]: 1, recomputed: -1}
                     self._add(terms, pulp.LpConstraintGE, 0)
 
-    def _suffix(self) -> None:
+    def _windows(self, lengths: tuple[int, ...]) -> None:
+        """Constraint 5 for windows of some lengths from every stage, and for those that end with the last."""
+        last = len(self.ends) - 1
+        wide = {k: sorted({min(k + n - 1, last) for n in (*lengths, last + 1)} - {k}) for k in range(1, last + 1)}
         for i, k in self.R:
-            variables = self._from_stage(i, k)
-            if k > self.stage[i] and len(variables) > 1:
-                self.U[i, k] = pulp.LpVariable(f"U{i}_{k}", 0, 1)
-                self._add({self.U[i, k]: -1, **dict.fromkeys(variables, 1)}, pulp.LpConstraintGE, 0)
-        for i, k in self.U:
+            for end in wide[k] if k > self.stage[i] else ():
+                runs = self._within(i, k, end)
+                if len(runs) > 1:
+                    again = self.U[i, k, end] = pulp.LpVariable(f"U{i}_{k}_{end}", 0, 1)
+                    self._add({again: -1, **dict.fromkeys(runs, 1)}, pulp.LpConstraintGE, 0)
+        for (i, k, end), again in self.U.items():
             for t in dict.fromkeys(self.problem.ops[i].inputs):
-                self._is_there(t, k, {self.U[i, k]: -1}, 0)
+                self._is_there(t, k, end, {again: -1}, 0)
         for t in self.decided_tensors:
-            last = max((self.stage[r] for r in self._later_readers(t)), default=0)
-            for k in range(self.home[t] + 1, last):  # in stage `last` itself it is constraint 1
-                self._is_there(t, k, {}, 1)
+            read = sorted({self.stage[r] for r in self._later_readers(t)})
+            for k in range(self.home[t] + 1, max(read, default=0)):
+                before = k  # constraint 1 is that of one stage; of two windows the narrower says more
+                for end in wide[k]:
+                    if any(before < stage <= end for stage in read):
+                        self._is_there(t, k, end, {}, 1)
+                    before = end
 
-    def _is_there(self, t: int, k: int, terms: dict[pulp.LpVariable, int], right: int) -> None:
-        """A[t, k] + U[prod(t), k] + terms >= right, for a tensor that may not be there."""
-        again = self._again(self.problem.producer[t], k)
-        if self.decided[t] and again is not None:
+    def _is_there(self, t: int, k: int, end: int, terms: dict[pulp.LpVariable, int], right: int) -> None:
+        """A[t, k] + U[prod(t), k, end] + terms >= right, for a tensor that may not be there."""
+        p = self.problem.producer[t]
+        if self.decided[t]:
+            again = self.U[p, k, end] if (p, k, end) in self.U else self._within(p, k, end)[0]
             self._add({self.A[t, k]: 1, again: 1, **terms}, pulp.LpConstraintGE, right)
+
+    def _crowd(self) -> None:
+        """Constraint 7."""
+        for variable, alone in zip(self.R.values(), self.peaks.alone, strict=True):
+            if alone > self.budget_bytes:
+                variable.upBound = 0
+        variables = self.program.variables()
+        for column, less in self.peaks.crowded():
+            if column < 0:
+                self._add({variables[less]: 1}, pulp.LpConstraintGE, 1)
+            elif less < 0:
+                variables[column].upBound = 0
+            else:
+                self._add({variables[column]: 1, variables[less]: -1}, pulp.LpConstraintLE, 0)
 
 
 def _after_longest_gap(slots: list[int]) -> int:
@@ -237,7 +267,7 @@ def first_ends(problem: Problem, count: int, budget_bytes: int) -> tuple[int, ..
     the part of it that exceeds the budget without recompute is cut as finely as the backward.
     """
     last = len(problem.ops) - 1
-    fixed = StagedModel(problem, 0, (last,)).peaks.fixed_bytes.tolist()
+    fixed = Peaks(Stages(problem, 0, (last,))).fixed_bytes.tolist()
     cut = _forward_cut(problem, fixed)
     own = _own_bytes(problem)
     over = np.flatnonzero(own > budget_bytes)

@@ -74,7 +74,7 @@ class Stages:
         self.R: dict[tuple[int, int], pulp.LpVariable] = {}
         self.A: dict[tuple[int, int], pulp.LpVariable] = {}
         self.H: dict[tuple[int, int], pulp.LpVariable] = {}
-        self.U: dict[tuple[int, int], pulp.LpVariable] = {}
+        self.U: dict[tuple[int, int, int], pulp.LpVariable] = {}
         self.Q: dict[tuple[int, int], pulp.LpVariable] = {}
         self.cost_unit = cost_unit(problem, cost_limit)
         self.program = pulp.LpProblem("recompute", pulp.LpMinimize)

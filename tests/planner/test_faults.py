@@ -24,6 +24,7 @@ import solvers
 from planner import BudgetError, CaptureError, Plan, PlanFileError, PlannerError
 from planner.files.planfile import read
 from solvers import mip
+from solvers.exact import Found
 from solvers.problem import Op, Problem, Tensor
 from solvers.schedule import plain_order, with_frees
 from solvers.simulate import simulate
@@ -35,7 +36,7 @@ from tests.solvers.oracles import replay
 # The solver's process --------------------------------------------------------------------------------------------
 
 
-def chain(length: int = 12) -> Problem:
+def chain(length: int = 33) -> Problem:
     """A chain whose layers differ in size and cost, too long for the exact search."""
     ops, tensors = [], []
     for i in range(length):
@@ -133,7 +134,7 @@ def test_a_missing_python_ends_in_a_labelled_fallback(
 
 def test_the_plan_shows_the_fallback(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    monkeypatch.setattr(solvers.ilp, "exact_schedule", lambda *_, **__: (None, False))
+    monkeypatch.setattr(solvers.ilp, "exact_schedule", lambda *_, **__: Found(None, False, 0))
     chosen = tight(conv(), torch.randn(8, 3, 8, 8), solver="ilp", gap=0.0, time_limit=2.0)
     assert chosen.peak_bytes <= chosen.budget_bytes  # type: ignore[operator]
     assert "note: the integer program was not solved, only its relaxation: [Errno 2]" in repr(chosen)

@@ -24,7 +24,7 @@ from solvers import (
     minimum_budget,
     solve,
 )
-from solvers.engine import solve_staged
+from solvers.engine import bound_staged, solve_staged
 from solvers.solution import EVERY
 from solvers.staged import StagedModel, first_ends
 from tests.bench.problems import plain_peak_bytes
@@ -100,14 +100,16 @@ def _refusal(best: Frontier, name: str, budget_bytes: int, error: BudgetError) -
 
 def _program(problem: Problem, best: Frontier, budget_bytes: int) -> Iterator[str]:
     optimum = best.best(budget_bytes)
-    model = StagedModel(problem, budget_bytes, first_ends(problem, 5, budget_bytes))
-    answer = solve_staged(model, SECONDS, 0)
-    if optimum is None:
-        return
-    if answer.infeasible or answer.certified:
-        yield f"impossible, yet a schedule of cost {optimum} fits"
-    if answer.bound is not None and answer.bound * model.cost_unit > optimum:
-        yield f"bound {answer.bound * model.cost_unit} above the optimum {optimum}"
+    for windows in (False, True):
+        model = StagedModel(problem, budget_bytes, first_ends(problem, 5, budget_bytes), windows=windows)
+        answers = [solve_staged(model, SECONDS, 0)]
+        if windows:
+            answers.append(bound_staged(StagedModel(problem, budget_bytes, model.ends, windows=True), SECONDS))
+        for answer in answers if optimum is not None else ():
+            if answer.infeasible or answer.certified:
+                yield f"impossible, yet a schedule of cost {optimum} fits"
+            if answer.bound is not None and answer.bound * model.cost_unit > (optimum or 0):
+                yield f"bound {answer.bound * model.cost_unit} above the optimum {optimum}"
 
 
 def main() -> int:

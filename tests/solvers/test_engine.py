@@ -52,7 +52,7 @@ def hard_model(stages: int = 40) -> StagedModel:
 @pytest.mark.parametrize("program", ["", "no such program", "/bin/false"])
 def test_without_its_process_the_relaxation_answers_and_says_so(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Valid, within the budget, labelled, and its bound holds for the optimum that the rotor knows."""
-    problem = chain(12)
+    problem = chain(40)  # too large for the exact search
     budget_bytes = half_way(problem)
     best = solve(problem, budget_bytes, solver="rotor").added_cost
     monkeypatch.setattr(sys, "executable", program or str(Path(__file__)))

@@ -186,9 +186,9 @@ def test_a_larger_budget_never_costs_more_in_the_exact_search(problem: Problem, 
     high = data.draw(st.integers(low, plain_peak(problem)))
     costs = []
     for budget_bytes in (low, high):
-        schedule, complete = exact_schedule(problem, budget_bytes)
-        assert complete and schedule is not None
-        costs.append(peak_and_cost(problem, schedule)[1])
+        exact = exact_schedule(problem, budget_bytes)
+        assert exact.complete and exact.schedule is not None
+        costs.append(peak_and_cost(problem, exact.schedule)[1])
     assert costs[0] >= costs[1]
 
 
@@ -269,7 +269,7 @@ def test_a_warm_start_is_a_floor_for_quality() -> None:
     for seed in range(60):
         problem = any_chain(random.Random(seed).randint, 2 + seed % 4)
         for budget_bytes, cost in stairs(problem):
-            schedule, _ = exact_schedule(problem, budget_bytes)
+            schedule = exact_schedule(problem, budget_bytes).schedule
             assert schedule is not None
             if peak_and_cost(problem, schedule)[1] < cost:
                 found = solve(problem, budget_bytes, solver="rotor", warm_starts=(schedule,))

@@ -33,6 +33,7 @@ from .op_class import op_class
 from .ops import OPAQUE_RESULTS, VARIES, is_collective, is_custom, is_random, looks_at_values
 from .run._torch import below_autograd
 from .tape import Tape, record
+from .trace.layouts import Made
 
 aten = torch.ops.aten
 Cost = str | Callable[["OpProfile"], float]
@@ -55,7 +56,7 @@ class OpProfile:
         seconds: shortest measured time, or None when it was not measured.
         workspace_bytes: memory above inputs and outputs while it runs, measured; 0 when it was not.
         result_bytes: measured size of each result's storage; None when it was not measured.
-        result_strides: each result's strides as the kernel made it, likewise; None for what is not a tensor.
+        result_layouts: each result's strides and dtype as the kernel made it, likewise; None for what is not a tensor.
         tape: what it asks the device's caching allocator for; None on the CPU, which has none, or when not measured.
         dtype: what it computes in, `bfloat16`: that of the first floating-point tensor read, else written; "" for none.
         kind: its class (`passes.op_class`), by which it goes at another rate than others.
@@ -72,7 +73,7 @@ class OpProfile:
     result_bytes: tuple[int, ...] | None = None
     dtype: str = ""
     unlisted_flops: int = 0
-    result_strides: tuple[tuple[int, ...] | None, ...] | None = None
+    result_layouts: tuple[Made | None, ...] | None = None
     tape: Tape | None = None
     kind: str = ""
 
@@ -93,7 +94,7 @@ class Measured:
 
     workspace_bytes: int
     result_bytes: tuple[int, ...] | None = None
-    result_strides: tuple[tuple[int, ...] | None, ...] | None = None
+    result_layouts: tuple[Made | None, ...] | None = None
     seconds: float | None = None
     tape: Tape | None = None
     varies: bool = False
@@ -163,7 +164,7 @@ def profile(
 def _annotated(op: OpProfile, found: Measured) -> OpProfile:
     return replace(
         op, seconds=found.seconds, workspace_bytes=found.workspace_bytes, result_bytes=found.result_bytes,
-        result_strides=found.result_strides, tape=found.tape,
+        result_layouts=found.result_layouts, tape=found.tape,
     )  # fmt: skip
 
 
@@ -270,8 +271,8 @@ def _measure(node: fx.Node, timed: bool) -> Measured:
         _check_shapes(node, results)
         sizes = tuple(t.untyped_storage().nbytes() if isinstance(t, torch.Tensor) else 0 for t in results)
         told = expected if expected is not None else [value]
-        strides = tuple(_strides(*pair) for pair in zip(told, results, strict=False))
-        seen.append(Measured(workspace, sizes, strides, _time(run, device) if timed else None, tape, once))
+        layouts = tuple(_layout(*pair) for pair in zip(told, results, strict=False))
+        seen.append(Measured(workspace, sizes, layouts, _time(run, device) if timed else None, tape, once))
     if not seen:
         counted = _count(node)
         return Measured(2 * (counted.bytes_read + counted.bytes_written), seconds=0.0 if timed else None)
@@ -285,10 +286,10 @@ def _copied_bytes(node: fx.Node) -> int:
     return _count(node).bytes_read if copies else 0
 
 
-def _strides(told: Any, made: Any) -> tuple[int, ...] | None:
-    """The strides that a kernel gave its result, where it is a tensor as large as told."""
+def _layout(told: Any, made: Any) -> Made | None:
+    """The strides and dtype that a kernel gave its result, where it is a tensor of the shape told."""
     both = isinstance(told, torch.Tensor) and isinstance(made, torch.Tensor)
-    return tuple(made.stride()) if both and told.shape == made.shape else None
+    return (tuple(made.stride()), made.dtype) if both and told.shape == made.shape else None
 
 
 def _memory(

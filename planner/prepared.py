@@ -193,7 +193,7 @@ def prepare(
                 traced.graph_module.graph, measure=real, timed=real and options.cost == "measured",
                 progress=progress.each, known=measured,
             )  # fmt: skip
-        made = learned(traced.graph_module.graph, {n: p.result_strides for n, p in profiles.items()})
+        made = learned(traced.graph_module.graph, {n: p.result_layouts for n, p in profiles.items()})
         if all(layouts.get(key) == strides for key, strides in made.items()):
             break
         layouts.update(made)

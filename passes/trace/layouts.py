@@ -8,7 +8,7 @@ to such a kernel is laid out as in eager first.
 And some of torch's shape rules lay results out in another way than the kernels do: a traced `view` of such a result
 would fail when it runs, a sum over it go another way, or a convolution choose another kernel. `EagerFakes` corrects
 them: batch norms and views by rules, and whatever else profiling, which runs every op once, has found to be laid out in
-another way (`learned`). The step is then traced again.
+another way or of another dtype (`learned`). The step is then traced again.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class EagerLayouts(TorchDispatchMode):
 
 
 def _in_order_of_memory(value: torch.Tensor) -> torch.Tensor:
-    return value.permute(sorted(range(value.dim()), key=lambda d: -value.stride(d)))
+    return value.permute(sorted(range(value.dim()), key=lambda d: -value.stride()[d]))
 
 
 def _is_part(value: torch.Tensor) -> bool:
@@ -115,6 +115,7 @@ def _lost_layout(value: Any) -> bool:
 
 
 Strides = tuple[int, ...]
+Made = tuple[Strides, torch.dtype]
 BACKWARD_AUTOCAST = ("autocast in the backward",)  # the key of what calls were seen to run backward under
 
 
@@ -173,7 +174,7 @@ class EagerFakes(FakeTensorMode):
     """Fake tensors whose layouts are those that the kernels make.
 
     Args:
-        layouts: the strides of an op's results, by its `call_key`.
+        layouts: the strides and dtypes of an op's results, by its `call_key`.
     """
 
     def __init__(self, layouts: Layouts | None = None, **options: Any) -> None:
@@ -202,25 +203,25 @@ class EagerFakes(FakeTensorMode):
         results = list(result) if isinstance(result, (tuple, list)) else [result]
         if not results or not isinstance(results[0], FakeTensor):
             return result
-        wanted: tuple[Strides | None, ...] = ()
+        wanted: tuple[Made | None, ...] = self.layouts.get(call_key(func, args, kwargs), ()) if self.layouts else ()
         if func in VIEWS and not kwargs:
-            wanted = (_of_view(func, args),)
+            wanted = ((_of_view(func, args), results[0].dtype),)
         elif func in BATCH_NORMS and results[0].device.type == "cpu":
-            wanted = (BATCH_NORMS[func](args),)
-        elif self.layouts:
-            wanted = self.layouts.get(call_key(func, args, kwargs), ())
-        for i, strides in enumerate(wanted[: len(results)]):
-            if strides is not None and isinstance(results[i], FakeTensor) and strides != results[i].stride():
-                results[i] = self._laid_out(types, results[i], strides, is_view=func in VIEWS)
+            wanted = ((BATCH_NORMS[func](args), results[0].dtype), *wanted[1:])
+        for i, (told, layout) in enumerate(zip(results, wanted, strict=False)):
+            if layout is not None and isinstance(told, FakeTensor) and layout != (told.stride(), told.dtype):
+                results[i] = self._laid_out(types, told, *layout, is_view=func in VIEWS)
         if isinstance(result, (tuple, list)):
             return results if type(result) is list else tuple(results)
         return results[0]
 
-    def _laid_out(self, types: Any, value: FakeTensor, strides: Strides, *, is_view: bool) -> Any:
+    def _laid_out(
+        self, types: Any, value: FakeTensor, strides: Strides, dtype: torch.dtype, *, is_view: bool
+    ) -> Any:
         dispatch = super().__torch_dispatch__
         if is_view:
             return dispatch(aten.as_strided.default, types, (value, value.size(), strides, value.storage_offset()), {})
-        options = {"dtype": value.dtype, "device": value.device}
+        options = {"dtype": dtype, "device": value.device}
         return dispatch(aten.empty_strided.default, types, (value.size(), strides), options)
 
 
@@ -273,14 +274,14 @@ def _describe(value: Any) -> Any:
     return repr(value)
 
 
-def learned(graph: fx.Graph, strides: Mapping[fx.Node, Sequence[Strides | None] | None]) -> Layouts:
+def learned(graph: fx.Graph, layouts: Mapping[fx.Node, Sequence[Made | None] | None]) -> Layouts:
     """The layouts that kernels made in another way than traced, of results that something else reads.
 
     Args:
-        strides: of each op's results, as they were when it ran.
+        layouts: the strides and dtypes of each op's results, as they were when it ran.
     """
     found: Layouts = {}
-    for node, made in strides.items():
+    for node, made in layouts.items():
         ours = getattr(node.target, "namespace", "") == LIBRARY.ns  # made of traced ops, as they are laid out
         if made is None or (ours and not looks_at_values(node)):
             continue
@@ -298,9 +299,12 @@ def _readers(node: fx.Node, index: int | None) -> list[fx.Node]:
     return [u for u in users if u.op != "output"]
 
 
-def _differ(traced: Any, made: Strides | None, readers: list[fx.Node]) -> bool:
+def _differ(traced: Any, made: Made | None, readers: list[fx.Node]) -> bool:
     if not isinstance(traced, torch.Tensor) or made is None or not traced.numel():
         return False
+    strides, dtype = made
+    if dtype != traced.dtype:
+        return True
     if not readers:  # a result of the step: where there is one index only, its stride says nothing
-        return any(s > 1 and a != b for s, a, b in zip(traced.shape, traced.stride(), made, strict=True))
-    return tuple(traced.stride()) != made
+        return any(s > 1 and a != b for s, a, b in zip(traced.shape, traced.stride(), strides, strict=True))
+    return tuple(traced.stride()) != strides

@@ -210,8 +210,8 @@ class Parts:
                 )  # fmt: skip
         made: Layouts = {}
         for part in self.known:
-            strides = {n: p.result_strides for n, p in (part.profiles or {}).items()}
-            made.update(learned(part.traced.graph_module.graph, strides))
+            layouts = {n: p.result_layouts for n, p in (part.profiles or {}).items()}
+            made.update(learned(part.traced.graph_module.graph, layouts))
         if all(self.layouts.get(key) == strides for key, strides in made.items()):
             return False
         self.layouts.update(made)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from passes.memory import measure_peak
 from planner import auto_checkpoint
 from tests.planner.small import plan_at
 from tests.planner.steps import SmallGPT, gradients
@@ -127,3 +128,32 @@ def test_an_exported_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert equal(gradients(exported), gradients(model))
     with bf16(), pytest.raises(RuntimeError, match="under no autocast"):
         inside.backward()
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        ends = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
+        self.layers = nn.Sequential(ends[0], norm, nn.SiLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), ends[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).float().square().mean()
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(8), nn.GroupNorm(2, 8)], ids=["batch", "group"])
+def test_statistics_in_another_type_than_torch_says_are_counted_as_they_are(norm: nn.Module) -> None:
+    """The kernels keep float32 statistics of bfloat16 images, and what reads them can only be measured with those."""
+    model, x = Normed(copy.deepcopy(norm)), torch.randn(4, 3, 24, 24)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plan = auto_checkpoint(model, x, progress=False)
+    kept: list[torch.Tensor] = []
+
+    def run() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            kept.append(plan.module(x))
+        kept[-1].backward()
+
+    run()
+    kept.clear()
+    model.zero_grad()
+    assert plan.static_bytes + measure_peak(run) == plan.peak_bytes

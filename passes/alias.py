@@ -120,7 +120,7 @@ def _of_call(node: fx.Node, known: Aliases) -> Storage | tuple[Storage | None, .
     if isinstance(value, torch.Tensor):
         return Storage(node, 0, _storage_bytes(value), static=False)
     if isinstance(value, (list, tuple)):
-        wanted = _output_mask(node, len(value))
+        wanted = output_mask(node, len(value))
         return tuple(
             Storage(node, i, _storage_bytes(v), static=False) if isinstance(v, torch.Tensor) and wanted[i] else None
             for i, v in enumerate(value)
@@ -128,7 +128,7 @@ def _of_call(node: fx.Node, known: Aliases) -> Storage | tuple[Storage | None, .
     return None
 
 
-def _output_mask(node: fx.Node, count: int) -> tuple[bool, ...]:
+def output_mask(node: fx.Node, count: int) -> tuple[bool, ...]:
     """Which results a backward kernel computes; some shape rules show a tensor for the others too."""
     schema = getattr(node.target, "_schema", None)
     for argument, value in zip(schema.arguments if schema else (), node.args, strict=False):

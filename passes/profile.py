@@ -21,7 +21,7 @@ from torch import fx
 from solvers.errors import BudgetError
 
 from ._torch import FakeTensor, TorchDispatchMode, pytree
-from .alias import device_of, is_compute
+from .alias import device_of, is_compute, output_mask
 from .device import kind_of
 from .draws import drawing_privately, generators_kept, varies
 from .errors import Unsupported
@@ -250,7 +250,9 @@ def _measure(node: fx.Node, timed: bool) -> Measured:
     if is_collective(node):
         return Measured(_copied_bytes(node), seconds=0.0 if timed else None)
     value = node.meta.get("val")
-    expected = value if isinstance(value, (tuple, list)) else None
+    expected = None
+    if isinstance(value, (tuple, list)):
+        expected = [v if wanted else None for v, wanted in zip(value, output_mask(node, len(value)), strict=True)]
     device = device_of(node)
     seen: list[Measured] = []
     for make_up in (_made_up, _identities):

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
+from passes.memory import measure_peak
 from passes.profile import _even_groups
+from planner import auto_checkpoint
 
 GROUPED = torch.ops.aten._grouped_mm.default
 
@@ -27,3 +31,29 @@ def test_other_ops_keep_what_was_made_up() -> None:
     node: Any = SimpleNamespace(target=torch.ops.aten.addmm.default)
     arguments = torch.ones(3), torch.ones(2, 4), torch.zeros(4, 3)
     assert _even_groups(node, arguments) is arguments
+
+
+class Warped(nn.Module):
+    """The backward of sampling makes a gradient of the grid, too, which nobody asks for: twice the image's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        grid = F.affine_grid(torch.eye(2, 3).expand(len(x), 2, 3), [len(x), 1, *x.shape[2:]], align_corners=False)
+        return F.grid_sample(self.layer(x), grid, align_corners=False).square().mean()
+
+
+def test_a_result_that_is_not_asked_for_is_workspace() -> None:
+    model, x, kept = Warped(), torch.randn(4, 3, 32, 32), list[torch.Tensor]()
+    plan = auto_checkpoint(model, x, progress=False)
+
+    def run() -> None:
+        kept.append(plan.module(x))
+        kept[-1].backward()
+
+    run()
+    kept.clear()
+    model.zero_grad()
+    assert plan.static_bytes + measure_peak(run) == plan.peak_bytes

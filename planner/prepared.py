@@ -194,7 +194,7 @@ def prepare(
                 progress=progress.each, known=measured,
             )  # fmt: skip
         made = learned(traced.graph_module.graph, {n: p.result_layouts for n, p in profiles.items()})
-        if all(layouts.get(key) == strides for key, strides in made.items()):
+        if all(layouts.get(key) == layout for key, layout in made.items()):
             break
         layouts.update(made)
     if any(n.meta.get(VARIES) for n in profiles):  # seen while profiling: it may not run again

@@ -203,10 +203,12 @@ class EagerFakes(FakeTensorMode):
         results = list(result) if isinstance(result, (tuple, list)) else [result]
         if not results or not isinstance(results[0], FakeTensor):
             return result
-        wanted: tuple[Made | None, ...] = self.layouts.get(call_key(func, args, kwargs), ()) if self.layouts else ()
+        wanted: tuple[Made | None, ...] = ()
         if func in VIEWS and not kwargs:
             wanted = ((_of_view(func, args), results[0].dtype),)
-        elif func in BATCH_NORMS and results[0].device.type == "cpu":
+        elif self.layouts:
+            wanted = self.layouts.get(call_key(func, args, kwargs), ())
+        if func in BATCH_NORMS and results[0].device.type == "cpu":
             wanted = ((BATCH_NORMS[func](args), results[0].dtype), *wanted[1:])
         for i, (told, layout) in enumerate(zip(results, wanted, strict=False)):
             if layout is not None and isinstance(told, FakeTensor) and layout != (told.stride(), told.dtype):

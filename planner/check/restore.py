@@ -151,7 +151,14 @@ def strangers_kept(outputs: Iterable[torch.Tensor], own: Container[int]) -> Iter
     Args:
         own: the places (`passes.memory.place`) of the step's tensors.
     """
-    before = [(t, t.grad) for t in _leaves_of(outputs) if place(t.untyped_storage()) not in own]
+    with gradients_aside(t for t in _leaves_of(outputs) if place(t.untyped_storage()) not in own):
+        yield
+
+
+@contextlib.contextmanager
+def gradients_aside(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """No gradients in the block; at its end those from before."""
+    before = [(t, t.grad) for t in tensors]
     for tensor, _ in before:
         tensor.grad = None
     try:

@@ -23,7 +23,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,6 +40,7 @@ LEVELS = 5
 LONGEST_STEP = 10_000  # calls without a backward between them are no step
 SHARE_OF_TIME = 0.3
 SMALLEST_STEP = 200  # a target is lowered by at least this part of what was predicted
+_T = TypeVar("_T")
 
 
 @dataclass(eq=False)
@@ -101,7 +102,7 @@ class Share:
         self._tell(program)
 
     def _within_the_rest(self, program: Program, ready: Ready) -> Schedule:
-        others = sum(self.leaves.values()) + _held(self._figures(_known))
+        others = sum(self.leaves.values()) + _held(self._figures(lambda p: _there(p.figures)))
         budget = self._budget(others + ready.plain_peak)
         if budget is None:
             return self._decide(ready, None)
@@ -111,7 +112,7 @@ class Share:
             if self.leaves:  # of which this graph may have some, too: they are counted twice here
                 return self._hold(ready, 0.0)
             program.count_outputs(False)  # a first step shows whether the caller drops them before the backward
-            return self._decide(_ready(program), budget - others)
+            return self._decide(_there(program.ready), budget - others)
 
     def _budget(self, plain_peak_bytes: int) -> int | None:
         settings = self.settings
@@ -195,8 +196,8 @@ class Share:
         """The step that has run fits, or its graphs are planned anew."""
         sequence = [call.program for call in self.sequence]
         kept = [p for p in dict.fromkeys(sequence) if p.kept and p.count_outputs(True)]
-        budget = self._budget(self._peak(self._figures(lambda p: _ready(p).figures(_ready(p).plain))))
-        peak = self._peak(self._figures(_known))
+        budget = self._budget(self._peak(self._figures(lambda p: _there(p.ready).figures(_there(p.ready).plain))))
+        peak = self._peak(self._figures(lambda p: _there(p.figures)))
         self.lowest = min(self.lowest or peak, peak)
         if budget is None or not sequence or (peak <= budget and not kept):
             self.watching = False
@@ -209,7 +210,7 @@ class Share:
             )  # fmt: skip
         else:
             self.attempts += 1
-            self.target = self._lower_target(peak, budget, self._peak(self._figures(_told)))
+            self.target = self._lower_target(peak, budget, self._peak(self._figures(lambda p: _there(p.predicted))))
             if len(sequence) == 1 and sequence[0].kept is False and sequence[0].count_outputs(False):
                 self.target = budget  # foretold anew
             self._plan_together(sequence, self.target)
@@ -243,13 +244,13 @@ class Share:
     def _plan_together(self, sequence: list[Program], target: int) -> None:
         """Compile all graphs of the step anew, so that it fits, or at the lowest found."""
         distinct = list(dict.fromkeys(sequence))
-        found = self._each_in_turn({p: _schedule(p) for p in distinct}, target)
+        found = self._each_in_turn({p: _there(p.schedule) for p in distinct}, target)
         if len(sequence) == 1 and self._foretold(found) > target:
-            found = {p: _ready(p).lowest for p in distinct}
+            found = {p: _there(p.ready).lowest for p in distinct}
         for level in range(LEVELS, -1, -1) if len(sequence) > 1 else ():
             if self._foretold(found) <= target:
                 break
-            held = {p: self._hold(_ready(p), level / (LEVELS + 1)) for p in distinct}
+            held = {p: self._hold(_there(p.ready), level / (LEVELS + 1)) for p in distinct}
             found = held if self._foretold(held) <= target and level else self._each_in_turn(held, target)
         self.exhausted = self._foretold(found) > target
         for program in distinct:
@@ -261,9 +262,9 @@ class Share:
         """Each graph at its cheapest among the others as they are."""
         found = dict(found)
         for program in found:
-            figures = self._figures(lambda p: _ready(p).figures(found[p]))
+            figures = self._figures(lambda p: _there(p.ready).figures(found[p]))
             try:
-                found[program] = self._decide(_ready(program), **self._room(program, figures, target))
+                found[program] = self._decide(_there(program.ready), **self._room(program, figures, target))
             except BudgetError:
                 continue
         return found
@@ -274,41 +275,27 @@ class Share:
         waiting = [k for k in places if not self.sequence[k].ended]
         held = [_held(figures[:k]) for k in range(len(figures) + 1)]
         highest = self._highest(figures)
+        static = _there(program.ready).problem.static_bytes
         return {
-            "budget": target - sum(self.leaves.values()) - held[places[-1]] + _ready(program).problem.static_bytes,
+            "budget": target - sum(self.leaves.values()) - held[places[-1]] + static,
             "between": max((max(highest[k + 1 :], default=held[k + 1]) - held[k + 1] for k in waiting), default=0),
             "after": max((self._left(figures, k) for k in waiting), default=0),
         }
 
     def _foretold(self, found: dict[Program, Schedule]) -> int:
-        return self._peak(self._figures(lambda p: _ready(p).figures(found[p])))
+        return self._peak(self._figures(lambda p: _there(p.ready).figures(found[p])))
 
     def _as_chosen(self, ready: Ready, problem: Any, schedule: Schedule) -> Schedule:
         return schedule if ready.problem == problem else self._hold(ready, 0.0)
 
 
-def _schedule(program: Program) -> Schedule:
-    assert program.schedule is not None
-    return program.schedule
-
-
-def _ready(program: Program) -> Ready:
-    assert program.ready is not None
-    return program.ready
+def _there(value: _T | None) -> _T:
+    assert value is not None
+    return value
 
 
 def _held(figures: Sequence[Figures]) -> int:
     return sum(f.held for f in figures)
-
-
-def _known(program: Program) -> Figures:
-    assert program.figures is not None
-    return program.figures
-
-
-def _told(program: Program) -> Figures:
-    assert program.predicted is not None
-    return program.predicted
 
 
 def _gradients(args: Sequence[Any]) -> list[torch.Tensor]:

@@ -28,7 +28,7 @@ from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.refuse import has_sharded, is_sharded
 from passes.trace.structure import flatten, slots, unflatten
 from passes.trace.value_guards import KnownValues
-from planner.check.restore import Generators, Snapshot, put_back, strangers_kept
+from planner.check.restore import Generators, Snapshot, gradients_aside, put_back, strangers_kept
 from planner.ranks.sharded import gathered_gradient_bytes, without_reducing, without_talking
 
 from .losses import LOSS, looking_at_losses, losses_set_aside
@@ -411,7 +411,7 @@ class Sample:
         numbered = {str(i): t for i, t in enumerate(inputs)}
         first_look = nullcontext() if parts.known else undone_writes({**own, **numbered}, self.written)
         states = put_back(snapshot, generators), swapped_state(self.model, swapped)
-        with _gradients_aside(self.model), states[0], states[1], alone, without_data, first_look:
+        with gradients_aside(self.model.parameters()), states[0], states[1], alone, without_data, first_look:
             generators.set(self.draws)
             if not self.model.training:
                 self.model.train()
@@ -551,18 +551,6 @@ def _without_collections(run: Callable[[], list[int]]) -> list[int]:
     finally:
         if collects:
             gc.enable()
-
-
-@contextmanager
-def _gradients_aside(model: nn.Module) -> Iterator[None]:
-    before = [(p, p.grad) for p in model.parameters()]
-    for parameter, _ in before:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
 
 
 def _consume(parameter: torch.Tensor) -> None:

@@ -203,8 +203,7 @@ def composed_anew(prepared: Prepared, own: Sequence[Prepared]) -> Prepared:
     traced = replace(prepared.traced, graph_module=module, pristine=flat.graph)
     accumulated = prepared.lowered.accumulated_bytes
     whole = _Together(regions.crossings, lowered, traced, flat, regions.glue_cost, accumulated)
-    options = own[0].options if own else prepared.options
-    options = replace(prepared.options, cost=options.cost)
+    options = replace(prepared.options, cost=own[0].options.cost)
     composed, view, hinted = whole.composed(options, prepared.device, prepared.problem.static_bytes, False)
     return replace(
         prepared, traced=traced, aliases=whole.aliases, profiles=flat.profiles, lowered=view, options=options,

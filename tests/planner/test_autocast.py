@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from passes.memory import measure_peak
 from planner import auto_checkpoint
 from tests.planner.small import plan_at
 from tests.planner.steps import SmallGPT, gradients
+from tests.zoo.compare import measured_peak_bytes
 
 QUICK: dict[str, Any] = {"solver": "greedy", "time_limit": 5, "progress": False}
 
@@ -146,14 +146,5 @@ def test_statistics_in_another_type_than_torch_says_are_counted_as_they_are(norm
     model, x = Normed(copy.deepcopy(norm)), torch.randn(4, 3, 24, 24)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         plan = auto_checkpoint(model, x, progress=False)
-    kept: list[torch.Tensor] = []
-
-    def run() -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            kept.append(plan.module(x))
-        kept[-1].backward()
-
-    run()
-    kept.clear()
-    model.zero_grad()
-    assert plan.static_bytes + measure_peak(run) == plan.peak_bytes
+    module: Any = torch.autocast("cpu", dtype=torch.bfloat16)(plan.module)  # the backward is outside of it
+    assert measured_peak_bytes(module, model, x, plan.static_bytes) == plan.peak_bytes

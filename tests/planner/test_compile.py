@@ -235,12 +235,8 @@ def test_outputs_count_where_the_caller_holds_them() -> None:
             assert measure_peak(lambda: steps(1)) + _static(model, x) <= (low + high) / 2
 
 
-@pytest.mark.parametrize("around", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
-def test_a_step_settled_where_gradients_are_off_is_compiled_for_training(around: Any) -> None:
-    """Of two calls a step, the second is a surprise: the call after the first step has both planned anew.
-
-    Here that call is an evaluation, or has another precision.
-    """
+def _called_twice() -> tuple[nn.Module, torch.Tensor, Any, torch.Tensor, list[torch.Tensor], dict[str, Any]]:
+    """A model, its input, a step that calls it twice, that step's loss and gradients, options for 80 % of its peak."""
     torch.manual_seed(0)
     model, x = Net(48, 6), torch.randn(256, 48)
 
@@ -249,6 +245,16 @@ def test_a_step_settled_where_gradients_are_off_is_compiled_for_training(around:
 
     loss, expected = _step(both, x), _gradients(model)
     options = {"budget_mb": 0.8 * _plain_peak(model, x, run=both) / MIB, "inner": "eager"}
+    return model, x, both, loss, expected, options
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_a_step_settled_where_gradients_are_off_is_compiled_for_training(around: Any) -> None:
+    """Of two calls a step, the second is a surprise: the call after the first step has both planned anew.
+
+    Here that call is an evaluation, or has another precision.
+    """
+    model, x, both, loss, expected, options = _called_twice()
     compiled = torch.compile(model, backend=checkpoint_planner, options=options)
     for _ in range(3):
         torch.testing.assert_close(_step(lambda x: both(x, compiled), x), loss)
@@ -261,14 +267,7 @@ def test_a_step_settled_where_gradients_are_off_is_compiled_for_training(around:
 
 def test_an_interrupted_compilation_leaves_what_ran_before_and_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while the second step's call has both halves planned anew, after the decision."""
-    torch.manual_seed(0)
-    model, x = Net(48, 6), torch.randn(256, 48)
-
-    def both(given: torch.Tensor, run: Any = model) -> Any:
-        return run(given) + run(2 * given)
-
-    loss, expected = _step(both, x), _gradients(model)
-    options = {"budget_mb": 0.8 * _plain_peak(model, x, run=both) / MIB, "inner": "eager"}
+    model, x, both, loss, expected, options = _called_twice()
     compiled = torch.compile(model, backend=checkpoint_planner, options=options)
     _step(lambda x: both(x, compiled), x)
     model.zero_grad()

@@ -47,4 +47,5 @@ def _within(problem: Problem, schedule: Schedule | None, budget_bytes: int) -> t
 
 
 def _key(problem: Problem) -> int:
-    return hash(replace(problem, ops=tuple(replace(op, cost=0) for op in problem.ops)))
+    """Of all that decides a peak."""
+    return hash(replace(problem, step_cost=0, ops=tuple(replace(op, cost=0) for op in problem.ops)))

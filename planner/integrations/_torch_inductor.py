@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import torch._inductor.config as inductor_config
 from torch import fx
+from torch._decomp import get_decompositions
 from torch._guards import TracingContext, tracing
 from torch._inductor import memory
 from torch._inductor.codegen.cpp import CppScheduling
@@ -19,6 +20,7 @@ from torch._inductor.codegen.wrapper import AllocateLine, FreeIfNotReusedLine, c
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
@@ -221,9 +223,15 @@ def decomposed(gm: fx.GraphModule) -> fx.GraphModule:
     """A joint graph in the ops that Inductor generates code for, random ones drawing from seeds."""
     mode = FakeTensorMode()
     with mode, fx_traceback.preserve_node_meta(), V.set_fake_mode(mode):
-        made = _traced(fx.Interpreter(gm).run, gm, mode, select_decomp_table())
+        made = _traced(fx.Interpreter(gm).run, gm, mode, {**select_decomp_table(), **_left_over(gm.graph)})
         joint_graph_passes(made)
     return made
+
+
+def _left_over(graph: fx.Graph) -> dict[Any, Callable[..., Any]]:
+    """Decompositions that torch has of ops for which Inductor has neither one nor code: Dynamo traces them away."""
+    ops = {n.target for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
+    return dict(get_decompositions([op for op in ops if op not in lowerings]))
 
 
 def _traced(

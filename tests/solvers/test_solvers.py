@@ -314,7 +314,8 @@ def test_a_stated_minimum_is_met_again_by_a_search_without_time(name: str) -> No
 def test_a_stated_minimum_is_met_under_other_costs(seed: int, costs: int) -> None:
     """Where costs are measured, no two searches see the same ones."""
     problem, draw = seeded_problem(seed), random.Random(costs)
-    dearer = replace(problem, ops=tuple(replace(op, cost=draw.choice((1, 1000))) for op in problem.ops))
+    ops = tuple(replace(op, cost=draw.choice((1, 1000))) for op in problem.ops)
+    dearer = replace(problem, step_cost=sum(op.cost for op in ops), ops=ops)
     known._schedules.clear()
     with pytest.raises(BudgetError) as caught:
         solvers.solve(problem, problem.static_bytes + 1, solver="greedy")

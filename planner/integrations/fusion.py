@@ -5,8 +5,8 @@ also be computed again wherever it is read. A pointwise result is *inlined*, tha
 
 - every op that reads it is fusable, and it is not returned;
 - readers in its own half stand in the same run of fusable ops (no library kernel between), as one kernel computes them;
-- for readers in the backward of a result of the forward: what it is computed from is no larger than it, and none of
-  the ops in between is dear. They compute it anew.
+- for readers in the backward of a result of the forward: what it is computed from is no larger than it. They compute
+  it anew, random numbers from their seed, too.
 
 What reads an inlined result reads what that is computed from. The solvers see the remaining ops; a schedule of theirs
 becomes one of the whole Problem in which inlined ops run again right where they are read. The compiler may choose
@@ -28,11 +28,10 @@ SMALL_BYTES = 4096
 
 @dataclass(frozen=True)
 class Kind:
-    """How a compiler treats an op; one that is `dear` is not computed again where it is read in the other half."""
+    """How a compiler treats an op."""
 
     fusable: bool
     pointwise: bool
-    dear: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,14 +98,11 @@ def fuse(problem: Problem, kinds: Sequence[Kind]) -> Fused:
     runs = _runs(kinds)
     sources: dict[int, tuple[int, ...]] = {}  # inlined tensor -> what it is computed from
     inlined: dict[int, tuple[int, ...]] = {}
-    dear: set[int] = set()  # inlined tensors that are computed by a dear op
     for i, op in enumerate(problem.ops):
         read = _resolve(op.inputs, sources)
-        stays = kinds[i].dear or not dear.isdisjoint(op.inputs)
-        if kinds[i].pointwise and len(op.outputs) == 1 and _inlines(problem, i, read, kinds, runs, stays):
+        if kinds[i].pointwise and len(op.outputs) == 1 and _inlines(problem, i, read, kinds, runs):
             sources[op.outputs[0]] = read
             inlined[i] = read
-            dear.update(op.outputs if stays else ())
     kept = [i for i in range(len(problem.ops)) if i not in inlined]
     tensors = [t for i in kept for t in problem.ops[i].outputs]
     place = {t: k for k, t in enumerate(tensors)}
@@ -150,9 +146,7 @@ def _resolve(tensors: Sequence[int], sources: dict[int, tuple[int, ...]]) -> tup
     return tuple(dict.fromkeys(s for t in tensors for s in sources.get(t, (t,))))
 
 
-def _inlines(
-    problem: Problem, i: int, read: tuple[int, ...], kinds: Sequence[Kind], runs: Sequence[int], stays: bool
-) -> bool:
+def _inlines(problem: Problem, i: int, read: tuple[int, ...], kinds: Sequence[Kind], runs: Sequence[int]) -> bool:
     (t,) = problem.ops[i].outputs
     readers = problem.readers[t]
     if t in problem.pinned or not readers or not all(kinds[r].fusable for r in readers):
@@ -164,4 +158,4 @@ def _inlines(
     if len(near) == len(readers):
         return True
     size = sum(problem.tensors[s].bytes for s in read)
-    return not stays and problem.ops[i].recomputable and size <= SLACK * problem.tensors[t].bytes + SMALL_BYTES
+    return problem.ops[i].recomputable and size <= SLACK * problem.tensors[t].bytes + SMALL_BYTES

@@ -75,6 +75,7 @@ class CachingAllocator:
         segments: what is reserved already.
         descending: whether the driver places a new segment below those before it; of free blocks of one size, that at
             the lowest address is taken.
+        range_bytes: addresses set aside for an expandable segment. How far a block can grow decides which is taken.
 
     Attributes:
         allocated_bytes, reserved_bytes: now.
@@ -82,9 +83,10 @@ class CachingAllocator:
     """
 
     def __init__(
-        self, *, expandable: bool = False, segments: Iterable[Segment] = (), descending: bool = False
-    ) -> None:
-        self.expandable, self.descending = expandable, descending
+        self, *, expandable: bool = False, segments: Iterable[Segment] = (), descending: bool = False,
+        range_bytes: int = ENDLESS,
+    ) -> None:  # fmt: skip
+        self.expandable, self.descending, self.range_bytes = expandable, descending, range_bytes
         self.small, self.large = Pool(True), Pool(False)
         self.allocated_bytes = self.reserved_bytes = 0
         self.next_address = self.lowest_address = 0
@@ -176,7 +178,10 @@ class CachingAllocator:
                 block = block.after  # type: ignore[assignment]
             if room >= size:
                 return start
-        return self._add_unmapped(pool, self.next_address, ENDLESS, None)
+        return self._add_unmapped(pool, self.next_address, self._range(pool), None)
+
+    def _range(self, pool: Pool) -> int:
+        return -(-self.range_bytes // pool.page) * pool.page
 
     def _add_unmapped(self, pool: Pool, address: int, size: int, before: Block | None) -> Block:
         block = Block(address, size, pool, mapped=False, before=before)
@@ -201,10 +206,12 @@ class CachingAllocator:
     def _load(self, segments: list[Segment]) -> None:
         self.lowest_address = min((s.address for s in segments), default=0)
         last: dict[bool, Block] = {}
+        ends: dict[bool, int] = {}
         for segment in segments:
             pool = self.small if segment.small else self.large
             address, before = segment.address, None
             if segment.expandable:
+                ends.setdefault(segment.small, address + self._range(pool))
                 before = last.get(segment.small)
                 if before is not None and before.address + before.size < address:
                     before = self._add_unmapped(pool, end := before.address + before.size, address - end, before)
@@ -221,8 +228,10 @@ class CachingAllocator:
             if segment.expandable and before is not None:
                 last[segment.small] = before
             self.next_address = max(self.next_address, address)
-        for block in last.values():
-            self._add_unmapped(block.pool, block.address + block.size, ENDLESS, block)
+        for small, block in last.items():
+            end = block.address + block.size
+            if end < ends[small]:
+                self._add_unmapped(block.pool, end, ends[small] - end, block)
 
 
 def _reach(block: Block) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from passes.allocator import GRANULE, OWN_SEGMENT, CachingAllocator, Segment
+from passes.allocator import ENDLESS, GRANULE, OWN_SEGMENT, CachingAllocator, Segment
 from passes.device import empty_cache, kind_of, room_bytes
 from passes.lower import UPDATE, Lowered
 from passes.profile import OpProfile
@@ -54,6 +54,7 @@ class Start:
         room_bytes: what can be reserved in all before the device is full.
         expandable: whether the allocator's segments grow.
         descending: whether a new segment lies below those before it.
+        range_bytes: addresses that torch sets aside for one that grows.
     """
 
     segments: tuple[Segment, ...]
@@ -61,6 +62,7 @@ class Start:
     room_bytes: int
     expandable: bool
     descending: bool
+    range_bytes: int = ENDLESS
 
 
 def start_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Start | None:
@@ -80,7 +82,8 @@ def start_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Start | N
     used = [b for s in snapshot for b in s["blocks"] if b["state"] != IDLE]
     others = sum(b["size"] for b in used if b["address"] not in ours)
     expandable = any(s["is_expandable"] for s in snapshot)
-    return Start(segments, others, room_bytes(device) or 0, expandable, _descends(device))
+    total = torch.cuda.mem_get_info(device)[1]
+    return Start(segments, others, room_bytes(device) or 0, expandable, _descends(device), total + total // 8)
 
 
 def unknown_settings() -> tuple[str, ...]:
@@ -120,7 +123,10 @@ def footprint(steps: Steps, start: Start, reserve_bytes: int = 0, arena: Arena =
         reserve_bytes: what is set aside on top of both figures.
         arena: what the first step asks for in advance (`passes.run.arena`).
     """
-    allocator = CachingAllocator(expandable=start.expandable, segments=start.segments, descending=start.descending)
+    allocator = CachingAllocator(
+        expandable=start.expandable, segments=start.segments, descending=start.descending,
+        range_bytes=start.range_bytes,
+    )  # fmt: skip
     for size in arena:
         allocator.reserve(size)
     for count in range(MOST_STEPS):

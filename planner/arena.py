@@ -15,7 +15,8 @@ from passes.run.arena import Arena, least_arena
 from .footprint import Footprint, Start
 
 ENOUGH = 1.02  # reserved over allocated; there is less to gain than a segment is large
-EVENTS, FEWEST, MOST = 400_000, 8, 48  # of steps that are played in all, and how often one is
+EVENTS, FEWEST, MOST = 500_000, 12, 64  # of steps that are played in all, and how often one is
+BASINS = 3  # sizes from which a smaller one is looked for
 
 
 def best_arena(measure: Callable[[Arena], Footprint], start: Start, length: int, limit_bytes: int) -> Arena:
@@ -46,25 +47,30 @@ class _Search:
 
     def between(self, least: int, low: int, high: int, tries: int) -> Arena:
         """Sizes from `least` to `low` evenly, since a small one may fill up what segments of 20 MiB leave over; from
-        there on, where all fits into it, ever less densely. Then the way from the best down to the next is halved.
+        there on, where all fits into it, ever less densely. Then the ways from the best down to the next are halved.
         """
         under, above = tries // 2, tries // 4
         sizes = [least + (low - least) * k // under for k in range(under)]
         sizes += [low + (high - low) * k * k // above**2 for k in range(above)]
         for size in sizes:
             self._attempt(size)
-        below = max((size for size in self.found if size < self._best()), default=0)
-        for _ in range(tries - above - under if self._best() else 0):
-            best = self._best()
-            middle = round_up((below + best) // 2, SMALL_SEGMENT)
-            if middle >= best or middle < least:
-                break
-            if self._attempt(middle) >= self.found[best]:
-                below = middle
-        return self._arena(self._best())
+        for size in sorted(self.found, key=self._order)[:BASINS]:
+            self._descend(size, least, (tries - under - above) // BASINS)
+        return self._arena(min(self.found, key=self._order))
 
-    def _best(self) -> int:
-        return min(self.found, key=lambda size: (self.found[size], size))
+    def _descend(self, size: int, least: int, tries: int) -> None:
+        below = max((other for other in self.found if other < size), default=0)
+        for _ in range(tries):
+            middle = round_up((below + size) // 2, SMALL_SEGMENT)
+            if not least <= middle < size:
+                break
+            if self._attempt(middle) < self.found[size]:
+                size = middle
+            else:
+                below = middle
+
+    def _order(self, size: int) -> tuple[tuple[int, int], int]:
+        return self.found[size], size
 
     def _attempt(self, size: int) -> tuple[int, int]:
         size = round_up(size, SMALL_SEGMENT)

@@ -15,7 +15,7 @@ from passes.run.arena import Arena, least_arena
 from .footprint import Footprint, Start
 
 ENOUGH = 1.02  # reserved over allocated; there is less to gain than a segment is large
-EVENTS, FEWEST, MOST = 500_000, 12, 64  # of steps that are played in all, and how often one is
+EVENTS, FEWEST, MOST = 800_000, 12, 96  # of steps that are played in all, and how often one is
 BASINS = 3  # sizes from which a smaller one is looked for
 
 

@@ -30,7 +30,7 @@ from .descent import Taste, cheapest_descent, descend, drop_unneeded
 from .engine import Answer, bound_staged, relax_staged, solve_staged
 from .errors import BudgetError
 from .exact import exact_schedule
-from .known import recalled
+from .known import recalled, remember
 from .live import LARGE, Live, recomputes_of
 from .local import improve, squeeze
 from .minimum import EXACT_SHARE, KNOWN_SHARE, MINIMUM_SHARE, budget_error, smallest_of, smallest_peak
@@ -155,6 +155,7 @@ def look_exactly(state: Hunt, effort: Effort) -> None:
     exact = exact_schedule(state.problem, deadline=min(until, state.deadline)).schedule
     if exact is None:
         return
+    remember(state.problem, exact)
     state.lowest = (exact,)  # its state may peak higher
     state.known_bytes = peak_and_cost(state.problem, exact)[0]
     state.impossible = state.known_bytes > state.budget_bytes

@@ -66,6 +66,7 @@ def smallest_of(problem: Problem, exact_until: float, until: float) -> Minimum:
     """`minimum_budget`, by the exact search until one moment and by descents until another."""
     exact = exact_schedule(problem, deadline=exact_until)
     if exact.schedule is not None:
+        remember(problem, exact.schedule)
         return Minimum(exact.bound, exact.bound, exact.schedule)
     live = smallest_peak(problem, exact.bound, until).live
     return Minimum(live.peak_bytes, exact.bound, live.schedule())

@@ -310,6 +310,15 @@ def test_a_stated_minimum_is_met_again_by_a_search_without_time(name: str) -> No
         solvers.solve(problem, stated, solver=name, time_limit=0)
 
 
+@pytest.mark.parametrize("name", ["greedy", "ilp", "auto"])
+def test_an_exact_minimum_is_met_again_by_a_search_without_time(name: str) -> None:
+    for seed in range(40):
+        problem = seeded_problem(seed)
+        known._schedules.clear()
+        smallest = solvers.minimum_budget(problem).minimum_bytes
+        assert solvers.solve(problem, smallest, solver=name, time_limit=0).peak_bytes == smallest
+
+
 @pytest.mark.parametrize(("seed", "costs"), [(0, 3), (85, 0), (90, 1)])
 def test_a_stated_minimum_is_met_under_other_costs(seed: int, costs: int) -> None:
     """Where costs are measured, no two searches see the same ones."""

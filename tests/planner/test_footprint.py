@@ -134,3 +134,5 @@ def test_settings_that_are_not_simulated_are_named(monkeypatch: pytest.MonkeyPat
     assert unknown_settings() == ()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
     assert unknown_settings() == ("max_split_size_mb",)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "large_segment_size_mb:2")
+    assert "large_segment_size_mb" in unknown_settings()

@@ -4,7 +4,8 @@ Source: c10/cuda/CUDACachingAllocator.cpp. Sizes are rounded to 512 bytes. Up to
 2 MiB, more from a pool of segments of 20 MiB, or of the size itself from 10 MiB on. The smallest free block that is
 large enough is taken. It is split where more than 1 MiB stays (any 512 bytes in the small pool); otherwise all of it
 counts as allocated. Neighbours that are free merge. With expandable segments each pool is one range of addresses, of
-which pages of 2 or 20 MiB are mapped as they are needed, and every block is split.
+which pages of 2 or 20 MiB are mapped as they are needed, and segments of the other kind that it has been given; every
+block is split.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Segment:
     address: int
     small: bool
     blocks: tuple[tuple[int, bool], ...]
+    expandable: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -58,11 +60,11 @@ class Pool:
 
     def put(self, block: Block) -> None:
         """Add a block that is free."""
-        insort(self.free, (block.size, block.address, block), key=lambda entry: entry[:2])
+        insort(self.free, (block.size, block.address, block))
 
     def remove(self, block: Block) -> None:
         """Take a free block out."""
-        del self.free[bisect_left(self.free, (block.size, block.address), key=lambda entry: entry[:2])]
+        del self.free[bisect_left(self.free, (block.size, block.address))]
 
 
 class CachingAllocator:
@@ -73,6 +75,7 @@ class CachingAllocator:
         segments: what is reserved already.
         descending: whether the driver places a new segment below those before it; of free blocks of one size, that at
             the lowest address is taken.
+        range_bytes: addresses set aside for an expandable segment. How far a block can grow decides which is taken.
 
     Attributes:
         allocated_bytes, reserved_bytes: now.
@@ -80,9 +83,10 @@ class CachingAllocator:
     """
 
     def __init__(
-        self, *, expandable: bool = False, segments: Iterable[Segment] = (), descending: bool = False
-    ) -> None:
-        self.expandable, self.descending = expandable, descending
+        self, *, expandable: bool = False, segments: Iterable[Segment] = (), descending: bool = False,
+        range_bytes: int = ENDLESS,
+    ) -> None:  # fmt: skip
+        self.expandable, self.descending, self.range_bytes = expandable, descending, range_bytes
         self.small, self.large = Pool(True), Pool(False)
         self.allocated_bytes = self.reserved_bytes = 0
         self.next_address = self.lowest_address = 0
@@ -111,8 +115,26 @@ class CachingAllocator:
         _merge(block)
         block.pool.put(block)
 
+    def play(self, events: Iterable[int]) -> None:
+        """`n > 0` asks for n bytes, as allocation 0, 1, ...; `-1 - k` frees allocation k. What is not freed stays."""
+        made: list[Block] = []
+        for event in events:
+            if event < 0:
+                self.release(made[-1 - event])
+            else:
+                made.append(self.allocate(event))
+
+    def reserve(self, size: int) -> None:
+        """Ask for `size` bytes and give them back, cached: where segments grow, in one that does not."""
+        if not self.expandable:
+            self.release(self.allocate(size))
+            return
+        self._reserve(self.large, size)
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes + size)
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
-        place = bisect_left(pool.free, (size, -ENDLESS), key=lambda entry: entry[:2])
+        place = bisect_left(pool.free, (size, -ENDLESS))
         if place == len(pool.free):
             return None
         if self.expandable:  # a block that can grow counts as large as it can become
@@ -156,13 +178,16 @@ class CachingAllocator:
                 block = block.after  # type: ignore[assignment]
             if room >= size:
                 return start
-        return self._add_unmapped(pool, self.next_address, ENDLESS, None)
+        return self._add_unmapped(pool, self.next_address, self._range(pool), None)
+
+    def _range(self, pool: Pool) -> int:
+        return -(-self.range_bytes // pool.page) * pool.page
 
     def _add_unmapped(self, pool: Pool, address: int, size: int, before: Block | None) -> Block:
         block = Block(address, size, pool, mapped=False, before=before)
         if before is not None:
             before.after = block
-        insort(pool.unmapped, (address, block), key=lambda entry: entry[0])
+        insort(pool.unmapped, (address, block))
         self.next_address = max(self.next_address, address + size)
         return block
 
@@ -172,7 +197,7 @@ class CachingAllocator:
         pool.unmapped = [entry for entry in pool.unmapped if entry[1] is not block]
         if size < block.size:
             rest = _split(block, size)
-            insort(pool.unmapped, (rest.address, rest), key=lambda entry: entry[0])
+            insort(pool.unmapped, (rest.address, rest))
         block.mapped = True
         self.reserved_bytes += size
         _merge(block)
@@ -181,10 +206,12 @@ class CachingAllocator:
     def _load(self, segments: list[Segment]) -> None:
         self.lowest_address = min((s.address for s in segments), default=0)
         last: dict[bool, Block] = {}
+        ends: dict[bool, int] = {}
         for segment in segments:
             pool = self.small if segment.small else self.large
             address, before = segment.address, None
-            if self.expandable:
+            if segment.expandable:
+                ends.setdefault(segment.small, address + self._range(pool))
                 before = last.get(segment.small)
                 if before is not None and before.address + before.size < address:
                     before = self._add_unmapped(pool, end := before.address + before.size, address - end, before)
@@ -198,12 +225,13 @@ class CachingAllocator:
                     pool.put(block)
                 self.reserved_bytes += size
                 address, before = address + size, block
-            assert before is not None
-            last[segment.small] = before
+            if segment.expandable and before is not None:
+                last[segment.small] = before
             self.next_address = max(self.next_address, address)
-        if self.expandable:
-            for block in last.values():
-                self._add_unmapped(block.pool, block.address + block.size, ENDLESS, block)
+        for small, block in last.items():
+            end = block.address + block.size
+            if end < ends[small]:
+                self._add_unmapped(block.pool, end, ends[small] - end, block)
 
 
 def _reach(block: Block) -> int:

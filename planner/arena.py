@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 from passes.allocator import OWN_SEGMENT, SMALL_SEGMENT
 from passes.device import round_up
-from passes.run.arena import IDLE, Arena
+from passes.run.arena import Arena, least_arena
 
 from .footprint import Footprint, Start
 
 ENOUGH = 1.02  # reserved over allocated; there is less to gain than a segment is large
-BELOW = 0.3  # of what must be allocated besides what there is: small tensors have segments of their own
-EVENTS, FEWEST, MOST = 200_000, 8, 36  # steps of a schedule that are played in all, and how often it is
+EVENTS, FEWEST, MOST = 800_000, 12, 96  # of steps that are played in all, and how often one is
+BASINS = 3  # sizes from which a smaller one is looked for
 
 
 def best_arena(measure: Callable[[Arena], Footprint], start: Start, length: int, limit_bytes: int) -> Arena:
@@ -24,18 +24,19 @@ def best_arena(measure: Callable[[Arena], Footprint], start: Start, length: int,
 
     Args:
         measure: the footprint with an arena.
-        length: of the schedule.
+        length: events of a step.
         limit_bytes: what may be allocated; less above it comes before less that is reserved.
     """
     plain = measure(())
     blocks = [block for segment in start.segments for block in segment.blocks]
     there, used = sum(size for size, _ in blocks), sum(size for size, used in blocks if used)
     high, low = plain.reserved_bytes - there, plain.allocated_bytes - there
+    least = max(OWN_SEGMENT, least_arena(there - used + OWN_SEGMENT))  # somewhat more may lie idle when the step runs
     fits = plain.allocated_bytes <= limit_bytes and plain.reserved_bytes <= ENOUGH * plain.allocated_bytes
-    if fits or low < 2 * OWN_SEGMENT or limit_bytes - used < 2 * OWN_SEGMENT or there - used > IDLE * (1 - BELOW) * low:
+    if fits or low < 2 * OWN_SEGMENT or limit_bytes - used < 2 * OWN_SEGMENT or least > high:
         return ()
     tries = min(MOST, max(FEWEST, EVENTS // length))
-    return _Search(measure, plain, limit_bytes, used - start.others_bytes).between(low, high, tries)
+    return _Search(measure, plain, limit_bytes, used - start.others_bytes).between(least, max(least, low), high, tries)
 
 
 class _Search:
@@ -44,27 +45,32 @@ class _Search:
         self.largest = (limit_bytes - used) // SMALL_SEGMENT * SMALL_SEGMENT  # more would be a peak of its own
         self.found = {0: self._score(plain)}
 
-    def between(self, low: int, high: int, tries: int) -> Arena:
-        """Sizes from `low` on, ever less densely, and some below; then the way from the best of them down to where the
-        step fits no more is halved.
+    def between(self, least: int, low: int, high: int, tries: int) -> Arena:
+        """Sizes from `least` to `low` evenly, since a small one may fill up what segments of 20 MiB leave over; from
+        there on, where all fits into it, ever less densely. Then the ways from the best down to the next are halved.
         """
-        above, under = tries // 2, tries // 3
-        sizes = [low - int(BELOW * low) * k // under for k in range(under, 0, -1)]
+        under, above = tries // 2, tries // 4
+        sizes = [least + (low - least) * k // under for k in range(under)]
         sizes += [low + (high - low) * k * k // above**2 for k in range(above)]
         for size in sizes:
             self._attempt(size)
-        below = max((size for size in self.found if size < self._best()), default=0)
-        for _ in range(tries - above - under if self._best() else 0):
-            best = self._best()
-            middle = round_up((below + best) // 2, SMALL_SEGMENT)
-            if middle >= best:
-                break
-            if self._attempt(middle) >= self.found[best]:
-                below = middle
-        return self._arena(self._best())
+        for size in sorted(self.found, key=self._order)[:BASINS]:
+            self._descend(size, least, (tries - under - above) // BASINS)
+        return self._arena(min(self.found, key=self._order))
 
-    def _best(self) -> int:
-        return min(self.found, key=lambda size: (self.found[size], size))
+    def _descend(self, size: int, least: int, tries: int) -> None:
+        below = max((other for other in self.found if other < size), default=0)
+        for _ in range(tries):
+            middle = round_up((below + size) // 2, SMALL_SEGMENT)
+            if not least <= middle < size:
+                break
+            if self._attempt(middle) < self.found[size]:
+                size = middle
+            else:
+                below = middle
+
+    def _order(self, size: int) -> tuple[tuple[int, int], int]:
+        return self.found[size], size
 
     def _attempt(self, size: int) -> tuple[int, int]:
         size = round_up(size, SMALL_SEGMENT)

@@ -10,19 +10,24 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from passes.allocator import GRANULE, OWN_SEGMENT, Block, CachingAllocator, Segment
+from passes.allocator import ENDLESS, GRANULE, OWN_SEGMENT, CachingAllocator, Segment
 from passes.device import empty_cache, kind_of, room_bytes
 from passes.lower import UPDATE, Lowered
 from passes.profile import OpProfile
+from passes.run._torch import segments_that_do_not_grow
 from passes.run.arena import Arena
 from passes.tape import Tape
 from solvers.replay import replay
 from solvers.schedule import Schedule
 
 Profiles = dict[fx.Node, OpProfile]
+Steps = tuple[tuple[int, ...], tuple[int, ...]]  # the events of the first step and of each later one, as of a `Tape`
 IDLE = "inactive"
 # Settings of the allocator under which it behaves otherwise than `passes.allocator`.
-UNKNOWN_SETTINGS = ("max_split_size_mb", "roundup_power2_divisions", "garbage_collection_threshold", "cudaMallocAsync")
+UNKNOWN_SETTINGS = (
+    "max_split_size_mb", "roundup_power2_divisions", "garbage_collection_threshold", "cudaMallocAsync",
+    "large_segment_size_mb",
+)  # fmt: skip
 STEPS, MOST_STEPS = 3, 8  # the second finds what the first left cached; the last shows that nothing more is needed
 
 
@@ -49,6 +54,7 @@ class Start:
         room_bytes: what can be reserved in all before the device is full.
         expandable: whether the allocator's segments grow.
         descending: whether a new segment lies below those before it.
+        range_bytes: addresses that torch sets aside for one that grows.
     """
 
     segments: tuple[Segment, ...]
@@ -56,6 +62,7 @@ class Start:
     room_bytes: int
     expandable: bool
     descending: bool
+    range_bytes: int = ENDLESS
 
 
 def start_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Start | None:
@@ -65,14 +72,18 @@ def start_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Start | N
     empty_cache(device)
     snapshot = [s for s in torch.cuda.memory_snapshot() if s["device"] == (device.index or 0)]
     segments = tuple(
-        Segment(s["address"], s["segment_type"] == "small", tuple((b["size"], b["state"] != IDLE) for b in s["blocks"]))
+        Segment(
+            s["address"], s["segment_type"] == "small", tuple((b["size"], b["state"] != IDLE) for b in s["blocks"]),
+            s["is_expandable"],
+        )
         for s in snapshot
     )
     ours = {t.untyped_storage().data_ptr() for t in tensors if t.device == device}
     used = [b for s in snapshot for b in s["blocks"] if b["state"] != IDLE]
     others = sum(b["size"] for b in used if b["address"] not in ours)
     expandable = any(s["is_expandable"] for s in snapshot)
-    return Start(segments, others, room_bytes(device) or 0, expandable, _descends(device))
+    total = torch.cuda.mem_get_info(device)[1]
+    return Start(segments, others, room_bytes(device) or 0, expandable, _descends(device), total + total // 8)
 
 
 def unknown_settings() -> tuple[str, ...]:
@@ -84,7 +95,9 @@ def unknown_settings() -> tuple[str, ...]:
 def _descends(device: torch.device) -> bool:
     """Whether the driver places segments downwards: two of the smallest that are not shared are asked for."""
     try:
-        first, second = (torch.empty(OWN_SEGMENT, dtype=torch.uint8, device=device) for _ in range(2))
+        first = torch.empty(OWN_SEGMENT, dtype=torch.uint8, device=device)
+        with segments_that_do_not_grow():
+            second = torch.empty(OWN_SEGMENT, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:
         return False
     found = second.data_ptr() < first.data_ptr()
@@ -93,24 +106,32 @@ def _descends(device: torch.device) -> bool:
     return found
 
 
-def footprint(
-    lowered: Lowered, profiles: Profiles, schedule: Schedule, start: Start, reserve_bytes: int = 0, *,
-    state_bytes: int = 0, arena: Arena = (),
-) -> Footprint:  # fmt: skip
-    """Play steps until one needs no more than those before, the gradients and outputs of each being dropped after it.
+def asked(lowered: Lowered, profiles: Profiles, schedule: Schedule, state_bytes: int = 0) -> Steps:
+    """What steps ask of the allocator, the gradients and outputs of each being dropped after it.
+
+    Args:
+        state_bytes: the optimizer's state, which the first update of the parameters makes.
+    """
+    recorder = _Recorder(lowered, profiles, state_sizes(state_bytes, lowered.gradient_bytes))
+    return recorder.step(schedule), recorder.step(schedule)
+
+
+def footprint(steps: Steps, start: Start, reserve_bytes: int = 0, arena: Arena = ()) -> Footprint:
+    """Play steps until one needs no more than those before.
 
     Args:
         reserve_bytes: what is set aside on top of both figures.
-        state_bytes: the optimizer's state, which the first update of the parameters makes.
         arena: what the first step asks for in advance (`passes.run.arena`).
     """
-    allocator = CachingAllocator(expandable=start.expandable, segments=start.segments, descending=start.descending)
+    allocator = CachingAllocator(
+        expandable=start.expandable, segments=start.segments, descending=start.descending,
+        range_bytes=start.range_bytes,
+    )  # fmt: skip
     for size in arena:
-        allocator.release(allocator.allocate(size))
-    player = _Player(lowered, profiles, allocator, state_sizes(state_bytes, lowered.gradient_bytes))
+        allocator.reserve(size)
     for count in range(MOST_STEPS):
         before = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
-        player.step(schedule)
+        allocator.play(steps[min(count, 1)])
         if count + 1 >= STEPS and before == (allocator.peak_allocated_bytes, allocator.peak_reserved_bytes):
             break
     allocated = allocator.peak_allocated_bytes - start.others_bytes
@@ -129,19 +150,26 @@ def state_sizes(state_bytes: int, gradient_bytes: Sequence[int]) -> tuple[int, .
     return tuple(size for size in (*parts, *left, rest - sum(left)) if size)
 
 
-class _Player:
-    def __init__(
-        self, lowered: Lowered, profiles: Profiles, allocator: CachingAllocator, state: tuple[int, ...] = ()
-    ) -> None:
-        self.lowered, self.profiles, self.allocator = lowered, profiles, allocator
-        self.held: dict[int, Block] = {}
-        self.kept: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
-        self.state = state  # not made yet
-        if lowered.accumulated_bytes:
-            self._allocate(lowered.gradient_bytes)
+class _Recorder:
+    """Attributes:
+    events: of the step so far; an allocation is known by its number among them.
+    held: the allocation that holds a tensor.
+    kept: what ops have left behind for ever, on the forward's thread and on the backward's.
+    """
 
-    def step(self, schedule: Schedule) -> None:
-        backward = False
+    def __init__(self, lowered: Lowered, profiles: Profiles, state: tuple[int, ...]) -> None:
+        self.lowered, self.profiles = lowered, profiles
+        self.events: list[int] = []
+        self.count = 0
+        self.held: dict[int, int] = {}
+        self.kept: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
+        self.before = lowered.gradient_bytes if lowered.accumulated_bytes else ()
+        self.state = state  # not made yet
+
+    def step(self, schedule: Schedule) -> tuple[int, ...]:
+        self.events, self.count, backward = [], 0, False
+        self._keep(self.before)
+        self.before = ()
         for moment in replay(self.lowered.problem, schedule):
             kind, i = moment.step
             if kind == "free":
@@ -154,21 +182,30 @@ class _Player:
         self._update()
         for t in list(self.held):
             self._drop(t)
+        return tuple(self.events)
+
+    def _allocate(self, size: int) -> int:
+        self.events.append(size)
+        self.count += 1
+        return self.count - 1
+
+    def _release(self, made: int) -> None:
+        self.events.append(-1 - made)
 
     def _update(self) -> None:
         """The first update of the parameters makes the optimizer's state, while the gradients are there."""
-        self._allocate(self.state)
+        self._keep(self.state)
         self.state = ()
 
-    def _allocate(self, sizes: Iterable[int]) -> None:
-        """For good."""
+    def _keep(self, sizes: Iterable[int]) -> None:
+        """Allocate for good."""
         for size in filter(None, sizes):
-            self.allocator.allocate(size)
+            self._allocate(size)
 
     def _drop(self, tensor: int) -> None:
         block = self.held.pop(tensor, None)
         if block is not None:
-            self.allocator.release(block)
+            self._release(block)
 
     def _compute(self, i: int, donated: int | None, backward: bool) -> None:
         op, node = self.lowered.problem.ops[i], self.lowered.nodes[i]
@@ -183,33 +220,33 @@ class _Player:
             if block is None and t == op.outputs[0] and given is not None:
                 block, given = given, None
             if block is None and self.lowered.problem.tensors[t].bytes:
-                block = self.allocator.allocate(self.lowered.problem.tensors[t].bytes)
+                block = self._allocate(self.lowered.problem.tensors[t].bytes)
             if block is not None and t in self.held:
-                self.allocator.release(block)  # an output that was live keeps its old copy
+                self._release(block)  # an output that was live keeps its old copy
             elif block is not None:
                 self.held[t] = block
         for block in made.values():
-            self.allocator.release(block)
+            self._release(block)
 
-    def _play(self, tape: Tape, given: Block | None, backward: bool) -> dict[int, Block]:
+    def _play(self, tape: Tape, given: int | None, backward: bool) -> dict[int, int]:
         """The allocations that are left at the op's end; the first result's is not made where memory is given."""
         skipped = tape.results[0] if given is not None and tape.results else None
-        made: dict[int, Block] = {}
+        made: dict[int, int] = {}
         count, missing = 0, self._missing(tape, backward)
         for place, event in enumerate(tape.events):
-            self._allocate(missing.pop(place, ()))
+            self._keep(missing.pop(place, ()))
             if event < 0:
                 if (block := made.pop(-1 - event, None)) is not None:
-                    self.allocator.release(block)
+                    self._release(block)
                 continue
             if count != skipped:
-                made[count] = self.allocator.allocate(event)
+                made[count] = self._allocate(event)
             count += 1
-        self._allocate(size for sizes in missing.values() for size in sizes)
+        self._keep(size for sizes in missing.values() for size in sizes)
         return made
 
-    def _plain(self, workspace: int) -> dict[int, Block]:
-        return {-1: self.allocator.allocate(workspace)} if workspace else {}
+    def _plain(self, workspace: int) -> dict[int, int]:
+        return {-1: self._allocate(workspace)} if workspace else {}
 
     def _missing(self, tape: Tape, backward: bool) -> dict[int, list[int]]:
         """What the op leaves behind for ever and no op before it has, by the event that it comes before.

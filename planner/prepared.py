@@ -30,7 +30,7 @@ from solvers.simulate import simulate
 
 from .arena import best_arena
 from .elsewhere import held_bytes, seen_there
-from .footprint import Footprint, Start, footprint, start_of
+from .footprint import Footprint, Start, Steps, asked, footprint, start_of
 from .hints import Hinted, resolve
 from .options import Options
 from .progress import Progress
@@ -126,28 +126,29 @@ class Prepared:
 
     def footprint(self, schedule: Schedule, arena: Arena = ()) -> Footprint | None:
         """What the device's caching allocator makes of a schedule; None where there is none."""
-        if self.start is None:
-            return None
-        options = self.options
-        return footprint(
-            self.lowered, self.profiles, schedule, self.start, options.reserve_bytes + options.wrapper_bytes,
-            state_bytes=options.update.state_bytes, arena=arena,
-        )  # fmt: skip
+        return None if self.start is None else self._played(self._asked(schedule), self.start, arena)
 
     def arena(self, schedule: Schedule, budget_bytes: int | None) -> Arena:
         """What to ask for before the first step (`planner.arena`); nothing where that lowers nothing."""
         if self.start is None:
             return ()
-        limit = self.start.room_bytes if budget_bytes is None else budget_bytes
-        return best_arena(partial(self.worst_footprint, schedule), self.start, len(schedule), limit)
+        limit, steps = self.start.room_bytes if budget_bytes is None else budget_bytes, self._asked(schedule)
+        return best_arena(partial(self._worst, steps), self.start, len(steps[1]), limit)
 
     def worst_footprint(self, schedule: Schedule, arena: Arena = ()) -> Footprint:
         """Where the driver places new segments is its own affair: the larger figures of both ways."""
+        return self._worst(self._asked(schedule), arena)
+
+    def _asked(self, schedule: Schedule) -> Steps:
+        return asked(self.lowered, self.profiles, schedule, self.options.update.state_bytes)
+
+    def _played(self, steps: Steps, start: Start, arena: Arena) -> Footprint:
+        return footprint(steps, start, self.options.reserve_bytes + self.options.wrapper_bytes, arena)
+
+    def _worst(self, steps: Steps, arena: Arena) -> Footprint:
         assert self.start is not None
-        starts = [replace(self.start, descending=way) for way in (False, True)]
-        both = [replace(self, start=start).footprint(schedule, arena) for start in starts]
-        figures = [(f.allocated_bytes, f.reserved_bytes) for f in both if f is not None]
-        return Footprint(*map(max, zip(*figures, strict=True)))
+        both = [self._played(steps, replace(self.start, descending=way), arena) for way in (False, True)]
+        return Footprint(max(f.allocated_bytes for f in both), max(f.reserved_bytes for f in both))
 
 
 @exclusive()

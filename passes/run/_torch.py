@@ -12,7 +12,7 @@ from torch.utils._pytree import register_pytree_node
 
 __all__ = [
     "Autocast", "active_autocast", "after_backward", "backward_number", "below_autograd", "num_owners",
-    "register_pytree_node", "under_autocast", "under_transform", "with_autograd",
+    "register_pytree_node", "segments_that_do_not_grow", "under_autocast", "under_transform", "with_autograd",
 ]  # fmt: skip
 
 _C: Any = torch._C
@@ -85,3 +85,21 @@ def num_owners(storage: torch.UntypedStorage) -> int | None:
     """How many tensors and storage objects refer to the memory; None where torch does not say."""
     count = getattr(_C, "_storage_Use_Count", None)
     return None if count is None else int(count(storage._cdata))
+
+
+@contextlib.contextmanager
+def segments_that_do_not_grow() -> Iterator[None]:
+    """Let torch's CUDA allocator take segments of the size asked for, also under `expandable_segments:True`.
+
+    It knows both kinds in one process: turning the setting off for a moment is how memory is shared between processes.
+    """
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    change, given = getattr(_C, "_accelerator_setAllocatorSettings", None), settings["PYTORCH_CUDA_ALLOC_CONF"]
+    if change is None or not settings["expandable_segments"]:
+        yield
+        return
+    change(f"{given},expandable_segments:False")
+    try:
+        yield
+    finally:
+        change(given)

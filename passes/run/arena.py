@@ -2,7 +2,8 @@
 
 Left alone, the allocator takes a segment wherever no free block is large enough, and what tensors of another size leave
 of one is lost. One segment is split and merged as tensors come and go, and wastes less. The allocator keeps it cached,
-so later steps ask for nothing. Needs torch alone: exports hold a copy.
+so later steps ask for nothing. Where segments grow, they do so by 20 MiB; an arena is as large as it is asked for
+there, too. Needs torch alone: exports hold a copy.
 """
 
 from __future__ import annotations
@@ -13,12 +14,20 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-IDLE = 0.5  # of the arena: where more lies idle in segments that cannot be given back, another one would be too much
+from ._torch import segments_that_do_not_grow
+
+# Where more lies idle in segments that cannot be given back, an arena would be too much: bytes, and a part of it.
+SPARE_BYTES, IDLE = 40 << 20, 0.5
 
 Arena = tuple[int, ...]  # bytes of its segments, ascending: none is served from those before it
 
 # What was reserved on a device once an arena had been asked for, by whose arena it is.
 _reserved_bytes: WeakKeyDictionary[Any, dict[torch.device, int]] = WeakKeyDictionary()
+
+
+def least_arena(idle_bytes: int) -> int:
+    """Bytes of the smallest arena that is asked for where so much lies idle."""
+    return max(0, int((idle_bytes - SPARE_BYTES) / IDLE))
 
 
 def ask_for(arena: Arena, device: torch.device, owner: Any) -> None:
@@ -30,8 +39,8 @@ def ask_for(arena: Arena, device: torch.device, owner: Any) -> None:
         return
     torch.cuda.empty_cache()
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if idle <= IDLE * sum(arena) and torch.cuda.mem_get_info(device)[0] >= sum(arena):
-        with contextlib.suppress(torch.OutOfMemoryError):
+    if sum(arena) >= least_arena(idle) and torch.cuda.mem_get_info(device)[0] >= sum(arena):
+        with segments_that_do_not_grow(), contextlib.suppress(torch.OutOfMemoryError):
             for size in arena:
                 torch.empty(size, dtype=torch.uint8, device=device)
     known[device] = _now(device)

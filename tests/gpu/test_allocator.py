@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from passes.allocator import CachingAllocator
+from passes.allocator import MIB, CachingAllocator
+from passes.run._torch import segments_that_do_not_grow
 from planner.footprint import start_of
 from tests.gpu.device import CUDA, ON_A_GPU, is_expandable
 
@@ -22,8 +23,14 @@ def test_it_allocates_and_reserves_what_torchs_allocator_does(seed: int) -> None
     del resident[::3]
     start = start_of(resident, CUDA)  # with holes
     assert start is not None
-    ours = CachingAllocator(expandable=expandable, segments=start.segments)
+    ours = CachingAllocator(
+        expandable=expandable, segments=start.segments, descending=start.descending, range_bytes=start.range_bytes
+    )
     torch.cuda.reset_peak_memory_stats()
+    if seed % 2:
+        with segments_that_do_not_grow():
+            torch.empty(300 * MIB, dtype=torch.uint8, device=CUDA)
+        ours.reserve(300 * MIB)
     live = []
     for _ in range(400):
         if live and draw.random() < 0.48:

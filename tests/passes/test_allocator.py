@@ -91,6 +91,29 @@ def test_what_is_reserved_at_the_start_is_used_before_more_is_reserved() -> None
         assert allocator.reserved_bytes == 40 * MIB
 
 
+def test_where_segments_grow_one_that_does_not_is_as_large_as_it_is_asked_for() -> None:
+    allocator = CachingAllocator(expandable=True)  # torch 2.11 and 2.15 on the hollow GPU: the same figures
+    allocator.allocate(3 * MIB)
+    allocator.reserve(38 * MIB)
+    assert (allocator.peak_allocated_bytes, allocator.reserved_bytes) == (41 * MIB, 58 * MIB)
+    inside = allocator.allocate(30 * MIB)
+    assert allocator.allocate(7 * MIB + 512).address == inside.address + 30 * MIB
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (40 * MIB + 512, 58 * MIB)
+    allocator.allocate(18 * MIB)  # segments grow by 20 MiB: 17 are left of the first
+    assert allocator.reserved_bytes == 78 * MIB
+
+
+@pytest.mark.parametrize(("range_mib", "taken"), [(100, 62), (1 << 20, 0)])
+def test_of_two_free_blocks_the_one_that_can_become_less_large_is_taken(range_mib: int, taken: int) -> None:
+    allocator = CachingAllocator(expandable=True, range_bytes=range_mib * MIB)
+    first = allocator.allocate(60 * MIB)
+    allocator.allocate(2 * MIB)
+    allocator.release(first)  # 60 MiB at the beginning; 18 behind, which can grow to the end of the range
+    assert allocator.allocate(10 * MIB).address == taken * MIB
+    allocator.allocate(90 * MIB)
+    assert allocator.reserved_bytes <= (180 if range_mib == 100 else 160) * MIB
+
+
 def test_a_tapes_workspace_is_its_highest_point_above_what_it_returns() -> None:
     # 1000 B of workspace, the result, 600 B more; the first goes, then the last.
     tape = Tape((1000, 4096, 600, -1, -3), (1,))

@@ -7,6 +7,7 @@ methods), and puts it back in code that an interrupt may cut short. Both go on u
 from __future__ import annotations
 
 import concurrent.futures.thread
+import gc
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 PATIENCE_SECONDS = 2.0
 
 _lock = threading.RLock()
+_cut_short = False  # a block was, since the garbage was last collected
 
 
 def _renew() -> None:
@@ -37,9 +39,17 @@ def exclusive() -> Iterator[None]:
 
     Blocks may be nested. Ctrl-C still works at once while this waits, and where a second one comes
     `PATIENCE_SECONDS` after the first.
+
+    Garbage that a block leaves in which something was raised is collected here, too: weak references to fake tensors
+    call Python as these go, where an interrupt that comes while the collector runs would be lost.
     """
-    with _lock, _interrupts_deferred():
-        yield
+    global _cut_short
+    try:
+        with _lock, _interrupts_deferred():
+            yield
+    except BaseException:
+        _cut_short = True
+        raise
 
 
 def alone() -> bool:
@@ -89,11 +99,21 @@ def _interrupts_deferred() -> Iterator[None]:
     later = _Later(previous)
     try:
         signal.signal(signal.SIGINT, later)
+        _collect()
         yield
+        _collect()
     finally:
         if signal.getsignal(signal.SIGINT) is later:
             signal.signal(signal.SIGINT, previous)
         later.deliver()
+
+
+def _collect() -> None:
+    """Free what blocks that were cut short have left, which tracebacks keep until these are handled."""
+    global _cut_short
+    if _cut_short:
+        _cut_short = False
+        gc.collect()
 
 
 def _in_main_thread() -> bool:

@@ -2,7 +2,8 @@
 
 A step is planned for one micro-batch. While it runs, others wait between their forward and their backward: each holds
 what the forward handed to the backward, its outputs, and what the loss keeps. The schedule has inputs, and gradients to
-receive, for all. The peak is that of the stage's forwards and backwards in the order in which the schedule runs them.
+receive, for all; since torch 2.15 it allocates them as they come. The peak is that of the stage's forwards and
+backwards in the order in which the schedule runs them.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Flight:
         keeps_sent: whether the schedule holds all that it sent until it ends.
         first, last: whether the stage is the first one, which is sent no inputs, or the last one, which keeps all
             outputs and is sent no gradients.
+        receives_late: whether memory for what is received is allocated as it comes, and goes after the backward. Inputs
+            of the last stage stay: outputs, which it keeps, lead to them.
         adds: whether gradients are there before a call of the schedule.
         loss_fn: computes the loss of a micro-batch from the stage's output; None: not known, or not this stage's.
         loss: what that holds, once it was measured.
@@ -63,6 +66,7 @@ class Flight:
     keeps_sent: bool
     first: bool
     last: bool
+    receives_late: bool = False
     adds: bool = False
     loss_fn: Callable[[Any], torch.Tensor] | None = None
     loss: LossBytes | None = None
@@ -119,7 +123,8 @@ def flight_of(schedule: Any, loss_fn: Callable[[Any], torch.Tensor] | None, adds
     count, all_first = schedule._n_microbatches, kind == "ScheduleGPipe"
     at_once = count if all_first else min(count, stage.num_stages - stage.stage_index)
     own = loss_fn if stage.is_last else None
-    return Flight(count, at_once, all_first, stage.is_first, stage.is_last, adds, own)
+    late = hasattr(stage, "release_fwd_send_outputs")  # torch >= 2.15
+    return Flight(count, at_once, all_first, stage.is_first, stage.is_last, late, adds, own)
 
 
 def with_loss(flight: Flight | None, traced: Traced, device: torch.device) -> Flight | None:
@@ -163,12 +168,12 @@ def _heights(problem: Problem, schedule: Schedule, flight: Flight, around: Aroun
     loss, count = flight.loss or LossBytes(), flight.micro_batches
     forward, backward, held = _halves(problem, schedule)
     highest = max((m.moment_bytes for m in forward), default=problem.static_bytes)
-    resident = (count - 1) * around.inputs + (0 if flight.last else (count - 1) * around.outputs)
     missing = 0 if flight.adds else around.gradients
     waiting = done = 0
     for is_forward in flight.order:
         waiting -= not is_forward
-        others = resident - missing + waiting * (held + loss.kept) + _left(flight, around, done) + done * loss.left
+        others = _received(flight, around, waiting, done) + _left(flight, around, done) + done * loss.left
+        others += waiting * (held + loss.kept) - missing
         if is_forward:
             yield others + max(highest, problem.static_bytes + held + loss.forward)
             waiting += 1
@@ -179,7 +184,16 @@ def _heights(problem: Problem, schedule: Schedule, flight: Flight, around: Aroun
             yield others + max(own, problem.static_bytes + held + loss.backward)
             missing, done = 0, done + 1
     merged = count * around.outputs if flight.last else 0
-    yield problem.static_bytes + resident + _left(flight, around, done) + done * loss.left + merged
+    received = _received(flight, around, 0, done - 1)
+    yield problem.static_bytes + received + _left(flight, around, done) + done * loss.left + merged
+
+
+def _received(flight: Flight, around: Around, waiting: int, done: int) -> int:
+    """Inputs of the other micro-batches, and memory for gradients of their outputs."""
+    others = flight.micro_batches - 1
+    if flight.receives_late:
+        return (others if flight.first else waiting + done * flight.last) * around.inputs
+    return others * (around.inputs + (0 if flight.last else around.outputs))
 
 
 def _halves(problem: Problem, schedule: Schedule) -> tuple[list[Moment], list[Moment], int]:
@@ -203,4 +217,5 @@ def _left(flight: Flight, around: Around, done: int) -> int:
     """Outputs and gradients of inputs that the schedule still holds of micro-batches whose backward has run."""
     sent = done if flight.keeps_sent else min(done, 1)
     outputs = done if flight.last or flight.keeps_sent else int(1 < flight.at_once <= done + 1)
+    outputs *= flight.last or not flight.receives_late
     return outputs * around.outputs + (0 if flight.first else sent * around.inputs)

@@ -66,7 +66,8 @@ def gathered_gradient_bytes(model: nn.Module) -> int:
     parameters = [p for group in _groups(model) for p in group.fsdp_params]
     found = [p.unsharded_accumulated_grad for p in parameters]
     found += [p.unsharded_param.grad for p in parameters if hasattr(p, "_unsharded_param")]
-    return sum(round_up(g.nbytes, granule(g.device)) for g in found if g is not None)
+    each = {id(g): g for g in found if g is not None}  # since torch 2.15 both are the same
+    return sum(round_up(g.nbytes, granule(g.device)) for g in each.values())
 
 
 def _groups(model: nn.Module) -> list[Any]:

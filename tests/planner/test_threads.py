@@ -234,6 +234,41 @@ def test_waiting_for_another_thread_can_be_interrupted(heard: list[int]) -> None
         pass
 
 
+class _Cycle:
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_garbage_of_a_block_cut_short_goes_where_interrupts_wait(heard: list[int]) -> None:
+    """While the collector runs, weak references call Python, where an exception is lost."""
+    before: list[int] = []  # how many were heard when garbage went, and interrupted
+
+    def leave_garbage() -> None:
+        garbage = _Cycle()
+        weakref.finalize(garbage, lambda: (interrupt(), before.append(len(heard))))
+
+    def cut_short() -> None:
+        with exclusive():
+            leave_garbage()
+            raise ValueError
+
+    gc.disable()
+    try:
+        with pytest.raises(ValueError):
+            cut_short()
+        assert before == []
+        with exclusive():
+            pass
+        assert before == [0] and len(heard) == 1
+        with exclusive():
+            with pytest.raises(ValueError):
+                cut_short()
+            assert before == [0]
+        assert before == [0, 1] and len(heard) == 2
+    finally:
+        gc.enable()
+
+
 def test_real_interrupts_leave_nothing_behind() -> None:
     stages, wrong = interrupts.send(6)
     assert wrong == [] and sum(stages.values()) == 6

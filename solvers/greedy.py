@@ -16,7 +16,7 @@ from .descent import KEEP_RATIOS, cheapest_descent, drop_unneeded
 from .known import recalled
 from .minimum import budget_error, smallest_peak
 from .problem import Problem
-from .solution import Solution, cheapest_fit, solution
+from .solution import Solution, cheapest_fit
 
 DESCENT_SHARE = 0.5
 
@@ -34,13 +34,14 @@ class Greedy(Solver):
         notes = (CLOCK,) if time.monotonic() > until else ()
         schedules = effort.warm_starts if live is None else (live.schedule(), *effort.warm_starts)
         found = cheapest_fit(problem, budget_bytes, self.name, schedules)
-        if found is not None:
-            return replace(found, notes=notes)
-        lowest = smallest_peak(problem, budget_bytes, effort.until())
-        if lowest.live.peak_bytes > budget_bytes:
-            for schedule in recalled(problem, budget_bytes):
-                return solution(problem, schedule, self.name, notes=(CLOCK,))
+        if found is None:
+            lowest = smallest_peak(problem, budget_bytes, effort.until())
+            if lowest.live.peak_bytes <= budget_bytes:
+                drop_unneeded(lowest.live, budget_bytes, effort.until())
+            found = cheapest_fit(problem, budget_bytes, self.name, (lowest.live.schedule(),))
+        known = cheapest_fit(problem, budget_bytes, self.name, recalled(problem, budget_bytes))
+        fitting = [s for s in (found, known) if s is not None]
+        if not fitting:
             late = time.monotonic() > effort.until()
             raise budget_error(budget_bytes, lowest.known_bytes, floor_bytes(problem), hurried=late)
-        drop_unneeded(lowest.live, budget_bytes, effort.until())
-        return solution(problem, lowest.live.schedule(), self.name, notes=notes)
+        return replace(min(fitting, key=lambda s: s.added_cost), notes=notes)

@@ -349,8 +349,8 @@ def search_with_proof(problem: Problem, budget_bytes: int, name: str, effort: Ef
         raise budget_error(budget_bytes, lowest.live.peak_bytes, floor)
     state = hunt(problem, budget_bytes, effort, exact.bound)
     # A state holds the recomputes of a slot in one order only, so a warm start may fit where its state does not.
-    found = recalled(problem, budget_bytes) if state.live is None else (state.live.schedule(),)
-    schedules = (*found, *state.lowest, *effort.warm_starts)
+    found = () if state.live is None else (state.live.schedule(),)
+    schedules = (*found, *recalled(problem, budget_bytes), *state.lowest, *effort.warm_starts)
     best = cheapest_fit(problem, budget_bytes, name, schedules)
     if best is None:
         floor = max(floor, budget_bytes + 1 if state.impossible else 0)

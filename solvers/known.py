@@ -2,7 +2,8 @@
 
 What a refusal names was found within a share of one search's time. The next search of the same problem may have less
 time, a busier machine, or costs that were measured anew: where it finds nothing, the schedule that the refusal was
-about is still there. Costs decide no peak, so problems that differ in them alone are the same here.
+about is still there; for every budget above, too, lest a larger one cost more. Costs decide no peak, so problems that
+differ in them alone are the same here.
 """
 
 from __future__ import annotations

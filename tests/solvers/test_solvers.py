@@ -319,6 +319,13 @@ def test_an_exact_minimum_is_met_again_by_a_search_without_time(name: str) -> No
         assert solvers.solve(problem, smallest, solver=name, time_limit=0).peak_bytes == smallest
 
 
+def test_a_stated_minimum_stands_above_it_too() -> None:
+    problem = seeded_problem(77)
+    smallest = solvers.minimum_budget(problem).minimum_bytes
+    costs = [solvers.solve(problem, budget, solver="greedy").added_cost for budget in (smallest, smallest + 2)]
+    assert costs[1] <= costs[0]
+
+
 @pytest.mark.parametrize(("seed", "costs"), [(0, 3), (85, 0), (90, 1)])
 def test_a_stated_minimum_is_met_under_other_costs(seed: int, costs: int) -> None:
     """Where costs are measured, no two searches see the same ones."""

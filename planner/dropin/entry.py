@@ -225,8 +225,11 @@ class Fallback:
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), swapped_state(state.model, named):
             for device, generator in generators.items():
                 set_rng_state(generator.get_state(), device)
+            # Autocast casts a leaf once for all its uses and adds up their gradients in that dtype; others each time.
+            pairs = zip(leaves[count:], primals[count:], strict=True)
+            arguments = [t if p.is_leaf else t.view_as(t) for t, p in pairs]
             with under_autocast(self.autocast):
-                outputs, _ = flatten(self.plain(unflatten(traced.input_template, leaves[count:])))
+                outputs, _ = flatten(self.plain(unflatten(traced.input_template, arguments)))
         indices = [leaf.index for leaf in traced.outputs]
         started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]
         inputs = [t for t in leaves if t.requires_grad]

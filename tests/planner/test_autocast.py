@@ -81,6 +81,36 @@ def test_a_backward_under_autocast_is_learned() -> None:
         assert equal(step(plan.module, model, x, True, (0, 1)), step(plain, plain, x, True, (0, 1)))
 
 
+def test_a_replay_casts_what_was_computed_before_it_for_each_use() -> None:
+    """Autocast keeps its casts of leaves alone: of an input of the planned part it keeps none."""
+    torch.manual_seed(0)
+    model, before, x = Thrice(), nn.Linear(16, 16), torch.randn(32, 16)
+    plain = copy.deepcopy(model)
+    with bf16():
+        plan = auto_checkpoint(model, x.clone().requires_grad_(), check=False, **QUICK)
+    found = []
+    for called in (plan.module, plain):
+        before.zero_grad()
+        with bf16(), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            called(before(x).float()).backward()
+        found.append(gradients(before))
+        assert any("replays the plain forward" in str(w.message) for w in said) == (called is plan.module)
+    assert equal(*found)
+
+
+class Thrice(nn.Module):
+    """An input with three uses, whose gradients add up to other bits in bfloat16 than in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b, c = (layer(x).float() for layer in self.layers)
+        return (a * b + c + x).square().mean()
+
+
 def test_another_start_is_replayed_under_the_forwards_autocast() -> None:
     model, x = Twice(), torch.randn(4, 8, 16)
     plain = copy.deepcopy(model)

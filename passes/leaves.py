@@ -101,6 +101,14 @@ def casts(traced: Traced) -> dict[int, str]:
     return found
 
 
+def cast_often(traced: Traced) -> list[int]:
+    """The primals that are inputs, get a gradient and are cast for several uses, each with a cast of its own."""
+    placeholders = traced.pristine.find_nodes(op="placeholder")[: traced.num_primals]
+    inputs = [i for i in range(len(traced.state), traced.num_primals) if traced.gradients[i] is not None]
+    cast = torch.ops.aten._to_copy.default
+    return [i for i in inputs if sum(user.target is cast for user in placeholders[i].users) > 1]
+
+
 def _owners(
     traced: Traced, aliases: Aliases, problem: Problem, tensor_of: Mapping[Storage, int]
 ) -> dict[int, list[int]]:

@@ -18,9 +18,11 @@ import torch
 from torch import nn
 
 from passes._torch import TORCH_FOLDER, active_saving_hooks, global_hooks, local_part
-from passes.errors import InputMismatch, NoBackward
+from passes.errors import InputMismatch, NoBackward, Unsupported
+from passes.leaves import cast_often
 from passes.run._torch import Autocast
 from passes.trace.arguments import argument_names, bind_call, run_model, state_tensors
+from passes.trace.capture import Traced
 from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match
 from passes.trace.refuse import has_sharded, is_sharded
@@ -248,6 +250,8 @@ class PlanState:
         _check_materialized(
             primals, lambda: [*(e.name for e in traced.state), *argument_names(traced.input_template)]
         )
+        if entry.key.autocast and any(p.is_leaf and p.requires_grad for p in primals[len(traced.state) :]):
+            _check_cast_leaves(primals, traced)
         self._notice_hooks()
         self._notice_gradients(planned, primals)
         return planned.run(primals, Fallback(self, entry, self._plain_as_called()))
@@ -423,6 +427,18 @@ def _check_materialized(tensors: Iterable[torch.Tensor], names: Callable[[], lis
                 "from such a model, but to run it materialise it first, with model.to_empty(device=...) and "
                 "load_state_dict."
             )
+
+
+def _check_cast_leaves(primals: Sequence[torch.Tensor], traced: Traced) -> None:
+    """Autocast would cast a leaf once for all its uses, and add up their gradients in that dtype: none is traced so."""
+    for i in cast_often(traced):
+        if primals[i].is_leaf:
+            name = argument_names(traced.input_template)[i - len(traced.state)]
+            raise Unsupported(
+                f"the argument {name!r}, a leaf that autocast casts for several uses", "the call",
+                "eager casts it once and adds up the gradients of its uses in the lower precision, a plan casts it for "
+                "each use", f"Pass `{name}.view_as({name})`, or plan without autocast.",
+            )  # fmt: skip
 
 
 def _user_frame() -> int:

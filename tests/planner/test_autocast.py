@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from passes.errors import Unsupported
 from planner import auto_checkpoint
 from tests.planner.small import plan_at
 from tests.planner.steps import SmallGPT, gradients
@@ -97,6 +98,20 @@ def test_a_replay_casts_what_was_computed_before_it_for_each_use() -> None:
         found.append(gradients(before))
         assert any("replays the plain forward" in str(w.message) for w in said) == (called is plan.module)
     assert equal(*found)
+
+
+def test_a_leaf_that_is_cast_for_several_uses_is_refused_by_name() -> None:
+    torch.manual_seed(0)
+    model, x = Thrice(), torch.randn(32, 16)
+    with bf16():
+        plan = auto_checkpoint(model, x.clone().requires_grad_(), check=False, **QUICK)
+        with pytest.raises(Unsupported, match=r"'x', a leaf that autocast casts for several uses.*view_as"):
+            plan.module(x.clone().requires_grad_())
+        given, expected = (x.clone().requires_grad_() for _ in range(2))
+        found, wanted = plan.module(given.view_as(given)), model(expected.view_as(expected))
+    found.backward()
+    wanted.backward()
+    assert torch.equal(given.grad, expected.grad)  # type: ignore[arg-type]
 
 
 class Thrice(nn.Module):

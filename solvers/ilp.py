@@ -4,9 +4,10 @@ Heuristics find a plan; the staged program (`solvers.staged`) bounds it. The fir
 where most bytes are needed whatever is kept. Its solution, turned into a schedule, may exceed the budget between
 two end slots: the slots where it does become end slots of the next program. Every solution is repaired by greedy
 evictions, polished by local search and offered as the answer; every program's dual bound counts, the largest wins.
-Where the first program leaves more than the gap, relaxations with windows of more and more stages are solved for
-their bounds alone (`climb`), and later programs have windows, too. What is left of the time then goes to local search,
-until many rounds of it have found nothing.
+Where the first program leaves more than the gap, the plan is annealed (`solvers.metropolis`), which also looks for one
+where greedy found none; then relaxations with windows of more and more stages are solved for their bounds alone
+(`climb`), and later programs have windows, too. What is left of the time goes to local search and annealing, until many
+rounds have found nothing.
 
 Small problems are searched exactly first (`solvers.exact`), which is the answer, or a bound where it gives up.
 
@@ -32,7 +33,8 @@ from .errors import BudgetError
 from .exact import exact_schedule
 from .known import recalled, remember
 from .live import LARGE, Live, recomputes_of
-from .local import improve, squeeze
+from .local import improve
+from .metropolis import TURNS, WAYS, Runs
 from .minimum import EXACT_SHARE, KNOWN_SHARE, MINIMUM_SHARE, budget_error, smallest_of, smallest_peak
 from .problem import Problem
 from .schedule import Schedule
@@ -63,7 +65,9 @@ CLIMB = (3, 6, 12, 24, 48)
 CLIMB_SHARE = 0.6
 CLIMB_GROWTH = 2.5
 CHEAP = 6000
-SQUEEZE_SHARE = 0.2
+FIRST_ANNEAL_SHARE = 0.2
+ANNEAL_SHARE = 0.2
+ANNEAL_EVERY = 5
 
 
 @dataclass
@@ -75,6 +79,7 @@ class Hunt:
         impossible: it is proved that there is none.
         lowest: the schedule of smallest peak, where the exact search has told it.
         rounds: of local search so far; each has random numbers of its own.
+        runs: of annealing so far.
     """
 
     problem: Problem
@@ -89,6 +94,7 @@ class Hunt:
     lowest: tuple[Schedule, ...] = ()
     notes: dict[str, None] = field(default_factory=dict)
     rounds: int = 0
+    runs: Runs | None = None
 
     @property
     def cost(self) -> int:
@@ -129,6 +135,17 @@ class Hunt:
         self.tell("local search")
 
 
+    def anneal(self, until: float) -> bool:
+        """A run of annealing, if there is time for one until then; whether it found anything."""
+        self.runs = self.runs or Runs(self.problem, self.budget_bytes)
+        known = self.cost
+        if self.finished or not self.runs.worth_it(until):
+            return False
+        self.offer(self.runs.next(self.live, until))
+        self.tell("annealing")
+        return self.cost != known
+
+
 def hunt(problem: Problem, budget_bytes: int, effort: Effort, bound: int) -> Hunt:
     """Alternate between finding and proving, from a bound known, until the gap or the time is used up."""
     gap_cost = int(effort.gap * problem.step_cost)
@@ -145,6 +162,8 @@ def hunt(problem: Problem, budget_bytes: int, effort: Effort, bound: int) -> Hun
     if state.live is None:
         look_exactly(state, effort)
     if not state.impossible:
+        if state.live is None:
+            anneal_for(state, FIRST_ANNEAL_SHARE)
         refine(state, effort)
     return state
 
@@ -191,6 +210,7 @@ def refine(state: Hunt, effort: Effort) -> None:
         if state.live is None and (number > 1 or not more) and state.known_bytes < 0:
             look_lower(state, effort)
         if state.live is not None and not climbed:
+            anneal_for(state, ANNEAL_SHARE)
             climbed, more = True, (*more, *climb(state))
         late = number == 1 and state.known_bytes >= 0 and not state.impossible  # a plan since the first program
         if not more and not late:
@@ -239,7 +259,7 @@ def _after(state: Hunt, share: float) -> float:
 
 
 def polish_on(state: Hunt) -> None:
-    """Rounds of local search until many in a row find nothing or the time is up."""
+    """Rounds of local search and runs of annealing until many in a row find nothing or the time is up."""
     fruitless = 0
     while fruitless < FRUITLESS_ROUNDS and not state.finished and state.seconds_left > LEAST_SECONDS:
         if state.live is None:
@@ -247,6 +267,15 @@ def polish_on(state: Hunt) -> None:
         cost = state.cost
         state.polish()
         fruitless = fruitless + 1 if state.cost == cost else 0
+        if fruitless % ANNEAL_EVERY == ANNEAL_EVERY - 1 and state.anneal(state.deadline):
+            fruitless = 0
+
+
+def anneal_for(state: Hunt, share: float) -> None:
+    """Runs of annealing for a share of the time left, or until each way has twice found nothing."""
+    until, fruitless = _after(state, share), 0
+    while fruitless < TURNS * len(WAYS) and time.monotonic() < until:
+        fruitless = 0 if state.anneal(until) else fruitless + 1
 
 
 def bound_by_relaxation(state: Hunt, ends: tuple[int, ...], share: float) -> None:
@@ -302,11 +331,7 @@ def offer_solution(state: Hunt, model: StagedModel, answer: Answer) -> tuple[int
         return ()
     live = model.to_live(answer.values)
     over = tight_slots(live, state.budget_bytes)
-    fits = descend(live, state.budget_bytes, Taste(0.3), deadline=state.deadline)
-    if not fits and state.live is None:
-        until = _after(state, SQUEEZE_SHARE)
-        fits = squeeze(live, state.budget_bytes, steps=local_steps(state.problem), deadline=until)
-    if fits:
+    if descend(live, state.budget_bytes, Taste(0.3), deadline=state.deadline):
         drop_unneeded(live, state.budget_bytes, state.deadline)
         state.offer(live)
     return over

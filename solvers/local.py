@@ -18,9 +18,6 @@ from .live import Live, Recompute
 NOISES = (0.0, 0.5, 2.0)
 TOLERANCE = 0.02
 SUSPECTS = 400
-NEAR = 40
-RUINED = 8
-DEARER = 1.5
 
 
 def improve(live: Live, budget_bytes: int, *, steps: int, deadline: float, target_cost: int = 0, seed: int = 0) -> bool:
@@ -43,31 +40,6 @@ def improve(live: Live, budget_bytes: int, *, steps: int, deadline: float, targe
             best, best_cost = live.recomputes(), live.cost
     restore(live, best)
     return False
-
-
-def squeeze(live: Live, budget_bytes: int, *, steps: int, deadline: float, seed: int = 0) -> bool:
-    """Lower the peak of a `live` that no eviction helps, in place: recomputes near the worst moment go, others come.
-
-    Returns:
-        Whether it fits.
-    """
-    rng = random.Random(seed)
-    for _ in range(steps):
-        if live.peak_bytes <= budget_bytes or time.monotonic() > deadline:
-            break
-        before, worst, cost_limit = live.peak_bytes, int(live.total.argmax()), DEARER * live.cost
-        live.journal = []
-        near = sorted(live.recomputes(), key=lambda r: (abs(r[0] - worst), r))[:NEAR]
-        for slot, op in rng.sample(near, min(len(near), rng.randint(1, RUINED))):
-            if live.has(slot, op):
-                live.remove(slot, op)
-                drop_dead(live, op, slot)
-        taste = Taste(rng.choice(KEEP_RATIOS), rng.choice(NOISES), rng=rng)
-        descend(live, budget_bytes, taste, cost_limit, deadline)
-        if live.peak_bytes > before:
-            live.rollback()
-        live.journal = None
-    return live.peak_bytes <= budget_bytes
 
 
 def ruin_and_repair(

@@ -134,7 +134,6 @@ class Hunt:
             self.notes[CLOCK] = None
         self.tell("local search")
 
-
     def anneal(self, until: float) -> bool:
         """A run of annealing, if there is time for one until then; whether it found anything."""
         self.runs = self.runs or Runs(self.problem, self.budget_bytes)
@@ -142,6 +141,8 @@ class Hunt:
         if self.finished or not self.runs.worth_it(until):
             return False
         self.offer(self.runs.next(self.live, until))
+        if self.runs.hurried:
+            self.notes[CLOCK] = None
         self.tell("annealing")
         return self.cost != known
 

@@ -64,7 +64,7 @@ class Annealed:
 def anneal(live: Live, budget_bytes: int, hottest: float, *, moves: int, deadline: float, seed: int = 0) -> Annealed:
     """Try so many moves from `live`, which is changed and need not fit, at temperatures that fall from the hottest."""
     walk = _Walk(live, budget_bytes - live.problem.static_bytes, random.Random(seed))
-    done = walk.run(moves, hottest, deadline) if walk.candidates else 0
+    done = walk.run(moves, hottest, deadline) if walk.candidates else moves
     best = Live(live.problem, walk.best) if walk.best is not None else live
     if walk.best is None and not descend(live, budget_bytes, Taste(0.3), deadline=deadline):
         return Annealed(None, done)
@@ -80,6 +80,7 @@ class Runs:
         number: of runs so far; each has random numbers of its own.
         costs: what the last run of each way came to.
         pace: moves a second.
+        hurried: the clock made a run shorter than its turn.
     """
 
     problem: Problem
@@ -87,6 +88,7 @@ class Runs:
     number: int = 0
     costs: dict[Way, float] = field(default_factory=lambda: dict.fromkeys(WAYS, math.inf))
     pace: float = FASTEST
+    hurried: bool = False
 
     def next(self, best: Live | None, deadline: float) -> Live | None:
         """What another run finds, of as many moves as its turn is or the time allows."""
@@ -96,10 +98,12 @@ class Runs:
         way = list(self.costs)[self.number % len(self.costs)]
         start = Live(self.problem, () if way.plain or best is None else best.recomputes())
         begin = time.monotonic()
-        moves = int(min(SHORTEST * GROWTH ** min(turn, TURNS), self.pace * max(0.0, deadline - begin)))
+        wanted = SHORTEST * GROWTH ** min(turn, TURNS)
+        moves = int(min(wanted, self.pace * max(0.0, deadline - begin)))
         self.number += 1
         run = anneal(start, self.budget_bytes, way.hottest, moves=moves, deadline=deadline, seed=self.number)
         self.pace = max(1, run.moves) / (time.monotonic() - begin)
+        self.hurried |= run.moves < wanted
         self.costs[way] = math.inf if run.live is None else run.live.cost
         return run.live
 

@@ -1,4 +1,4 @@
-"""Simulated annealing over recomputes: what it returns fits, is what it says, and is cheaper where descents are far off."""
+"""Simulated annealing over recomputes: what it returns fits, and is cheaper where descents are far off."""
 
 from __future__ import annotations
 

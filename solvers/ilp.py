@@ -34,7 +34,7 @@ from .exact import exact_schedule
 from .known import recalled, remember
 from .live import LARGE, Live, recomputes_of
 from .local import improve
-from .metropolis import TURNS, WAYS, Runs
+from .metropolis import WAYS, Runs
 from .minimum import EXACT_SHARE, KNOWN_SHARE, MINIMUM_SHARE, budget_error, smallest_of, smallest_peak
 from .problem import Problem
 from .schedule import Schedule
@@ -66,8 +66,9 @@ CLIMB_SHARE = 0.6
 CLIMB_GROWTH = 2.5
 CHEAP = 6000
 FIRST_ANNEAL_SHARE = 0.2
-ANNEAL_SHARE = 0.2
+ANNEAL_SHARE = 0.25
 ANNEAL_EVERY = 5
+FRUITLESS_RUNS = 3 * len(WAYS)
 
 
 @dataclass
@@ -134,13 +135,17 @@ class Hunt:
             self.notes[CLOCK] = None
         self.tell("local search")
 
-    def anneal(self, until: float) -> bool:
-        """A run of annealing, if there is time for one until then; whether it found anything."""
+    def anneal(self, until: float, start: Live | None = None) -> bool:
+        """A run of annealing, if there is time for one until then; whether it found anything.
+
+        Args:
+            start: a state that need not fit, where there is no plan.
+        """
         self.runs = self.runs or Runs(self.problem, self.budget_bytes)
         known = self.cost
         if self.finished or not self.runs.worth_it(until):
             return False
-        self.offer(self.runs.next(self.live, until))
+        self.offer(self.runs.next(self.live or start, until))
         if self.runs.hurried:
             self.notes[CLOCK] = None
         self.tell("annealing")
@@ -273,9 +278,9 @@ def polish_on(state: Hunt) -> None:
 
 
 def anneal_for(state: Hunt, share: float) -> None:
-    """Runs of annealing for a share of the time left, or until each way has twice found nothing."""
+    """Runs of annealing for a share of the time left, or until three turns have found nothing."""
     until, fruitless = _after(state, share), 0
-    while fruitless < TURNS * len(WAYS) and time.monotonic() < until:
+    while fruitless < FRUITLESS_RUNS and time.monotonic() < until:
         fruitless = 0 if state.anneal(until) else fruitless + 1
 
 
@@ -335,6 +340,9 @@ def offer_solution(state: Hunt, model: StagedModel, answer: Answer) -> tuple[int
     if descend(live, state.budget_bytes, Taste(0.3), deadline=state.deadline):
         drop_unneeded(live, state.budget_bytes, state.deadline)
         state.offer(live)
+    elif state.live is None:
+        for _ in WAYS:
+            state.anneal(_after(state, FIRST_ANNEAL_SHARE), live)
     return over
 
 

@@ -28,10 +28,11 @@ TIGHT = 0.98  # of the budget: slots for whose sake something is recomputed
 LOOK = 256  # moves between looks at the clock, and at which slots are tight
 TRIES = 20
 LONGEST = 12  # recomputes of one move
-SHORTEST = 10_000  # moves of a first run
+SHORTEST = 20  # moves of a first run for each op
+MOST_OPS = 500  # that are counted for it
 GROWTH = 4
 FASTEST = 1e9  # until a first run has told
-FEWEST = 2_000  # fewer are not worth a run
+FEWEST = 0.2  # of its turn: a shorter run is not worth it
 TURNS = 2  # before the dearest way is left out
 
 Move = list[tuple[int, int, int]]  # (1, slot, op) comes, (-1, slot, op) goes
@@ -92,13 +93,12 @@ class Runs:
 
     def next(self, best: Live | None, deadline: float) -> Live | None:
         """What another run finds, of as many moves as its turn is or the time allows."""
-        turn = self.number // len(WAYS)
         if self.number == TURNS * len(WAYS):
             del self.costs[max(self.costs, key=lambda way: self.costs[way])]
         way = list(self.costs)[self.number % len(self.costs)]
         start = Live(self.problem, () if way.plain or best is None else best.recomputes())
         begin = time.monotonic()
-        wanted = SHORTEST * GROWTH ** min(turn, TURNS)
+        wanted = self._wanted()
         moves = int(min(wanted, self.pace * max(0.0, deadline - begin)))
         self.number += 1
         run = anneal(start, self.budget_bytes, way.hottest, moves=moves, deadline=deadline, seed=self.number)
@@ -109,7 +109,11 @@ class Runs:
 
     def worth_it(self, deadline: float) -> bool:
         """Whether there is time for another run."""
-        return self.pace * (deadline - time.monotonic()) > FEWEST
+        return self.pace * (deadline - time.monotonic()) > FEWEST * self._wanted()
+
+    def _wanted(self) -> int:
+        turn = min(self.number // len(WAYS), TURNS)
+        return SHORTEST * min(len(self.problem.ops), MOST_OPS) * GROWTH**turn
 
 
 @dataclass

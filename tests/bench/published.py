@@ -133,7 +133,7 @@ def main() -> int:
     parser.add_argument("--time-limit", type=float, default=60.0)
     parser.add_argument("--gap", type=float, default=0.0)
     parser.add_argument("--reorder", action="store_true", help="choose the order of the ops, too")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     unknown = [name for name in options.names if name not in NAMES]
     if unknown:
         parser.error(f"no instance is named {unknown[0]!r}; known: {', '.join(NAMES)}")

@@ -143,7 +143,10 @@ class Hunt:
         """
         self.runs = self.runs or Runs(self.problem, self.budget_bytes)
         known = self.cost
-        if self.finished or not self.runs.worth_it(until):
+        if self.finished:
+            return False
+        if not self.runs.worth_it(until):
+            self.notes[CLOCK] = None
             return False
         self.offer(self.runs.next(self.live or start, until))
         if self.runs.hurried:
@@ -280,7 +283,7 @@ def polish_on(state: Hunt) -> None:
 def anneal_for(state: Hunt, share: float) -> None:
     """Runs of annealing for a share of the time left, or until three turns have found nothing."""
     until, fruitless = _after(state, share), 0
-    while fruitless < FRUITLESS_RUNS and time.monotonic() < until:
+    while fruitless < FRUITLESS_RUNS:
         fruitless = 0 if state.anneal(until) else fruitless + 1
 
 

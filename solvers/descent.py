@@ -181,7 +181,7 @@ def plan_eviction(
     after = live.around(tensor, key + 1)[1]
     if after < 0 or after & 1:
         return None
-    slot = (after >> 1) // live.stride
+    slot = live.slot(after)
     limit = live.bytes[tensor] * keep_ratio
     ops, producer = live.problem.ops, live.problem.producer
     chosen: dict[int, None] = {}

@@ -160,12 +160,13 @@ class Live:
                 self.events[t].append(key + 1)
         for t, events in enumerate(self.events):
             if events:
-                last = len(self.total) if self.pinned[t] else self._slot(events[-1]) + 1
-                self.total[self._slot(events[0]) + 1 : last] += self.bytes[t]
+                last = len(self.total) if self.pinned[t] else self.slot(events[-1]) + 1
+                self.total[self.slot(events[0]) + 1 : last] += self.bytes[t]
         for slot in range(len(self.total)):
             self._refresh(slot)
 
-    def _slot(self, event: int) -> int:
+    def slot(self, event: int) -> int:
+        """The slot of an event."""
         return (event >> 1) // self.stride
 
     def _place(self, slot: int, op: int, reads: Sequence[int]) -> None:
@@ -202,7 +203,7 @@ class Live:
 
     def _shift(self, t: int, events: list[int], j: int, event: int, sign: int, dirty: dict[int, None]) -> None:
         """Account for `event` coming (sign 1) between events j - 1 and j, or going (sign -1)."""
-        slot = self._slot(event)
+        slot = self.slot(event)
         if j == 0:
             self._shift_first(t, events, slot, sign)
             return
@@ -210,7 +211,7 @@ class Live:
         now_live = not event & 1
         if was_live == now_live or self.pinned[t]:
             return
-        before = self._slot(events[j - 1])
+        before = self.slot(events[j - 1])
         dirty[before] = None
         delta = sign * self.bytes[t] * (1 if now_live else -1)
         if delta and before < slot:
@@ -218,7 +219,7 @@ class Live:
 
     def _shift_first(self, t: int, events: list[int], slot: int, sign: int) -> None:
         """A first event is the write of an optional op: the tensor comes to life with it."""
-        end = len(self.total) if self.pinned[t] else (self._slot(events[0]) + 1 if events else slot + 1)
+        end = len(self.total) if self.pinned[t] else (self.slot(events[0]) + 1 if events else slot + 1)
         self.total[slot + 1 : end] += sign * self.bytes[t]
 
     def _refresh_all(self, slots: dict[int, None]) -> None:

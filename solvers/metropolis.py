@@ -33,7 +33,7 @@ MOST_OPS = 500  # that are counted for it
 GROWTH = 4
 FASTEST = 1e9  # until a first run has told
 FEWEST = 0.2  # of its turn: a shorter run is not worth it
-TURNS = 2  # before the dearest way is left out
+TURNS = 2  # of all ways: then the dearest is left out, and runs grow no longer
 
 Move = list[tuple[int, int, int]]  # (1, slot, op) comes, (-1, slot, op) goes
 
@@ -211,7 +211,7 @@ class _Walk:
             j = rng.randrange(1, len(events)) if near < 0 else bisect_left(events, 2 * live.key(near, 0))
             if j == 0 or j == len(events) or events[j] & 1:
                 continue
-            before, slot = ((event >> 1) // live.stride for event in events[j - 1 : j + 1])
+            before, slot = map(live.slot, events[j - 1 : j + 1])
             op = live.problem.producer[t]
             if slot - before < 2 or op >= slot or live.has(slot, op):
                 continue
@@ -242,8 +242,8 @@ class _Walk:
         live, rng = self.live, self.rng
         events = live.events[live.problem.ops[op].outputs[0]]
         j = bisect_left(events, 2 * live.key(slot, op) + 1)
-        first = max(op + 1, (events[j - 1] >> 1) // live.stride if j else 0)
-        last = (events[j + 1] >> 1) // live.stride if j + 1 < len(events) else slot
+        first = max(op + 1, live.slot(events[j - 1]) if j else 0)
+        last = live.slot(events[j + 1]) if j + 1 < len(events) else slot
         if last <= first:
             return []
         far = rng.randint(first, last) if rng.random() < 0.5 else slot + rng.choice((-3, -2, -1, 1, 2, 3))

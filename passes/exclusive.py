@@ -71,6 +71,21 @@ def interrupt_point() -> None:
         handler.deliver()
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Within an `exclusive` block: Ctrl-C works at once in here, as nothing of torch's is half done."""
+    later = signal.getsignal(signal.SIGINT)
+    if not isinstance(later, _Later) or not _in_main_thread():
+        yield
+        return
+    later.deliver()
+    try:
+        signal.signal(signal.SIGINT, later.previous)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, later)
+
+
 class _Later:
     """A handler of SIGINT that remembers it for the handler that it stands in for."""
 

@@ -27,6 +27,8 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._ordered_set import OrderedSet
 
+from passes.exclusive import interrupt_point
+
 from .order import Buffer, Order
 
 HELD = "held_outside"  # in the meta of a half's input that others hold as well
@@ -48,6 +50,7 @@ class _Scheduling:
         self.index: dict[str, int] = {}
 
     def before_fusion(self, nodes: list[Any]) -> list[Any]:
+        interrupt_point()
         nodes = _late(_as_planned(nodes), self.held)
         self.index = {n.get_name(): i for i, n in enumerate(nodes)}
         self.names = list(self.index)
@@ -75,6 +78,7 @@ class _Scheduling:
         self.accepted = None
 
     def after_fusion(self, nodes: list[Any]) -> list[Any]:
+        interrupt_point()
         scheduler = V.graph.scheduler
         self._follow(scheduler)
         ordered: list[Any] = scheduler.topological_sort_schedule(sorted(nodes, key=self._place))
@@ -176,6 +180,7 @@ def _overwritable(node: Any, made: Any) -> list[str]:
 @contextlib.contextmanager
 def planned_order(half: fx.GraphModule, options: Mapping[str, Any]) -> Iterator[None]:
     """Have it compiled in the order of its graph, and fused only where that leaves the peak as it is; not cached."""
+    interrupt_point()
     held = frozenset(n.target for n in half.graph.nodes if n.op == "placeholder" and n.meta.get(HELD))
     scheduling = _Scheduling(held)
     _save_inputs_as_they_are(half.graph)

@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from passes.alias import Aliases
 from passes.errors import Unsupported
+from passes.exclusive import exclusive
 from passes.lower import Lowered
 from passes.profile import OpProfile
 from passes.rewrite import Rewritten
@@ -109,6 +110,7 @@ class _Compilation:
             made = {id(own): self._for_inductor(own, True) for own in prepared.regions.prepared}
             self.prepared = composed_anew(prepared, [made[id(own)] for own in prepared.regions.prepared])
 
+    @exclusive()
     def _for_inductor(self, prepared: Prepared, region: bool = False) -> Prepared:
         """The step in Inductor's ops, before and after it fuses them."""
         own, options = prepared.traced, prepared.options
@@ -177,6 +179,7 @@ class _Compilation:
         runs = planned_runs(prepared.regions, found.schedule, lambda own, part: self._of(own, part).decided)
         return Decided(prepared, found, None, budget, {}, BY_INDUCTOR, runs, True)
 
+    @exclusive()
     def _of(self, prepared: Prepared, schedule: Schedule) -> _Compiled:
         """A step, or a run of a region, compiled and measured; equal ones once."""
         key = id(prepared.lowered), schedule

@@ -14,6 +14,7 @@ from torch import fx
 from passes._torch import StorageWeakRef
 from passes.alias import device_of
 from passes.codegen import boxed
+from passes.exclusive import exclusive, interruptible
 from passes.lower import lower
 from passes.memory import granule, round_up
 from passes.profile import OpProfile
@@ -97,7 +98,8 @@ class Program:
         """Trace, decide by `choose` and compile; what was compiled before is dropped, unless something stops this."""
         before = dict(self.__dict__)
         try:
-            self._compile(choose)
+            with exclusive():
+                self._compile(choose)
         except BaseException:
             self.__dict__.update(before)
             raise
@@ -133,7 +135,8 @@ class Program:
             ), timed=settings.timed, fusing=settings.inductor,
         )  # fmt: skip
         self._ready = ready
-        self.schedule = choose(self, ready if self.keeps_outputs else ready.without_outputs)
+        with interruptible():
+            self.schedule = choose(self, ready if self.keeps_outputs else ready.without_outputs)
         if not self.keeps_outputs:
             ready = ready.without_outputs
         self.problem, self.predicted = ready.problem, ready.figures(self.schedule)

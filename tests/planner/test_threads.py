@@ -269,14 +269,21 @@ def test_garbage_of_a_block_cut_short_goes_where_interrupts_wait(heard: list[int
         gc.enable()
 
 
-def test_real_interrupts_leave_nothing_behind() -> None:
-    stages, wrong = interrupts.send(6)
+@pytest.mark.parametrize("of", ["plan", "backend"])
+def test_real_interrupts_leave_nothing_behind(of: str) -> None:
+    stages, wrong = interrupts.send(6, of=of)
     assert wrong == [] and sum(stages.values()) == 6
 
 
 @pytest.mark.slow
 def test_many_real_interrupts_leave_nothing_behind() -> None:
     assert interrupts.send(300)[1] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["backend", "inductor", "compile"])
+def test_many_real_interrupts_of_a_compilation_leave_nothing_behind(of: str) -> None:
+    assert interrupts.send(60 if of == "backend" else 20, of=of)[1] == []
 
 
 def test_mutated_plan_files_are_refused_or_right() -> None:

@@ -67,6 +67,7 @@ class Program:
         self.measured: Figures | None = None
         self.watching = self.keeps_outputs = True
         self.kept: bool | None = None
+        self._left = 0  # what the latest forward left, measured
         self.returned: list[tuple[StorageWeakRef, int]] = []
         self.backward_ran: Callable[[], None] = lambda: None
         self.planning_seconds = self.compile_seconds = 0.0
@@ -185,10 +186,12 @@ class Program:
         peak, left = high_and_left(lambda: result.append(half(values)))
         known = self.measured or self.predicted
         if is_backward:
-            tangents = self.ready.tangent_bytes if self.ready else 0
-            self.measured = replace(known, backward=known.held - dropped + tangents + peak)
+            tangents, held = self.ready.tangent_bytes if self.ready else 0, self._left - dropped
+            self.measured = replace(
+                known, backward=held + tangents + peak, held=self._left if self.keeps_outputs else held
+            )  # fmt: skip
         else:
-            self.measured = replace(known, forward=peak, held=left)
+            self._left, self.measured = left, replace(known, forward=peak, held=left)
         return result.pop()
 
 

@@ -14,6 +14,10 @@ that does not do, all start from one level between the least that they can hold 
 without recompute, the highest at which the step fits. Promised from then on: the peak of what the graphs hold, and of
 gradients from before the step. What Python makes between graphs is `reserve_mb`'s.
 
+What a graph returned counts as held by its caller until a step shows that it is dropped before the backward. Then what
+later graphs read of it counts in H while they run, and not in B of its own graph; where recompute can be saved by that,
+the graphs are planned anew once.
+
 A graph whose result is dropped before any backward (an evaluation with gradients on) holds nothing for one.
 """
 
@@ -21,7 +25,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -39,6 +44,7 @@ ATTEMPTS = 6
 LEVELS = 5
 LONGEST_STEP = 10_000  # calls without a backward between them are no step
 SHARE_OF_TIME = 0.3
+WORTH = 0.005  # of the step's cost: saving that is worth a compilation
 SMALLEST_STEP = 200  # a target is lowered by at least this part of what was predicted
 _T = TypeVar("_T")
 
@@ -49,6 +55,7 @@ class Call:
 
     Attributes:
         passed: what it reads of what graphs before it made, with its bytes.
+        differentiable: those of which it returns a gradient.
         returned: what it returned, with its bytes.
         node: its node in autograd's graph; None where that is not known.
         ended: whether that was gone before there was any backward.
@@ -56,6 +63,7 @@ class Call:
 
     program: Program
     passed: dict[int, int]
+    differentiable: frozenset[int]
     returned: list[tuple[StorageWeakRef, int]]
     node: weakref.ref[Any] | None
     ended: bool = False
@@ -83,7 +91,7 @@ class Share:
         self.made: dict[int, int] = {}  # what graphs of this step made: by which
         self.backward_ran = False
         self.watching = True
-        self.attempts = 0
+        self.attempts = self.steps = 0
         self.target: int | None = None
         self.exhausted = False
         self.lowest = self.accumulated_bytes = 0
@@ -151,7 +159,8 @@ class Share:
         if not self.watching:
             return program.run(*args)
         if self.backward_ran:
-            self._settle()
+            with self._all_or_nothing():
+                self._settle()
             self._begin()
         if not self.watching:
             return program.run(*args)
@@ -160,7 +169,9 @@ class Share:
         program.returned = _made(result, args)
         if program.predicted is not None and len(self.sequence) < LONGEST_STEP:
             passed = {p: size for p, size in _storages(args) if p in self.made}
-            self.sequence.append(Call(program, passed, program.returned, _node(result)))
+            given = [t for t in _tensors(args) if t.requires_grad]
+            differentiable = frozenset(p for p, _ in _storages(given) if p in passed)
+            self.sequence.append(Call(program, passed, differentiable, program.returned, _node(result)))
             self.made.update((p, len(self.sequence) - 1) for p, _ in _storages(result) if p not in self.made)
         else:
             self.made.update((p, -1) for p, _ in _storages(result))
@@ -192,6 +203,16 @@ class Share:
 
     # Settling -------------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """What is cut short leaves the programs, and what is known of them, as they were."""
+        before = [(thing, dict(thing.__dict__)) for thing in (self, *self.programs)]
+        try:
+            yield
+        except BaseException:
+            _put_back(before)
+            raise
+
     def _settle(self) -> None:
         """The step that has run fits, or its graphs are planned anew."""
         sequence = [call.program for call in self.sequence]
@@ -199,8 +220,10 @@ class Share:
         budget = self._budget(self._peak(self._figures(lambda p: _there(p.ready).figures(_there(p.ready).plain))))
         peak = self._peak(self._figures(lambda p: _there(p.figures)))
         self.lowest = min(self.lowest or peak, peak)
-        if budget is None or not sequence or (peak <= budget and not kept):
+        if budget is None or not sequence:
             self.watching = False
+        elif peak <= budget and not kept:
+            self.watching = self._use_what_was_dropped(sequence, budget)
         elif self.attempts >= ATTEMPTS or self.exhausted:
             raise BudgetError(
                 f"of {self.attempts + 1} programs of the compiled step the lowest was measured to hold "
@@ -211,11 +234,32 @@ class Share:
         else:
             self.attempts += 1
             self.target = self._lower_target(peak, budget, self._peak(self._figures(lambda p: _there(p.predicted))))
-            if len(sequence) == 1 and sequence[0].kept is False and sequence[0].count_outputs(False):
+            if _count_as_dropped(sequence):
                 self.target = budget  # foretold anew
             self._plan_together(sequence, self.target)
         for program in self.programs:
             program.watching = self.watching
+
+    def _use_what_was_dropped(self, sequence: list[Program], budget: int) -> bool:
+        """Plan anew, once, with what the caller dropped before the backward, where that is worth a compilation.
+
+        Two steps tell: in the first, Dynamo holds what graphs hand to those that it compiles next.
+        """
+        distinct, before = list(dict.fromkeys(sequence)), [(p, dict(p.__dict__)) for p in sequence]
+        cost, self.steps = _recompute(distinct), self.steps + 1
+        if self.attempts or cost < WORTH:
+            return False
+        if self.steps == 1:
+            return True
+        if not _count_as_dropped(sequence):
+            return False
+        found = self._together(sequence, budget)
+        if self._foretold(found) > budget or cost - _recompute(distinct, found) < WORTH:
+            _put_back(before)
+            return False
+        self.attempts, self.target = 1, budget
+        self._compile(found)
+        return True
 
     def _lower_target(self, peak: int, budget: int, told: int) -> int:
         """Below what was predicted this time by what was measured above the budget."""
@@ -232,7 +276,18 @@ class Share:
 
     def _highest(self, figures: Sequence[Figures]) -> list[int]:
         """The highest point while either half of each graph runs, above parameters and inputs."""
-        return [_held(figures[:k]) + max(f.forward, f.backward + self._left(figures, k)) for k, f in enumerate(figures)]
+        held = self._held_before(figures)
+        return [held[k] + max(f.forward, f.backward + self._left(figures, k)) for k, f in enumerate(figures)]
+
+    def _held_before(self, figures: Sequence[Figures]) -> list[int]:
+        """What each graph finds: what those before it hold, and what they passed on and do not count themselves."""
+        passed = {p: size for call in self.sequence for p, size in call.passed.items()}
+        on = [0] * len(figures)
+        for p, size in passed.items():
+            maker = self.made[p]
+            if maker >= 0 and not self.sequence[maker].program.keeps_outputs:
+                on[maker] += size
+        return [_held(figures[:k]) + sum(on[:k]) for k in range(len(figures))]
 
     def _left(self, figures: Sequence[Figures], k: int) -> int:
         """What the backwards of the graphs after the k-th leave: gradients of what it made itself are its own."""
@@ -243,6 +298,12 @@ class Share:
 
     def _plan_together(self, sequence: list[Program], target: int) -> None:
         """Compile all graphs of the step anew, so that it fits, or at the lowest found."""
+        found = self._together(sequence, target)
+        self.exhausted = self._foretold(found) > target
+        self._compile(found)
+
+    def _together(self, sequence: list[Program], target: int) -> dict[Program, Schedule]:
+        """Schedules with which the step fits, or the lowest found."""
         distinct = list(dict.fromkeys(sequence))
         found = self._each_in_turn({p: _there(p.schedule) for p in distinct}, target)
         if len(sequence) == 1 and self._foretold(found) > target:
@@ -252,9 +313,11 @@ class Share:
                 break
             held = {p: self._hold(_there(p.ready), level / (LEVELS + 1)) for p in distinct}
             found = held if self._foretold(held) <= target and level else self._each_in_turn(held, target)
-        self.exhausted = self._foretold(found) > target
-        for program in distinct:
-            schedule, problem = found[program], program.problem
+        return found
+
+    def _compile(self, found: dict[Program, Schedule]) -> None:
+        for program, schedule in found.items():
+            problem = program.problem
             program.compile(lambda p, ready, s=schedule, q=problem: self._as_chosen(ready, q, s))  # type: ignore[misc]
             self._tell(program)
 
@@ -273,14 +336,21 @@ class Share:
         """What a graph may use wherever it stands in the step, as arguments of `Ready.decide`."""
         places = [k for k, call in enumerate(self.sequence) if call.program is program]
         waiting = [k for k in places if not self.sequence[k].ended]
-        held = [_held(figures[:k]) for k in range(len(figures) + 1)]
-        highest = self._highest(figures)
+        held, highest = self._held_before(figures), self._highest(figures)
+        own = [before + f.held for before, f in zip(held, figures, strict=True)]
         static = _there(program.ready).problem.static_bytes
         return {
             "budget": target - sum(self.leaves.values()) - held[places[-1]] + static,
-            "between": max((max(highest[k + 1 :], default=held[k + 1]) - held[k + 1] for k in waiting), default=0),
+            "between": max(
+                (max(highest[k + 1 :], default=own[k]) - own[k] - self._handed_back(k) for k in waiting), default=0
+            ),
             "after": max((self._left(figures, k) for k in waiting), default=0),
         }
+
+    def _handed_back(self, k: int) -> int:
+        """Gradients of what the k-th call made, which later graphs make: its own Problem counts them, too."""
+        later = {p: call.passed[p] for call in self.sequence[k + 1 :] for p in call.differentiable}
+        return sum(size for p, size in later.items() if self.made[p] == k)
 
     def _foretold(self, found: dict[Program, Schedule]) -> int:
         return self._peak(self._figures(lambda p: _there(p.ready).figures(found[p])))
@@ -296,6 +366,23 @@ def _there(value: _T | None) -> _T:
 
 def _held(figures: Sequence[Figures]) -> int:
     return sum(f.held for f in figures)
+
+
+def _count_as_dropped(programs: Sequence[Program]) -> bool:
+    """No longer count what the callers of these did not hold; whether that is new."""
+    return sum(p.count_outputs(False) for p in programs if p.kept is False) > 0
+
+
+def _put_back(before: Sequence[tuple[Any, dict[str, Any]]]) -> None:
+    for thing, was in before:
+        thing.__dict__.update(was)
+
+
+def _recompute(programs: Sequence[Program], found: Mapping[Program, Schedule] | None = None) -> float:
+    """What is recomputed, with these schedules or as now, as a share of the cost of all."""
+    cost = {p: _there(p.problem).step_cost for p in programs}
+    added = sum(cost[p] * (_there(p.ready).overhead(found[p]) if found else p.overhead) for p in programs)
+    return added / (sum(cost.values()) or 1.0)
 
 
 def _gradients(args: Sequence[Any]) -> list[torch.Tensor]:

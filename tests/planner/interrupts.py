@@ -113,7 +113,7 @@ def child(of: str) -> None:
             began = time.monotonic()
             case.attempt()
             tell(f"planned {time.monotonic() - began}")
-            time.sleep(60)
+            time.sleep(60 if of == "plan" else 20)
             stage = "never interrupted"
         except KeyboardInterrupt as error:
             names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
@@ -143,7 +143,8 @@ def send(count: int, seed: int = 0, of: str = "plan") -> tuple[Counter[str], lis
             return Counter(), [f"the process died: {_end_of(errors)}"]
         finally:
             process.kill()
-        return stages, [*wrong, _end_of(errors)] if stages["never interrupted"] else wrong
+        lost = stages["never interrupted"] and of == "plan"  # Dynamo's own part, before the backend's, can lose one
+        return stages, [*wrong, _end_of(errors)] if lost else wrong
 
 
 def _end_of(errors: IO[str]) -> str:

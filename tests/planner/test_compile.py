@@ -307,6 +307,46 @@ def test_what_is_dropped_before_any_backward_costs_the_step_nothing() -> None:
     assert 0 < found[1] < 1.5 * found[0]  # its input is counted
 
 
+def test_what_the_caller_dropped_before_the_backward_is_used() -> None:
+    """Logits, then a graph break: who keeps them until the step has ended recomputes more than who does not."""
+    torch.manual_seed(0)
+    blocks, head, x = nn.Sequential(*(Block(32, 0.0) for _ in range(6))), nn.Linear(32, 128), torch.randn(256, 32)
+    model, held, overheads = nn.ModuleList([blocks, head]), [], []
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        logits = head(blocks(x))
+        torch._dynamo.graph_break()
+        held.append(logits)
+        return logits.logsumexp(1).mean()
+
+    def step(run: Any, holds: bool) -> torch.Tensor:
+        torch.manual_seed(1)
+        loss = run(x)
+        if not holds:
+            held.clear()
+        loss.backward()
+        held.clear()
+        return loss.detach()
+
+    static = sum(p.nbytes for p in model.parameters()) + x.nbytes
+    loss, expected = step(both, True), _gradients(model)
+    budget = int(0.6 * (measure_peak(lambda: step(both, True)) + static))
+    model.zero_grad()
+    for holds in (False, True):
+        torch._dynamo.reset()
+        options = {"budget_mb": budget / MIB, "inner": "eager", "gap": 0.0, "time_limit": 1.0}
+        compiled = torch.compile(both, backend=checkpoint_planner, options=options)
+        for _ in range(4):
+            torch.testing.assert_close(step(compiled, holds), loss)
+            for found, wanted in zip(_gradients(model), expected, strict=True):
+                torch.testing.assert_close(found, wanted)
+        assert measure_peak(lambda: step(compiled, holds)) + static <= budget  # noqa: B023
+        model.zero_grad()
+        assert plans(options)[0].keeps_outputs == holds
+        overheads.append(plans(options)[0].overhead)
+    assert 0 < overheads[0] < overheads[1]
+
+
 def test_gradients_from_before_the_step_count() -> None:
     torch.manual_seed(0)
     model, x = Net(96, 6), torch.randn(256, 96)

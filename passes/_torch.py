@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 import torch._meta_registrations
 from torch import fx, nn
@@ -28,6 +29,7 @@ try:
     from torch._prims_common import suggest_memory_format
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.utils.stateless import _reparametrize_module
     from torch.utils import _pytree as pytree
@@ -39,7 +41,7 @@ try:
     for _name in (  # what is reached further down, here and in `passes.run._torch`, by its name
         "_C.DisableTorchFunction", "_C._AutoDispatchBelowAutograd", "_C._ForceDispatchKeyGuard",
         "_C._dispatch_tls_local_exclude_set", "_C._dispatch_tls_local_include_set", "_C.DispatchKey.AutogradCUDA",
-        "_is_functional_tensor", "_library.simple_registry.singleton.find", "compiler._is_compiling_flag",
+        "_is_functional_tensor", "_C._functorch.peek_interpreter_stack", "_library.simple_registry.singleton.find", "compiler._is_compiling_flag",
         "compiler._is_exporting_flag", "random.default_generator", "fx.node._side_effectful_functions",
         "ops.aten.mm.default.py_kernels", "ops.aten.mm.default._dispatch_cache", "cuda.memory._record_memory_history",
         "cuda.memory._snapshot", "autograd.Function.apply",
@@ -66,6 +68,7 @@ __all__ = [
     "JointGraph",
     "OpOverload",
     "StorageWeakRef",
+    "Symbols",
     "TorchDispatchMode",
     "WeakIdKeyDictionary",
     "active_saving_hooks",
@@ -82,12 +85,14 @@ __all__ = [
     "forget_cublas_workspaces",
     "forget_source",
     "global_hooks",
+    "inside_transform",
     "is_dense",
     "is_distributed",
     "local_part",
     "local_parts",
     "mutation_count",
     "native_kernels",
+    "number_of",
     "outside_tracing",
     "plain_class",
     "private_generator",
@@ -99,6 +104,7 @@ __all__ = [
     "storage_events",
     "suggest_memory_format",
     "swapped_state",
+    "symbolic",
     "without_sources",
     "wrapped_tensors",
 ]
@@ -609,3 +615,60 @@ def _same_scale(dtype: torch.dtype, p: float) -> bool:
 
 def _to_float32(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+# Sizes that are symbols while a step is traced ------------------------------------------------------------------------
+
+
+class Symbols:
+    """Sizes that are symbols while a step is traced, and what the trace takes as given about them."""
+
+    def __init__(self) -> None:
+        self.shapes = ShapeEnv(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        self.places: dict[Any, tuple[int, int]] = {}  # symbol -> which tensor, which of its dimensions
+        self.sample: dict[Any, int] = {}  # symbol -> its size while it is traced
+
+    def fake(self, mode: FakeTensorMode, number: int, tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+        """Tensor `number`, whose sizes in `dims` are symbols."""
+        kinds = [DimDynamic.DYNAMIC if d in dims else DimDynamic.STATIC for d in range(tensor.dim())]
+        fake: torch.Tensor = mode.from_tensor(
+            tensor.detach(), static_shapes=not dims or None,
+            symbolic_context=StatelessSymbolicContext(kinds) if dims else None,
+        )  # fmt: skip
+        for d in dims:
+            size: Any = fake.size(d)
+            self.places[size.node.expr], self.sample[size.node.expr] = (number, d), tensor.size(d)
+        return fake
+
+    def assignment(self, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
+        """The size of each symbol where the tensors are these."""
+        return {symbol: tensors[i].shape[d] for symbol, (i, d) in self.places.items()}
+
+    def hold(self, sizes: Mapping[Any, int]) -> bool:
+        """Whether all that the trace took as given is so at these sizes."""
+        ranges = [self.shapes.var_to_range[symbol] for symbol in sizes]
+        if not all(r.lower <= size <= r.upper for r, size in zip(ranges, sizes.values(), strict=True)):
+            return False
+        if self.shapes.deferred_runtime_asserts:
+            return False
+        return all(number_of(guard.expr, sizes) is True for guard in self.shapes.guards)
+
+
+def number_of(expression: Any, sizes: Mapping[Any, int]) -> int | bool:
+    """What an expression of symbols is at these sizes."""
+    value = expression.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
+    if value in (sympy.true, sympy.false):
+        return bool(value)
+    if not isinstance(value, sympy.Integer):
+        raise ValueError(f"{expression} is not a whole number at {dict(sizes)}")
+    return int(value)
+
+
+def symbolic(value: Any) -> bool:
+    """Whether a number may depend on symbols."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def inside_transform() -> bool:
+    """Whether a transform of `torch.func` (vmap, grad) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

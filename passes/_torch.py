@@ -29,6 +29,7 @@ try:
     from torch._prims_common import suggest_memory_format
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.utils.stateless import _reparametrize_module
@@ -66,6 +67,7 @@ __all__ = [
     "FunctionalTensor",
     "HigherOrderOperator",
     "JointGraph",
+    "LazyGraphModule",
     "OpOverload",
     "StorageWeakRef",
     "Symbols",

@@ -66,7 +66,7 @@ class Look:
 
 
 _PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_IDENTICAL = (type, type(len), type(lambda: 0), type(Ellipsis), torch.nn.Module)
+_IDENTICAL = (type, type(len), type(lambda: 0), type(Ellipsis))
 
 
 # What only looks at a tensor is not written down: it is answered by how the tensor looks at the sizes played.

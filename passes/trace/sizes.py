@@ -19,8 +19,20 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes._torch import FakeTensor, FakeTensorMode, Symbols, local_part, native_kernels, number_of, pytree, symbolic
-from passes._torch import disable_current_modes, without_sources
+from passes._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    LazyGraphModule,
+    Symbols,
+    disable_current_modes,
+    local_part,
+    native_kernels,
+    number_of,
+    pytree,
+    refer_weakly,
+    symbolic,
+    without_sources,
+)
 from passes.exclusive import exclusive, interrupt_point
 from passes.fuse.rules import fuse
 
@@ -226,7 +238,8 @@ class Pattern:
         return At(sizes)
 
     def _traced(self, graph: fx.Graph, tracer: StepTracer, output_template: Any, layouts: Layouts) -> Traced:
-        module = fx.GraphModule(self.traced.graph_module, copied(graph))
+        module = LazyGraphModule(self.traced.graph_module, copied(graph))
+        refer_weakly(module)
         fuse(module.graph, () if self.keep_outputs else callers_alone(module.graph, self.traced.mutated, self.traced.outputs))
         return replace(
             self.traced, graph_module=module, pristine=graph, input_template=tracer.input_template,

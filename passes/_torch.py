@@ -639,6 +639,8 @@ class Symbols:
         )  # fmt: skip
         for d in dims:
             size: Any = fake.size(d)
+            if not symbolic(size):  # 0 and 1 are cases of their own
+                raise ValueError(f"a size of {size} is no symbol")
             self.places[size.node.expr], self.sample[size.node.expr] = (number, d), tensor.size(d)
         return fake
 

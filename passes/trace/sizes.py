@@ -42,7 +42,7 @@ from .contexts import private_contexts
 from .isolate import isolated
 from .layouts import BATCH_NORMS, VIEWS, EagerFakes, Layouts
 from .script import At, Departed, Items, Look, Played, Script, Size, look_of, written
-from .structure import flatten, shared, slots
+from .structure import Template, flatten, shared, slots
 from .value_guards import KnownValues
 
 aten = torch.ops.aten
@@ -145,7 +145,9 @@ class _SizedTracer(StepTracer):
         self.below = (self.script,)
         try:
             value = super()._run(flat, *modes)
-            self.returned = self.script.of(flatten(value)[0])
+            tensors = flatten(value)[0]
+            self.returned = self.script.of(tensors)
+            _refuse_own_backwards(tensors)
         finally:
             self.script.close()
         return value
@@ -155,6 +157,19 @@ class _SizedTracer(StepTracer):
 
     def _known_values(self, inputs: Sequence[torch.Tensor]) -> KnownValues:
         return _SizedValues(inputs, self.sample, self.symbols)
+
+
+def _refuse_own_backwards(outputs: Sequence[torch.Tensor]) -> None:
+    """Python that runs in the backward is not in the script."""
+    pending = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        function: Any = pending.pop()
+        if isinstance(function, torch.autograd.function.BackwardCFunction):
+            raise Departed("a backward of the user's own")
+        new = {f for f, _ in function.next_functions if f is not None} - seen
+        seen |= new
+        pending += new
 
 
 @dataclass(frozen=True)
@@ -219,17 +234,26 @@ class Pattern:
         tracer = StepTracer(*_of_step(model, loss_fn, bound, differentiated, layouts))
         at = self._at(list(map(local_part, tracer.given)))
         graph = self.graph(at)
+        failed: Exception | None = None
         with exclusive(), isolated(model, loss_fn, shared(tracer.input_template)) as tracer.before, private_contexts():
-            played = Played(self.script, at)
-            tracer.below, flat = (played,), played.given()
-            _check_given(flat, tracer.given)
-            value = tracer._run(flat, tracer.recorder.recording(flat[: len(tracer.entries)]))
-            tensors, output_template = flatten(value)
-            same = slots(output_template) == slots(self.traced.output_template)
-            if played.of(tensors) != self.returned or not same:
-                raise Departed("the model returns something else")
-            del value, tensors, flat, played
+            try:
+                output_template = self._play(tracer, at)
+            except Exception as error:  # noqa: BLE001 - an error of the model's own, too: tracing it says more
+                failed = error
+        if failed is not None:
+            raise Departed(str(failed)) from failed
         return self._traced(graph, tracer, output_template, layouts)
+
+    def _play(self, tracer: StepTracer, at: At) -> Template:
+        """How what the model returns at these sizes is built, where it asks what the script says."""
+        played = Played(self.script, at)
+        tracer.below, flat = (played,), played.given()
+        _check_given(flat, tracer.given)
+        value = tracer._run(flat, tracer.recorder.recording(flat[: len(tracer.entries)]))
+        tensors, template = flatten(value)
+        if played.of(tensors) != self.returned or slots(template) != slots(self.traced.output_template):
+            raise Departed("the model returns something else")
+        return template
 
     def _at(self, given: Sequence[torch.Tensor]) -> At:
         sizes = self.symbols.assignment(given)
@@ -270,8 +294,6 @@ def pattern(
             joint = export_step(tracer, _sized_inputs(tracer, symbols, [inputs for inputs, _ in seen]))
     drop_tangents_of_state(joint.graph_module.graph, len(tracer.given), sum(leaf.differentiated for leaf in tracer.leaves))
     assert tracer.script is not None
-    if tracer.watch.custom_backward:
-        raise Departed("a backward of the user's own")
     traced = seen[0][1]
     told = _tell(joint.graph_module, traced)
     found = Pattern(traced, symbols, told, tracer.script, tracer.returned, keep_outputs)

@@ -648,6 +648,12 @@ class Symbols:
         """The size of each symbol where the tensors are these."""
         return {symbol: tensors[i].shape[d] for symbol, (i, d) in self.places.items()}
 
+    @property
+    def pinned(self) -> bool:
+        """Whether a size was taken as the one number that it has in the sample."""
+        return any(symbol in self.shapes.replacements and self.shapes.replacements[symbol].is_number
+                   for symbol in self.places)  # fmt: skip
+
     def hold(self, sizes: Mapping[Any, int]) -> bool:
         """Whether all that the trace took as given is so at these sizes."""
         ranges = [self.shapes.var_to_range[symbol] for symbol in sizes]

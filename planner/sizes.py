@@ -11,6 +11,7 @@ from torch import nn
 from passes._torch import local_part
 from passes.trace.capture import Traced, capture
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts
+from passes.trace.script import Pinned
 from passes.trace.sizes import Pattern, pattern
 from passes.trace.structure import flatten
 
@@ -77,6 +78,9 @@ class _Kind:
         self.builds += 1
         try:
             self.pattern = pattern(model, loss_fn, bound, differentiated, layouts, keep, self.seen)
+        except Pinned:
+            self.builds = BUILDS
+            return None
         except Exception:  # noqa: BLE001 - whatever it is: the call is traced as usual, which says what there is to say
             return None
         return self._resized(model, loss_fn, bound, differentiated, layouts)

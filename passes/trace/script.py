@@ -25,6 +25,10 @@ class Departed(Exception):
     """What is written down does not hold, or cannot be written down."""
 
 
+class Pinned(Departed):
+    """What is traced takes a size as the one number that it has."""
+
+
 @dataclass(frozen=True)
 class Size:
     """A number that depends on sizes."""
@@ -157,6 +161,7 @@ class StandIn(torch.Tensor):
         raise Departed(f"{func}, which no call that is seen makes")
 
 
+StandIn.__module__, StandIn.__qualname__ = FunctionalTensor.__module__, FunctionalTensor.__qualname__  # libraries ask
 for _name in ("bfloat16", "bool", "byte", "char", "cpu", "cuda", "double", "float", "half", "int", "long", "__bool__"):
     if _name in vars(FunctionalTensor):  # Python that traced tensors have in the place of torch's
         setattr(StandIn, _name, vars(FunctionalTensor)[_name])

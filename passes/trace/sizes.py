@@ -41,7 +41,7 @@ from .capture import StepTracer, Traced, callers_alone, copied, drop_tangents_of
 from .contexts import private_contexts
 from .isolate import isolated
 from .layouts import BATCH_NORMS, VIEWS, EagerFakes, Layouts
-from .script import At, Departed, Items, Look, Played, Script, Size, look_of, written
+from .script import At, Departed, Items, Look, Pinned, Played, Script, Size, look_of, written
 from .structure import Template, flatten, shared, slots
 from .value_guards import KnownValues
 
@@ -57,6 +57,8 @@ class _SizedFakes(EagerFakes):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         interrupt_point()
+        if self.symbols.pinned:
+            raise Pinned("a size is taken as a number")
         dispatch = FakeTensorMode.__torch_dispatch__
         result = dispatch(self, func, types, args, kwargs or {})
         if func is aten.expand.default and not kwargs:
@@ -284,14 +286,17 @@ def pattern(
         seen: the inputs (their shapes alone count) and traces of two calls at other sizes.
 
     Raises:
-        Departed: there is none.
+        Departed: there is none; `Pinned`, where there is none for other calls either.
     """
     symbols = Symbols()
     tracer = _SizedTracer(symbols, *_of_step(model, loss_fn, bound, differentiated, layouts))
     first = len(tracer.entries)
     with exclusive(), isolated(model, loss_fn, shared(tracer.input_template)) as tracer.before:
         with private_contexts(), without_sources():
-            joint = export_step(tracer, _sized_inputs(tracer, symbols, [inputs for inputs, _ in seen]))
+            try:
+                joint = export_step(tracer, _sized_inputs(tracer, symbols, [inputs for inputs, _ in seen]))
+            except Exception as error:
+                raise (Pinned if symbols.pinned else Departed)(str(error)) from error
     drop_tangents_of_state(joint.graph_module.graph, len(tracer.given), sum(leaf.differentiated for leaf in tracer.leaves))
     assert tracer.script is not None
     traced = seen[0][1]

@@ -42,10 +42,11 @@ try:
     for _name in (  # what is reached further down, here and in `passes.run._torch`, by its name
         "_C.DisableTorchFunction", "_C._AutoDispatchBelowAutograd", "_C._ForceDispatchKeyGuard",
         "_C._dispatch_tls_local_exclude_set", "_C._dispatch_tls_local_include_set", "_C.DispatchKey.AutogradCUDA",
-        "_is_functional_tensor", "_C._functorch.peek_interpreter_stack", "_library.simple_registry.singleton.find", "compiler._is_compiling_flag",
+        "_is_functional_tensor", "_library.simple_registry.singleton.find", "compiler._is_compiling_flag",
         "compiler._is_exporting_flag", "random.default_generator", "fx.node._side_effectful_functions",
         "ops.aten.mm.default.py_kernels", "ops.aten.mm.default._dispatch_cache", "cuda.memory._record_memory_history",
-        "cuda.memory._snapshot", "autograd.Function.apply",
+        "cuda.memory._snapshot", "autograd.Function.apply", "_C._functorch.peek_interpreter_stack",
+        "Tensor._make_wrapper_subclass", "_C._disabled_torch_function_impl", "autograd.function.BackwardCFunction",
     ):  # fmt: skip
         operator.attrgetter(_name)(torch)
 except (ImportError, AttributeError) as error:

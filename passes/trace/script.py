@@ -148,16 +148,18 @@ class StandIn(torch.Tensor):
 
     @staticmethod
     def __new__(cls, look: Look, at: At) -> StandIn:
-        made: StandIn = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: StandIn = torch.Tensor._make_wrapper_subclass(
             cls, at.numbers(look.shape), strides=at.numbers(look.strides), dtype=look.dtype, device=look.device,
             requires_grad=look.requires_grad,
         )  # fmt: skip
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise Departed(f"{func}, which no call that is seen makes")
 
 
@@ -280,7 +282,6 @@ class Played(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         asked = self.script.asked[self.place] if self.place < len(self.script.asked) else None
         if asked is None or asked.function != func or not self._agrees(asked.arguments, (list(args), kwargs or {})):
-            if __import__("os").environ.get("DBG"): print(asked, func, [type(a) for a in args], [x if not isinstance(x,torch.Tensor) else self.numbers.get(id(x)) for x in args], kwargs)
             raise Departed(f"call {self.place} is another one")
         self.place += 1
         answer = self._answer(asked.answer)
@@ -309,7 +310,7 @@ class Played(TorchFunctionMode):
         return same_value(told, found) or (isinstance(told, (*_PLAIN, *_IDENTICAL)) and told == found)
 
     def _items_agree(self, kind: type, parts: tuple[Any, ...], found: Any) -> bool:
-        if type(found) is not kind and not {kind, type(found)} == {tuple, torch.Size}:
+        if type(found) is not kind and {kind, type(found)} != {tuple, torch.Size}:
             return False
         if kind is slice:
             now: Any = (found.start, found.stop, found.step)
@@ -328,6 +329,7 @@ class Played(TorchFunctionMode):
             case Items(kind, parts):
                 if issubclass(kind, dict):
                     return kind({key: self._answer(part) for key, part in parts})
-                found = [self._answer(part) for part in parts]
-                return kind(*found) if hasattr(kind, "_fields") else kind(found)
+                found: list[Any] = [self._answer(part) for part in parts]
+                make: Any = kind
+                return make(*found) if hasattr(kind, "_fields") else make(found)
         return told

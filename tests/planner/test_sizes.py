@@ -21,12 +21,11 @@ from planner import auto_checkpoint
 from planner.sizes import Sizes
 
 WIDTH = 8
+BY_NAME = {"5": 2.0, "7": 3.0, "11": 5.0}
 
 
 class Own(nn.Module):
     """A forward in which sizes are read in some way; `read` says which."""
-
-    table = {"5": 2.0, "7": 3.0, "11": 5.0}
 
     def __init__(self, read: Callable[..., Any]) -> None:
         super().__init__()
@@ -115,7 +114,7 @@ def branch_on_values(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
 
 
 def name(self: nn.Module, h: torch.Tensor) -> torch.Tensor:
-    return h * Own.table.get(str(h.shape[1]), 1.0)
+    return h * BY_NAME.get(str(h.shape[1]), 1.0)
 
 
 def constant(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
@@ -152,7 +151,10 @@ def custom(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
 
 
 MADE = (positions, mask, attention, halves, last, windows, in_place, dropped, noise, asked)
-READS = (*MADE, convolution, whole_root, root, power, branch, branch_on_type, branch_on_values, name, constant, loop, divisible, custom)
+READS = (
+    *MADE, convolution, whole_root, root, power, branch, branch_on_type, branch_on_values, name, constant, loop,
+    divisible, custom,
+)  # fmt: skip
 LENGTHS = (4, 6, 5, 7, 12, 11, 2, 1, 8, 9)
 
 

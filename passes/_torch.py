@@ -62,6 +62,7 @@ __all__ = [
     "TORCH_FOLDER",
     "TORCH_VERSION",
     "WAIT_FOR_COLLECTIVE",
+    "BareTensor",
     "DisableTorchFunction",
     "FakeTensor",
     "FakeTensorMode",
@@ -683,3 +684,27 @@ def symbolic(value: Any) -> bool:
 def inside_transform() -> bool:
     """Whether a transform of `torch.func` (vmap, grad) is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class BareTensor(torch.Tensor):
+    """A tensor without memory, which goes by the name of a traced one: libraries ask what they are given."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def made(
+        cls, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device, trained: bool
+    ) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, dtype=dtype, device=device, requires_grad=trained
+        )
+
+    def __init_subclass__(cls) -> None:
+        cls.__module__, cls.__qualname__ = FunctionalTensor.__module__, FunctionalTensor.__qualname__
+        for name in _PYTHON_OF_TRACED & vars(FunctionalTensor).keys():
+            setattr(cls, name, vars(FunctionalTensor)[name])
+
+
+_PYTHON_OF_TRACED = frozenset({
+    "bfloat16", "bool", "byte", "char", "cpu", "cuda", "double", "float", "half", "int", "long", "__bool__",
+})  # fmt: skip

@@ -41,7 +41,7 @@ RIDGE = 10.0
 REPEATS = 5
 HEAP_BYTES = (32 << 20) - (1 << 16)
 OTHERS_BYTES = 8 << 20
-DRAWN = 1 << 16  # made-up numbers; further ones repeat them
+DRAWN = 1 << 13  # made-up numbers; further ones repeat them
 
 
 @dataclass(frozen=True)
@@ -387,10 +387,11 @@ def _made_up(value: Any) -> Any:
     flat = torch.zeros(span(value), dtype=value.dtype, device=value.device)
     if value.is_floating_point() or value.is_complex():
         numbers = torch.view_as_real(flat).view(-1) if value.is_complex() else flat
-        drawn = torch.empty(min(numbers.numel(), DRAWN), dtype=numbers.dtype, device=value.device)
-        drawn.uniform_(0.25, 0.75, generator=torch.Generator(value.device))
-        for start in range(0, numbers.numel(), DRAWN):
-            numbers[start : start + DRAWN].copy_(drawn[: numbers.numel() - start])
+        numbers[:DRAWN].uniform_(0.25, 0.75, generator=torch.Generator(value.device))
+        filled = DRAWN
+        while filled < numbers.numel():
+            numbers[filled : 2 * filled] = numbers[: numbers.numel() - filled][:filled]
+            filled *= 2
     made = flat.as_strided(value.shape, value.stride())
     made = made.conj() if value.is_conj() else made  # which a kernel that knows no conjugates copies first
     return aten._neg_view.default(made) if value.is_neg() else made

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from passes._torch import FakeTensor, FunctionalTensor, inside_transform, number_of, symbolic
+from passes._torch import BareTensor, FakeTensor, FunctionalTensor, inside_transform, number_of, symbolic
 
 from .expected import same_value
 
@@ -143,30 +143,19 @@ class At:
         return tuple(map(self.number, told.parts))
 
 
-class StandIn(torch.Tensor):
+class StandIn(BareTensor):
     """A tensor that can be looked at, and asked for nothing else."""
 
-    @staticmethod
-    def __new__(cls, look: Look, at: At) -> StandIn:
-        made: StandIn = torch.Tensor._make_wrapper_subclass(
-            cls, at.numbers(look.shape), strides=at.numbers(look.strides), dtype=look.dtype, device=look.device,
-            requires_grad=look.requires_grad,
-        )  # fmt: skip
-        return made
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def of(cls, look: Look, at: At) -> StandIn:
+        shape, strides = at.numbers(look.shape), at.numbers(look.strides)
+        return cls.made(shape, strides, look.dtype, look.device, look.requires_grad)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise Departed(f"{func}, which no call that is seen makes")
-
-
-StandIn.__module__, StandIn.__qualname__ = FunctionalTensor.__module__, FunctionalTensor.__qualname__  # libraries ask
-for _name in ("bfloat16", "bool", "byte", "char", "cpu", "cuda", "double", "float", "half", "int", "long", "__bool__"):
-    if _name in vars(FunctionalTensor):  # Python that traced tensors have in the place of torch's
-        setattr(StandIn, _name, vars(FunctionalTensor)[_name])
 
 
 @dataclass(frozen=True)
@@ -273,7 +262,7 @@ class Played(TorchFunctionMode):
 
     def _tensor(self, index: int) -> torch.Tensor:
         if index not in self.made:
-            self.made[index] = tensor = StandIn(self.script.looks[index], self.at)
+            self.made[index] = tensor = StandIn.of(self.script.looks[index], self.at)
             self.numbers[id(tensor)] = index
         return self.made[index]
 

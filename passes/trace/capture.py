@@ -361,7 +361,7 @@ class StepTracer:
         own = tuple(tensor.stride()) if dense and not tensor.is_contiguous() and not of_leaf else None
         if aliased is not None and own is None:
             own = tuple(aliased) if dense else torch.empty(tensor.shape, device="meta").stride()
-        strides = self.layouts.get(gradient_key(path, tensor), own)
+        strides = self.layouts.get(gradient_key(path, tensor), own) if self.layouts else own
         return tensor if strides is None else GivenGradient.apply(tensor, strides)
 
 

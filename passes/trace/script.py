@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -70,6 +71,7 @@ class Look:
 
 
 _PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_NUMBERS = (bool, int, float, complex, str)
 _IDENTICAL = (type, type(len), type(lambda: 0), type(Ellipsis))
 
 
@@ -100,7 +102,7 @@ def written(value: Any, tensor: Callable[[torch.Tensor], Any]) -> Any:
         return Items(type(value), tuple((key, written(part, tensor)) for key, part in value.items()))
     if isinstance(value, (tuple, list)):
         return Items(type(value), tuple(written(part, tensor) for part in value))
-    if value is None or type(value) in (bool, int, float, complex, str) or isinstance(value, (*_PLAIN, *_IDENTICAL)):
+    if value is None or type(value) in _NUMBERS or isinstance(value, (numpy.generic, *_PLAIN, *_IDENTICAL)):
         return value
     raise Departed(f"a {type(value).__name__} cannot be written down")
 

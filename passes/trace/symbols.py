@@ -131,22 +131,30 @@ class _SizedFakes(EagerFakes):
             raise Pinned("a size is taken as a number")
         dispatch = FakeTensorMode.__torch_dispatch__
         result: Any = dispatch(self, func, types, args, kwargs or {})
-        if func is aten.expand.default and not kwargs:
-            strides = _of_expand(args[0], result.shape)
-            if self._plain(tuple(result.stride())) != self._plain(strides):
-                result = dispatch(
-                    self, aten.as_strided.default, types, (result, result.size(), strides, result.storage_offset()), {}
-                )
-        elif func in VIEWS or (func in BATCH_NORMS and args[0].device.type == "cpu"):
-            self._check(func, args, kwargs, result if func in VIEWS else result[0])
+        if func in VIEWS and not kwargs:
+            made = self._made(func, args)
+            if made != self._strides(result):
+                strides = (_of_expand if func is aten.expand.default else _of_view)(args[0], result.shape)
+                place = result, result.size(), strides, result.storage_offset()
+                result = dispatch(self, aten.as_strided.default, types, place, {})
+            self._check(func, made, result)
+        elif func in BATCH_NORMS and args[0].device.type == "cpu":
+            self._check(func, self._made(func, args), result[0])
         return result
 
-    def _check(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _made(self, func: Any, args: Any) -> tuple[int, ...]:
+        """The strides that the kernel makes in the sample."""
         with disable_current_modes(), native_kernels():
             stand_ins = pytree.tree_map(self._stand_in, args)
-            strides = func(*stand_ins, **(kwargs or {})).stride() if func in VIEWS else BATCH_NORMS[func](stand_ins)
-        if tuple(strides) != self._plain(tuple(result.stride())):
+            return tuple(BATCH_NORMS[func](stand_ins) if func in BATCH_NORMS else func(*stand_ins).stride())
+
+    def _check(self, func: Any, made: tuple[int, ...], result: Any) -> None:
+        if made != self._strides(result):
             raise Departed(f"{func} is laid out in another way than its rule says")
+
+    def _strides(self, value: torch.Tensor) -> tuple[int, ...]:
+        strides: tuple[int, ...] = self._plain(tuple(value.stride()))
+        return strides
 
     def _stand_in(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -168,6 +176,22 @@ def _of_expand(source: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
         stride = source.stride()[-back] if there else (inner[0] * strides[0] if strides else 1)
         strides.insert(0, stride if own == size else 0)
     return tuple(strides)
+
+
+def _of_view(source: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The strides of a view of a tensor with elements (computeStride, TensorUtils.cpp)."""
+    sizes, own = source.size(), source.stride()
+    strides: list[Any] = []
+    count, seen, base = 1, 1, own[-1] if sizes else 1
+    for d in reversed(range(source.dim())):
+        count *= sizes[d]
+        if d and (sizes[d - 1] == 1 or own[d - 1] == count * base):
+            continue  # one chunk of memory with the dimension before
+        while len(strides) < len(shape) and (seen < count or shape[-1 - len(strides)] == 1):
+            strides.append(seen * base)
+            seen *= shape[-len(strides)]
+        count, seen, base = 1, 1, own[d - 1]
+    return (*(1 for _ in range(len(shape) - len(strides))), *reversed(strides))
 
 
 def plain(value: Any, symbols: Symbols) -> Any:

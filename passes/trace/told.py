@@ -52,13 +52,13 @@ def tell(module: fx.GraphModule, traced: Traced) -> tuple[Told, ...]:
             continue
         like = expected[len(result)] if len(result) < len(expected) else None
         arguments = list(node.args), node.kwargs
-        if like is not None and like.target is aten.alias.default and _is_whole(node):
+        if (whole := _whole(node)) and like is not None and like.target is aten.alias.default:
             arguments = [node.args[0]], {}
-        elif like is None or (node.op, node.target) != (like.op, like.target):
-            if not _is_whole(node):
-                raise Departed(f"{node.name} is not traced without symbols")
-            numbers[node] = numbers[node.args[0]]
+        elif whole and not (like is not None and _whole(like) == whole):
+            numbers[node] = numbers[node.args[int(node.target is aten.slice_scatter.default)]]
             continue
+        elif like is None or (node.op, node.target) != (like.op, like.target):
+            raise Departed(f"{node.name} is not traced without symbols")
         numbers[node] = _Node(len(result))
         if node.op == "get_attr" and not _same_constant(module, traced.graph_module, node, like):
             raise Departed(f"{node.name} is another constant")
@@ -68,11 +68,16 @@ def tell(module: fx.GraphModule, traced: Traced) -> tuple[Told, ...]:
     return tuple(result)
 
 
-def _is_whole(node: fx.Node) -> bool:
-    """Whether this slices all there is, which torch leaves out where it knows the size; or the gradient of that."""
-    ranges: dict[Any, int] = {aten.slice.Tensor: 2, aten.slice_backward.default: 3}
-    first = ranges.get(node.target)
-    return first is not None and tuple(node.args[first:]) in ((0, _END), (0, _END, 1)) and not node.kwargs
+def _whole(node: fx.Node) -> tuple[Any, ...]:
+    """The op and the dimension of a slice of all there is, which torch leaves out where it knows the size.
+
+    The gradient of one is another, and so is what is written to one. Empty for any other node.
+    """
+    dims: dict[Any, int] = {aten.slice.Tensor: 1, aten.slice_backward.default: 2, aten.slice_scatter.default: 2}
+    at = dims.get(node.target)
+    if at is None or node.kwargs or tuple(node.args[at + 1 :]) not in ((0, _END), (0, _END, 1)):
+        return ()
+    return node.target, node.args[at]
 
 
 _END = 2**63 - 1

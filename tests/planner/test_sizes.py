@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import fx, nn
 from torch.nn import functional as F
 
-from passes._torch import pytree
+from passes._torch import TORCH_VERSION, pytree
 from passes.trace.arguments import bind_sample
 from passes.trace.capture import Traced, capture
 from passes.trace.modules import module_path
@@ -155,7 +156,7 @@ READS = (
     *MADE, convolution, whole_root, root, power, branch, branch_on_type, branch_on_values, name, constant, loop,
     divisible, custom,
 )  # fmt: skip
-LENGTHS = (4, 6, 5, 7, 12, 11, 2, 1, 8, 9)
+LENGTHS = (4, 6, 5, 12, 1, 7, 11)
 
 
 def differs(a: Traced, b: Traced) -> str:
@@ -206,15 +207,55 @@ def made_and_traced(model: nn.Module, samples: list[Any], monkeypatch: pytest.Mo
     return len(traced), found
 
 
-@pytest.mark.parametrize("read", READS, ids=lambda r: r.__name__)
+@pytest.mark.parametrize("read", MADE, ids=lambda r: r.__name__)
 def test_a_trace_at_another_length_is_the_one_that_tracing_makes(
     read: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = [torch.randn(3, length, WIDTH) for length in LENGTHS]
     traced, found = made_and_traced(Own(read), samples, monkeypatch)
     assert not any(found), found
-    if read in MADE:  # two to begin with; one position, which torch takes to be another case, and for some two
-        assert traced <= 4, "the others are made"
+    # Two to begin with, and one position, which torch takes to be another case. Torch 2.11 knows no products of them.
+    assert traced == 3 or (read in (mask, last) and TORCH_VERSION < "2.12"), "the others are made"
+
+
+def gpt2(length: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    options = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 32, "n_positions": 32, "use_cache": False}
+    tokens = torch.randint(0, 32, (2, length))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**options)), {"input_ids": tokens, "labels": tokens}
+
+
+def llama(length: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=32, use_cache=False,
+    )  # fmt: skip
+    tokens = torch.randint(0, 32, (2, length))
+    return transformers.LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+
+
+def bert(length: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    config = transformers.BertConfig(
+        hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
+    tokens = torch.randint(0, 32, (length, length + 1))
+    seen = (torch.arange(length + 1) < length - length % 2)[None].expand(length, -1).long().contiguous()
+    return transformers.BertForMaskedLM(config), {"input_ids": tokens, "attention_mask": seen, "labels": tokens}
+
+
+def vit(batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    config = transformers.ViTConfig(
+        hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    images = torch.randn(batch, 3, 16, 16)
+    return transformers.ViTForImageClassification(config), {"pixel_values": images, "labels": torch.arange(batch) % 2}
+
+
+@pytest.mark.parametrize("build", [gpt2, llama, bert, vit], ids=lambda f: f.__name__)
+def test_so_it_is_for_real_models(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [build(size)[1] for size in (4, 6, 5, 9)]
+    traced, found = made_and_traced(build(4)[0].train(), samples, monkeypatch)
+    assert not any(found), found
+    assert traced == 2 or TORCH_VERSION < "2.12"
 
 
 @pytest.mark.parametrize("read", READS, ids=lambda r: r.__name__)

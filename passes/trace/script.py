@@ -18,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from passes._torch import BareTensor, FakeTensor, FunctionalTensor, inside_transform, number_of, symbolic
+from passes.run._torch import active_autocast
 
 from .expected import same_value
 
@@ -162,9 +163,13 @@ class StandIn(BareTensor):
 
 @dataclass(frozen=True)
 class Asked:
-    """One call: what was asked, with what, and the answer; `grown` are tensors that require a gradient since."""
+    """One call: what was asked, under which settings, with what, and the answer.
+
+    `grown` are tensors that require a gradient since.
+    """
 
     function: Any
+    settings: Any
     arguments: Any
     answer: Any
     grown: tuple[int, ...]
@@ -210,7 +215,7 @@ class Script(TorchFunctionMode):
         if inside_transform():
             raise Departed("a call under a transform of torch.func")
         arguments = written((list(args), kwargs), self._known)
-        before = _tensors(arguments)
+        before, settings = _tensors(arguments), _settings()
         looks = [self._plain_look(i) for i in before]
         result = func(*args, **kwargs)
         grown = []
@@ -220,7 +225,7 @@ class Script(TorchFunctionMode):
                 raise Departed("a tensor that changes its shape")
             if trained_now and not trained:
                 grown.append(i)
-        self.asked.append(Asked(func, arguments, written(result, self._add), tuple(grown)))
+        self.asked.append(Asked(func, settings, arguments, written(result, self._add), tuple(grown)))
         return result
 
     def _plain_look(self, index: int) -> tuple[Any, bool]:
@@ -238,6 +243,11 @@ class Script(TorchFunctionMode):
         """Let go of the tensors."""
         self.alive.clear()
         self.numbers.clear()
+
+
+def _settings() -> Any:
+    """What decides, besides a call, what it computes."""
+    return active_autocast(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
 def _tensors(told: Any) -> list[int]:
@@ -272,9 +282,13 @@ class Played(TorchFunctionMode):
         if func in _LOOKS:
             return func(*args, **(kwargs or {}))
         asked = self.script.asked[self.place] if self.place < len(self.script.asked) else None
-        if asked is None or asked.function != func or not self._agrees(asked.arguments, (list(args), kwargs or {})):
+        if asked is None or (asked.function, asked.settings) != (func, _settings()):
+            raise Departed(f"call {self.place} is another one")
+        if not self._agrees(asked.arguments, (list(args), kwargs or {})):
             raise Departed(f"call {self.place} is another one")
         self.place += 1
+        if asked.answer is None and not _tensors(asked.arguments):
+            return func(*args, **(kwargs or {}))  # a setting, such as whether gradients are recorded
         answer = self._answer(asked.answer)
         for index in asked.grown:
             self.made[index].requires_grad_()

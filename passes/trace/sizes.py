@@ -28,6 +28,7 @@ from .capture import StepTracer, Traced, callers_alone, copied
 from .contexts import private_contexts
 from .isolate import isolated
 from .layouts import Layouts
+from .matching import match
 from .script import At, Departed, Played, Script
 from .structure import Template, flatten, shared, slots
 from .symbols import SizedTracer
@@ -88,7 +89,8 @@ class Pattern:
         return self._traced(graph, tracer, output_template, layouts)
 
     def _play(self, tracer: StepTracer, at: At) -> Template:
-        """How what the model returns at these sizes is built, where it asks what the script says."""
+        """How what the model returns at these sizes is built, where it is as it was and asks what the script says."""
+        match(self.traced.reads, tracer.model, tracer.loss_fn)
         played = Played(self.script, at)
         tracer.below, flat = (played,), played.given()
         _check_given(flat, tracer.given)

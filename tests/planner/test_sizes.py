@@ -276,3 +276,24 @@ def test_every_length_trains_as_without_a_plan(read: Callable[..., Any]) -> None
             numbers.append([loss.detach(), *(p.grad for p in step.parameters())])
             step.zero_grad()
         assert all(map(torch.equal, *numbers)), sample.shape
+
+
+class Mixed(Own):
+    """Computes in lower precision where a flag says so, which no op is told."""
+
+    lower = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.lower):
+            return super().forward(x).float()
+
+
+def test_what_the_model_reads_is_as_it_was() -> None:
+    model = Mixed(positions)
+    planned = auto_checkpoint(model, torch.randn(3, 4, WIDTH), progress=False, check=False).module
+    for length in (4, 6, 5, 9, 12, 7):
+        model.lower = length == 12
+        x = torch.randn(3, length, WIDTH)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert torch.equal(planned(x), model(x)), length

@@ -262,7 +262,7 @@ def test_so_it_is_for_real_models(build: Callable[..., Any], monkeypatch: pytest
 def test_every_length_trains_as_without_a_plan(read: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     model = Own(read)
-    samples = [torch.randn(3, length, WIDTH) for length in LENGTHS]
+    samples = [torch.randn(3, length, WIDTH) for length in (4, 6, 5, 12, 7)]
     plain = copy.deepcopy(model)
     planned = auto_checkpoint(model, samples[0], progress=False, check=False).module
     for sample in samples:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 import torch._meta_registrations
 from torch import fx, nn
@@ -28,6 +29,8 @@ try:
     from torch._prims_common import suggest_memory_format
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.utils.stateless import _reparametrize_module
     from torch.utils import _pytree as pytree
@@ -42,7 +45,8 @@ try:
         "_is_functional_tensor", "_library.simple_registry.singleton.find", "compiler._is_compiling_flag",
         "compiler._is_exporting_flag", "random.default_generator", "fx.node._side_effectful_functions",
         "ops.aten.mm.default.py_kernels", "ops.aten.mm.default._dispatch_cache", "cuda.memory._record_memory_history",
-        "cuda.memory._snapshot", "autograd.Function.apply",
+        "cuda.memory._snapshot", "autograd.Function.apply", "_C._functorch.peek_interpreter_stack",
+        "Tensor._make_wrapper_subclass", "_C._disabled_torch_function_impl", "autograd.function.BackwardCFunction",
     ):  # fmt: skip
         operator.attrgetter(_name)(torch)
 except (ImportError, AttributeError) as error:
@@ -58,14 +62,17 @@ __all__ = [
     "TORCH_FOLDER",
     "TORCH_VERSION",
     "WAIT_FOR_COLLECTIVE",
+    "BareTensor",
     "DisableTorchFunction",
     "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",
     "HigherOrderOperator",
     "JointGraph",
+    "LazyGraphModule",
     "OpOverload",
     "StorageWeakRef",
+    "Symbols",
     "TorchDispatchMode",
     "WeakIdKeyDictionary",
     "active_saving_hooks",
@@ -82,12 +89,14 @@ __all__ = [
     "forget_cublas_workspaces",
     "forget_source",
     "global_hooks",
+    "inside_transform",
     "is_dense",
     "is_distributed",
     "local_part",
     "local_parts",
     "mutation_count",
     "native_kernels",
+    "number_of",
     "outside_tracing",
     "plain_class",
     "private_generator",
@@ -99,6 +108,7 @@ __all__ = [
     "storage_events",
     "suggest_memory_format",
     "swapped_state",
+    "symbolic",
     "without_sources",
     "wrapped_tensors",
 ]
@@ -609,3 +619,92 @@ def _same_scale(dtype: torch.dtype, p: float) -> bool:
 
 def _to_float32(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+# Sizes that are symbols while a step is traced ------------------------------------------------------------------------
+
+
+class Symbols:
+    """Sizes that are symbols while a step is traced, and what the trace takes as given about them."""
+
+    def __init__(self) -> None:
+        self.shapes = ShapeEnv(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        self.places: dict[Any, tuple[int, int]] = {}  # symbol -> which tensor, which of its dimensions
+        self.sample: dict[Any, int] = {}  # symbol -> its size while it is traced
+
+    def fake(self, mode: FakeTensorMode, number: int, tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+        """Tensor `number`, whose sizes in `dims` are symbols."""
+        kinds = [DimDynamic.DYNAMIC if d in dims else DimDynamic.STATIC for d in range(tensor.dim())]
+        fake: torch.Tensor = mode.from_tensor(
+            tensor.detach(), static_shapes=not dims or None,
+            symbolic_context=StatelessSymbolicContext(kinds) if dims else None,
+        )  # fmt: skip
+        for d in dims:
+            size: Any = fake.size(d)
+            if not symbolic(size):  # 0 and 1 are cases of their own
+                raise ValueError(f"a size of {size} is no symbol")
+            self.places[size.node.expr], self.sample[size.node.expr] = (number, d), tensor.size(d)
+        return fake
+
+    def assignment(self, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
+        """The size of each symbol where the tensors are these."""
+        return {symbol: tensors[i].shape[d] for symbol, (i, d) in self.places.items()}
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a size was taken as the one number that it has in the sample."""
+        return any(symbol in self.shapes.replacements and self.shapes.replacements[symbol].is_number
+                   for symbol in self.places)  # fmt: skip
+
+    def hold(self, sizes: Mapping[Any, int]) -> bool:
+        """Whether all that the trace took as given is so at these sizes."""
+        ranges = [self.shapes.var_to_range[symbol] for symbol in sizes]
+        if not all(r.lower <= size <= r.upper for r, size in zip(ranges, sizes.values(), strict=True)):
+            return False
+        if self.shapes.deferred_runtime_asserts:
+            return False
+        return all(number_of(guard.expr, sizes) is True for guard in self.shapes.guards)
+
+
+def number_of(expression: Any, sizes: Mapping[Any, int]) -> int | bool:
+    """What an expression of symbols is at these sizes."""
+    value = expression.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
+    if value in (sympy.true, sympy.false):
+        return bool(value)
+    if not isinstance(value, sympy.Integer):
+        raise ValueError(f"{expression} is not a whole number at {dict(sizes)}")
+    return int(value)
+
+
+def symbolic(value: Any) -> bool:
+    """Whether a number may depend on symbols."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def inside_transform() -> bool:
+    """Whether a transform of `torch.func` (vmap, grad) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class BareTensor(torch.Tensor):
+    """A tensor without memory, which goes by the name of a traced one: libraries ask what they are given."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def made(
+        cls, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device, trained: bool
+    ) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, dtype=dtype, device=device, requires_grad=trained
+        )
+
+    def __init_subclass__(cls) -> None:
+        cls.__module__, cls.__qualname__ = FunctionalTensor.__module__, FunctionalTensor.__qualname__
+        for name in _PYTHON_OF_TRACED & vars(FunctionalTensor).keys():
+            setattr(cls, name, vars(FunctionalTensor)[name])
+
+
+_PYTHON_OF_TRACED = frozenset({
+    "bfloat16", "bool", "byte", "char", "cpu", "cuda", "double", "float", "half", "int", "long", "__bool__",
+})  # fmt: skip

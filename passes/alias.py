@@ -6,6 +6,7 @@ read off its schema (`Tensor(a)`), never guessed from names; the few ops whose s
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -149,18 +150,28 @@ def aliased_argument(node: fx.Node) -> fx.Node | None:
         )  # fmt: skip
     if target in HIDDEN_VIEWS:
         return _first_node(node.args)
-    schema = target._schema
-    if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+    position, name, writes = _aliased(target)
+    if writes:
         raise Unsupported(
             f"in-place op {target}", node.name, "it survived functionalization, so its order is part of its meaning",
             "Use the out-of-place form.",
         )  # fmt: skip
-    # `Tensor(a)` in, `Tensor(a)` out; a list of views shows only on the argument: `Tensor(a -> *)`.
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None:
-            value: Any = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            return _first_node((value,))
-    return None
+    if position is None:
+        return None
+    value: Any = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+    return _first_node((value,))
+
+
+@functools.cache
+def _aliased(target: OpOverload) -> tuple[int | None, str, bool]:
+    """The argument that an op's result is a view of, by position and name, and whether the op writes to any.
+
+    `Tensor(a)` in, `Tensor(a)` out; a list of views shows only on the argument: `Tensor(a -> *)`.
+    """
+    arguments = target._schema.arguments
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+    found = ((i, a.name, writes) for i, a in enumerate(arguments) if a.alias_info is not None)
+    return next(found, (None, "", writes))
 
 
 def _first_node(args: Any) -> fx.Node | None:

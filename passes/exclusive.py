@@ -21,6 +21,7 @@ from typing import Any
 PATIENCE_SECONDS = 2.0
 
 _lock = threading.RLock()
+_later: _Later | None = None  # what hears of Ctrl-C in the main thread's block
 _cut_short = False  # a block was, since the garbage was last collected
 
 
@@ -66,9 +67,8 @@ def _waits_for_work(thread: threading.Thread) -> bool:
 
 def interrupt_point() -> None:
     """Raise here what Ctrl-C asked for since the last such point."""
-    handler = signal.getsignal(signal.SIGINT)
-    if isinstance(handler, _Later) and _in_main_thread():
-        handler.deliver()
+    if _later is not None and _in_main_thread():
+        _later.deliver()
 
 
 @contextmanager
@@ -111,7 +111,8 @@ def _interrupts_deferred() -> Iterator[None]:
     if not _in_main_thread() or not callable(previous) or isinstance(previous, _Later):
         yield
         return
-    later = _Later(previous)
+    global _later
+    _later = later = _Later(previous)
     try:
         signal.signal(signal.SIGINT, later)
         _collect()
@@ -120,6 +121,7 @@ def _interrupts_deferred() -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGINT) is later:
             signal.signal(signal.SIGINT, previous)
+        _later = None
         later.deliver()
 
 

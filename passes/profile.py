@@ -41,6 +41,7 @@ RIDGE = 10.0
 REPEATS = 5
 HEAP_BYTES = (32 << 20) - (1 << 16)
 OTHERS_BYTES = 8 << 20
+DRAWN = 1 << 13  # made-up numbers; further ones repeat them
 
 
 @dataclass(frozen=True)
@@ -385,8 +386,12 @@ def _made_up(value: Any) -> Any:
         return value
     flat = torch.zeros(span(value), dtype=value.dtype, device=value.device)
     if value.is_floating_point() or value.is_complex():
-        numbers = torch.view_as_real(flat) if value.is_complex() else flat
-        numbers.uniform_(0.25, 0.75, generator=torch.Generator(value.device))
+        numbers = torch.view_as_real(flat).view(-1) if value.is_complex() else flat
+        numbers[:DRAWN].uniform_(0.25, 0.75, generator=torch.Generator(value.device))
+        filled = DRAWN
+        while filled < numbers.numel():
+            numbers[filled : 2 * filled] = numbers[: numbers.numel() - filled][:filled]
+            filled *= 2
     made = flat.as_strided(value.shape, value.stride())
     made = made.conj() if value.is_conj() else made  # which a kernel that knows no conjugates copies first
     return aten._neg_view.default(made) if value.is_neg() else made

@@ -31,6 +31,7 @@ from .prepared import Prepared, Regions, check_model, prepare
 from .progress import Progress
 from .regions.emit import cut
 from .regions.prepare import prepare_regions
+from .sizes import Sizes
 
 # (model, arguments, paths of the outputs that backward starts from) -> the step decided for such calls
 Replan = Callable[[nn.Module, Any, "tuple[str, ...] | None"], Decided]
@@ -41,14 +42,15 @@ def replanner(options: Options, budget_bytes: int | None, prepared: Prepared) ->
 
     What has shown about layouts is kept; a step by regions takes the course that its draws led to then.
     """
-    layouts, draws = prepared.layouts, prepared.regions.draws if prepared.regions is not None else None
+    layouts, sizes = prepared.layouts, prepared.sizes
+    draws = prepared.regions.draws if prepared.regions is not None else None
 
     def replan(model: nn.Module, arguments: Mapping[str, Any], differentiated: tuple[str, ...] | None) -> Decided:
         check_model(model)
         progress = Progress(False)
         prepared = prepare_step(
             model, arguments, options, progress, differentiated=differentiated, required_hints=False, layouts=layouts,
-            draws=draws,
+            draws=draws, sizes=sizes,
         )  # fmt: skip
         decided = decide(prepared, budget_bytes, progress)
         check_step(model, decided, arguments, options.loss_fn, options.check is True)
@@ -60,7 +62,7 @@ def replanner(options: Options, budget_bytes: int | None, prepared: Prepared) ->
 def prepare_step(
     model: nn.Module, arguments: Mapping[str, Any], options: Options, progress: Progress, *,
     differentiated: tuple[str, ...] | None = None, required_hints: bool = True, ceiling_bytes: int | None = None,
-    layouts: Layouts | None = None, draws: Mapping[str, Any] | None = None,
+    layouts: Layouts | None = None, draws: Mapping[str, Any] | None = None, sizes: Sizes | None = None,
 ) -> Prepared:  # fmt: skip
     """The step as a whole, or by regions where that is asked for, parameters are sharded or a part cannot be traced."""
     options_of_both: dict[str, Any] = {
@@ -71,7 +73,7 @@ def prepare_step(
         return prepare_regions(model, arguments, options, progress, **by_regions)
     try:
         return prepare(
-            model, arguments, options, progress, ceiling_bytes=ceiling_bytes, **options_of_both,
+            model, arguments, options, progress, ceiling_bytes=ceiling_bytes, sizes=sizes, **options_of_both,
         )  # fmt: skip
     except (CaptureError, Unsupported) as error:
         if options.regions == WHOLE or isinstance(error, NoBackward):

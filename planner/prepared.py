@@ -19,7 +19,7 @@ from passes.ops import VARIES
 from passes.printable import printable
 from passes.profile import Measured, OpProfile, profile
 from passes.run.arena import Arena
-from passes.trace.capture import Traced, capture
+from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts, learned
 from passes.trace.refuse import refuse, refuse_sharded
 from solvers.bounds import floor_bytes
@@ -37,6 +37,7 @@ from .progress import Progress
 from .ranks.flight import Around, flight_peak, with_loss
 from .regions.compose import Composed
 from .regions.hollow import Crossings
+from .sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Prepared:
         layouts: what running has shown about layouts so far; one object for all plans of a model.
         start: the device's caching allocator before the step; None where it has none or the model is on no device.
         regions: the runs of regions that the step is made of (`planner.regions`); None for a step planned as a whole.
+        sizes: the traces of a step planned as a whole at other sizes; one object for all plans of a model.
     """
 
     traced: Traced
@@ -91,6 +93,7 @@ class Prepared:
     layouts: Layouts
     start: Start | None = None
     regions: Regions | None = None
+    sizes: Sizes | None = None
 
     @property
     def problem(self) -> Problem:
@@ -162,6 +165,7 @@ def prepare(
     required_hints: bool = True,
     ceiling_bytes: int | None = None,
     layouts: Layouts | None = None,
+    sizes: Sizes | None = None,
 ) -> Prepared:
     """Everything before the decision.
 
@@ -170,17 +174,18 @@ def prepare(
         required_hints: whether a hint that names nothing raises; planning anew for other inputs, it warns.
         ceiling_bytes: raise `BudgetError` before any op is run if the step is sure to need more.
         layouts: what running has shown so far about how kernels lay out what they make; what is learned is added.
+        sizes: what is known of the model's calls at other sizes.
     """
     refuse_sharded(model)
     device = model_device(model)
     options = options.priced_on(device)
     target = options.target(device)
     real = not any(p.device.type == "meta" for p in model.parameters())
-    layouts = {} if layouts is None else layouts
+    layouts, sizes = {} if layouts is None else layouts, Sizes() if sizes is None else sizes
     measured: dict[Any, Measured] = {}
     while True:
         with progress.stage("capture"):
-            traced = capture(
+            traced = sizes.capture(
                 model, arguments, options.loss_fn, differentiated=differentiated, keep_outputs=options.keep_outputs,
                 layouts=layouts,
             )  # fmt: skip
@@ -208,7 +213,9 @@ def prepare(
     here = real and device.type == target.type
     start = start_of([t for t in resident if isinstance(t, torch.Tensor)], device) if here else None
     name = printable(type(model).__name__)
-    prepared = Prepared(traced, aliases, profiles, lowered, device, plain, options, hinted, name, layouts, start)
+    prepared = Prepared(
+        traced, aliases, profiles, lowered, device, plain, options, hinted, name, layouts, start, sizes=sizes
+    )
     found = prepared.footprint(schedule)
     plain = plain if found is None else found.allocated_bytes
     return replace(prepared, baseline_peak_bytes=plain + prepared.others_bytes(schedule))

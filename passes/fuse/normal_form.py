@@ -6,6 +6,7 @@ all that the proof takes as given.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,9 +47,14 @@ def geometry(value: torch.Tensor) -> Geometry:
 
 def stand_in(value: Any) -> torch.Tensor | None:
     """A tensor without data that is laid out like a value, from the beginning of its memory; None if it has gaps."""
-    if not isinstance(value, torch.Tensor) or not is_dense(value):
+    if not isinstance(value, torch.Tensor) or not _are_dense(tuple(value.shape), value.stride()):
         return None
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+@functools.lru_cache(4096)
+def _are_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    return bool(is_dense(torch.empty_strided(shape, strides, device="meta")))
 
 
 def viewed(target: Any, shown: torch.Tensor, args: tuple[Any, ...], kwargs: Any) -> torch.Tensor | None:

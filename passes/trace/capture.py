@@ -189,27 +189,27 @@ def capture(
     check_inputs(input_tensors, names, input_template)
     entries = state_entries(model)
     given = [*state_tensors(model, entries), *input_tensors]
-    tracer = _StepTracer(model, loss_fn, signature, entries, input_template, differentiated, given, layouts or {})
+    tracer = StepTracer(model, loss_fn, signature, entries, input_template, differentiated, given, layouts or {})
     tensors = [local_part(t) for t in given]
     alone = isolated(model, loss_fn, shared(input_template))
     with exclusive(), alone as tracer.before, private_contexts(), without_sources():
         fake = _fake_inputs(tensors, layouts)
         try:
-            joint = _export(tracer, fake)
+            joint = export_step(tracer, fake)
         except CaptureError as error:
             # Libraries branch on `torch.compiler.is_compiling()` to offer code without data-dependent Python. The
             # model's ordinary path is tried first because it is the one the plain step executes.
             try:
                 with compiling_flags():
-                    joint = _export(tracer, _fake_inputs(tensors, layouts))
+                    joint = export_step(tracer, _fake_inputs(tensors, layouts))
                 tracer.notes += (f"{COMPILING} ({error.location or 'place unknown'})",)
             except CaptureError:
                 raise error from error.__cause__
         check_backward(tracer.before, tracer.judged)
     tracer.remembered.check()
     _check(joint, [e.name for e in entries] + names, len(entries))
-    _drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
-    dropped = () if keep_outputs else _callers_alone(joint, tracer.leaves)
+    drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
+    dropped = () if keep_outputs else callers_alone(joint.graph_module.graph, joint.mutated_inputs, tracer.leaves)
     if not keep_inputs:
         first = len(entries)
         dropped = (*dropped, *joint.graph_module.graph.find_nodes(op="placeholder")[first : first + len(input_tensors)])
@@ -217,7 +217,7 @@ def capture(
     return replace(traced, layouts=dict(layouts or {}))
 
 
-def _export(tracer: _StepTracer, fake: list[torch.Tensor]) -> JointGraph:
+def export_step(tracer: StepTracer, fake: list[torch.Tensor]) -> JointGraph:
     tracer.runs = 0
     try:
         with quiet_fake_errors(), eager_kernels(routes.kernels()), module_paths(tracer.model):
@@ -243,7 +243,7 @@ def _check_in_the_kernels(graph: fx.Graph) -> None:
         graph.erase_node(check)
 
 
-class _StepTracer:
+class StepTracer:
     """The function handed to the tracer: flat tensors in, flat tensors out, structure kept on the side."""
 
     def __init__(
@@ -271,6 +271,7 @@ class _StepTracer:
         self.judged: frozenset[str] = frozenset()
         self.runs = 0
         self.remembered = Remembered()
+        self.below: tuple[AbstractContextManager[Any], ...] = ()  # modes to run the forward in, before all others
         self.keeps_casts = torch.is_autocast_cache_enabled()
 
     def __call__(self, *parts: torch.Tensor) -> list[torch.Tensor]:
@@ -313,10 +314,10 @@ class _StepTracer:
         """The forward's output for these parameters, buffers and inputs."""
         state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
         bound = unflatten(self.input_template, flat[len(self.entries) :])
-        known = KnownValues(flat[len(self.entries) :], self.sample)
+        known = self._known_values(flat[len(self.entries) :])
         with ExitStack() as stack:
-            casts, swapped = _casts_kept(self.keeps_casts), swapped_state(self.model, state)
-            entered: list[AbstractContextManager[Any]] = [casts, swapped, known, EagerLayouts(self.remembered), *modes]
+            first = (_casts_kept(self.keeps_casts), swapped_state(self.model, state), *self.below)
+            entered: list[AbstractContextManager[Any]] = [*first, known, EagerLayouts(self.remembered), *modes]
             for mode in entered:
                 stack.enter_context(mode)
             value = run_model(self.model, self.loss_fn, self.signature, bound)
@@ -324,6 +325,9 @@ class _StepTracer:
             _write_back_reassigned(self.model, self.entries, state)
         self.guard = known.guard
         return value
+
+    def _known_values(self, inputs: Sequence[torch.Tensor]) -> KnownValues:
+        return KnownValues(inputs, self.sample)
 
     def _first_run(self, flat: Sequence[torch.Tensor]) -> Any:
         """As `_run`; what a trace cannot see is refused or said."""
@@ -357,7 +361,7 @@ class _StepTracer:
         own = tuple(tensor.stride()) if dense and not tensor.is_contiguous() and not of_leaf else None
         if aliased is not None and own is None:
             own = tuple(aliased) if dense else torch.empty(tensor.shape, device="meta").stride()
-        strides = self.layouts.get(gradient_key(path, tensor), own)
+        strides = self.layouts.get(gradient_key(path, tensor), own) if self.layouts else own
         return tensor if strides is None else GivenGradient.apply(tensor, strides)
 
 
@@ -491,7 +495,7 @@ def _check(joint: JointGraph, names: list[str], num_state: int) -> None:
         )
 
 
-def _drop_tangents_of_state(graph: fx.Graph, num_primals: int, num_differentiated: int) -> None:
+def drop_tangents_of_state(graph: fx.Graph, num_primals: int, num_differentiated: int) -> None:
     """A parameter that the forward overwrites (under `no_grad`) gets a tangent of its own, before the outputs'.
 
     It is zero: a step differentiates its outputs, and a parameter is a leaf. What is added to it is the gradient.
@@ -528,7 +532,7 @@ def _check_constants(graph_module: fx.GraphModule) -> None:
 
 
 def _traced(
-    joint: JointGraph, tracer: _StepTracer, entries: list[StateEntry], input_template: Template, num_inputs: int,
+    joint: JointGraph, tracer: StepTracer, entries: list[StateEntry], input_template: Template, num_inputs: int,
     dropped: Sequence[fx.Node],
 ) -> Traced:  # fmt: skip
     num_outputs = joint.num_forward_outputs - len(joint.mutated_inputs)
@@ -542,7 +546,7 @@ def _traced(
                 "a change of one would have to show in the other", "Return a clone() of it.",
             )  # fmt: skip
         leaves.append(leaf)
-    pristine = _copy(joint.graph_module.graph)
+    pristine = copied(joint.graph_module.graph)
     fuse(joint.graph_module.graph, dropped)
     paths = {i: path for path, i in reversed(slots(input_template))}  # of tensors that come twice, the first
     return Traced(
@@ -563,15 +567,15 @@ def _traced(
     )
 
 
-def _callers_alone(joint: JointGraph, leaves: list[OutputLeaf]) -> tuple[fx.Node, ...]:
+def callers_alone(graph: fx.Graph, mutated: Sequence[int], leaves: Sequence[OutputLeaf]) -> tuple[fx.Node, ...]:
     """Results of the forward that only the caller has after it: the backward does not start from them."""
-    results: Any = joint.graph_module.graph.output_node().args[0]
-    first = len(joint.mutated_inputs)
+    results: Any = graph.output_node().args[0]
+    first = len(mutated)
     found = [results[first + leaf.index] for leaf in leaves if leaf.input is None and not leaf.differentiated]
     return tuple(n for n in found if isinstance(n, fx.Node))
 
 
-def _copy(graph: fx.Graph) -> fx.Graph:
+def copied(graph: fx.Graph) -> fx.Graph:
     result = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

@@ -227,7 +227,7 @@ class EagerFakes(FakeTensorMode):
         return dispatch(aten.empty_strided.default, types, (value.size(), strides), options)
 
 
-LIBRARY.define("laid_out(Tensor value, int[] strides) -> Tensor")
+LIBRARY.define("laid_out(Tensor value, SymInt[] strides) -> Tensor")
 LAID_OUT = torch.ops.planner.laid_out.default
 
 

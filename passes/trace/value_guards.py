@@ -109,6 +109,10 @@ class KnownValues(TorchFunctionMode):
         """What the trace took as given about the inputs; None when it asked nothing."""
         return Guard(tuple(self.tape[: self.asked_at]), tuple(self.answers)) if self.answers else None
 
+    def plain(self, value: Any) -> Any:
+        """A call's arguments, or a shape, as they are in the sample."""
+        return value
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = list(_tensors((args, kwargs)))
@@ -148,7 +152,7 @@ class KnownValues(TorchFunctionMode):
         """The call on real values, in a 1-tuple; None where it cannot be made."""
         with outside_tracing(), _Known():
             try:
-                real_args, real_kwargs = pytree.tree_map(self._value, (args, kwargs))
+                real_args, real_kwargs = pytree.tree_map(self._value, self.plain((args, kwargs)))
                 return (func(*real_args, **real_kwargs),)
             except Exception:  # noqa: BLE001 - whatever it is, tracing the call itself will say it better
                 return None
@@ -160,7 +164,7 @@ class KnownValues(TorchFunctionMode):
 
     def _remember(self, func: Any, args: Any, kwargs: Any, result: Any, real: Any, from_input: bool) -> None:
         pairs = list(zip(_tensors(result), _tensors(real), strict=False))
-        if not pairs or any(t.shape != v.shape or v.numel() > LARGEST for t, v in pairs):
+        if not pairs or any(self.plain(t.shape) != v.shape or v.numel() > LARGEST for t, v in pairs):
             return
         if from_input and _writes(func, kwargs):  # views of what was written may be known as constants
             for tensor, known in list(self.known.items()):

@@ -219,13 +219,22 @@ def lengths() -> Iterator[Row]:
     first = time.perf_counter() - begin
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        new = [_seconds(lambda b=b: step(plan.module, b)) for b in batches[1:]]
+        new = [_planning(plan, b) for b in batches[1:]]
         second = [[_seconds(lambda m=m, b=b: step(m, b)) for m in (plain, plan.module)]
                   for _ in range(5) for b in batches]  # fmt: skip
     ratio = sum(b for _, b in second) / sum(a for a, _ in second)
     yield Row("second epoch", f"{ratio:.3f} of plain's", f"at most {EPOCH}", ratio <= EPOCH)
     share = statistics.median(new) / first
-    yield Row("planning a new length", f"{share:.3f} of the first", f"at most {PLANNING}", share <= PLANNING)
+    found = f"{share:.3f} of the first ({first:.2f} s; {', '.join(f'{s:.2f}' for s in new)})"
+    yield Row("planning a new length", found, f"at most {PLANNING}", share <= PLANNING)
+
+
+def _planning(plan: Any, batch: Any) -> float:
+    """How long a call of a new length plans."""
+    state = plan.module._plan_state
+    before: float = state.replan_seconds
+    step(plan.module, batch)
+    return float(state.replan_seconds) - before
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -736,12 +736,12 @@ STAGES = ("capture", "alias", "resolve", "profile", "lower", "solve_step", "rewr
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_interrupt_in_any_stage_leaves_no_residue(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from planner import fit, pipeline, prepared, session
+    from planner import fit, pipeline, prepared, session, sizes
 
     model, x = mlp(), batch(8, 32)
     budget = tight(model, x).budget_bytes
     assert budget is not None
-    places = [m for m in (session, prepared, fit, pipeline) if hasattr(m, stage)]
+    places = [m for m in (session, prepared, sizes, fit, pipeline) if hasattr(m, stage)]
     original = getattr(places[0], stage)
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,160 @@
+"""One trace whose sizes are symbols, and the traces at other sizes that are made from it without tracing.
+
+A `Pattern` is built from three calls whose inputs differ in their sizes alone. Two of them were traced as they are.
+The third is traced with symbols in the place of the sizes that differ (`symbols.py`): the numbers in its graph are
+expressions (`told.py`), torch notes what it takes as given about the symbols, and a script is written of all that the
+model asks of torch (`script.py`). The two traces must come out of the pattern node by node. At any other sizes it holds
+where what torch took as given holds, and where the model's own Python, run at those sizes, asks exactly what the script
+says; its reads and its questions about values are recorded then, as in any trace. Where anything is otherwise,
+`Departed` is raised, and the step is to be traced as usual.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes._torch import LazyGraphModule, Symbols, local_part, refer_weakly
+from passes.exclusive import exclusive
+from passes.fuse.rules import fuse
+
+from .arguments import call_signature, state_entries, state_tensors
+from .capture import StepTracer, Traced, callers_alone, copied
+from .contexts import private_contexts
+from .isolate import isolated
+from .layouts import Layouts
+from .matching import match
+from .script import At, Departed, Played, Script
+from .structure import Template, flatten, shared, slots
+from .symbols import SizedTracer
+from .told import Told, at_sizes, check_same, tell
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A step's trace for any sizes.
+
+    Attributes:
+        traced: one of the traces that the pattern was held to.
+        told: what each node of its graph is.
+        returned: the numbers of the forward's results in the script.
+    """
+
+    traced: Traced
+    symbols: Symbols
+    told: tuple[Told, ...]
+    script: Script
+    returned: tuple[int, ...]
+    keep_outputs: bool
+
+    def graph(self, at: At) -> fx.Graph:
+        """The graph as it is traced at these sizes."""
+        graph, mode = fx.Graph(), _mode(self.traced.pristine)
+        nodes: list[fx.Node] = []
+        for old, told in zip(self.traced.pristine.nodes, self.told, strict=True):
+            args, kwargs = at_sizes(told.arguments, at, nodes, mode)
+            node = graph.create_node(old.op, old.target, tuple(args), kwargs, old.name, old.type)
+            node.meta = copy.copy(old.meta)
+            if told.looks is not None:
+                node.meta["val"] = at_sizes(told.looks, at, nodes, mode)
+                node.meta.pop("tensor_meta", None)
+            nodes.append(node)
+        return graph
+
+    def resized(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, bound: Mapping[str, Any],
+        differentiated: tuple[str, ...] | None, layouts: Layouts,
+    ) -> Traced:  # fmt: skip
+        """The trace of this call.
+
+        Raises:
+            Departed: the pattern does not hold for it.
+        """
+        tracer = StepTracer(*_of_step(model, loss_fn, bound, differentiated, layouts))
+        at = self._at(list(map(local_part, tracer.given)))
+        graph = self.graph(at)
+        failed: Exception | None = None
+        with exclusive(), isolated(model, loss_fn, shared(tracer.input_template)) as tracer.before, private_contexts():
+            try:
+                output_template = self._play(tracer, at)
+            except Exception as error:  # noqa: BLE001 - an error of the model's own, too: tracing it says more
+                failed = error
+        if failed is not None:
+            raise Departed(str(failed)) from failed
+        return self._traced(graph, tracer, output_template, layouts)
+
+    def _play(self, tracer: StepTracer, at: At) -> Template:
+        """How what the model returns at these sizes is built, where it is as it was and asks what the script says."""
+        match(self.traced.reads, tracer.model, tracer.loss_fn)
+        played = Played(self.script, at)
+        tracer.below, flat = (played,), played.given()
+        _check_given(flat, tracer.given)
+        value = tracer._run(flat, tracer.recorder.recording(flat[: len(tracer.entries)]))
+        tensors, template = flatten(value)
+        if played.of(tensors) != self.returned or slots(template) != slots(self.traced.output_template):
+            raise Departed("the model returns something else")
+        return template
+
+    def _at(self, given: Sequence[torch.Tensor]) -> At:
+        sizes = self.symbols.assignment(given)
+        if not self.symbols.hold(sizes):
+            raise Departed("the trace does not hold at these sizes")
+        return At(sizes)
+
+    def _traced(self, graph: fx.Graph, tracer: StepTracer, output_template: Any, layouts: Layouts) -> Traced:
+        module = LazyGraphModule(self.traced.graph_module, copied(graph))
+        refer_weakly(module)
+        own = self.traced
+        fuse(module.graph, () if self.keep_outputs else callers_alone(module.graph, own.mutated, own.outputs))
+        return replace(
+            own, graph_module=module, pristine=graph, input_template=tracer.input_template,
+            output_template=output_template, reads=tracer.recorder.finish(module), guard=tracer.guard,
+            layouts=dict(layouts),
+        )  # fmt: skip
+
+
+def pattern(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, bound: Mapping[str, Any],
+    differentiated: tuple[str, ...] | None, layouts: Layouts, keep_outputs: bool,
+    seen: Sequence[tuple[Sequence[torch.Tensor], Traced]],
+) -> Pattern:  # fmt: skip
+    """The pattern of a step.
+
+    Args:
+        bound: the arguments of a call that is traced with symbols.
+        seen: the inputs (their shapes alone count) and traces of two calls at other sizes.
+
+    Raises:
+        Departed: there is none; `Pinned`, where there is none for other calls either.
+    """
+    tracer = SizedTracer(*_of_step(model, loss_fn, bound, differentiated, layouts))
+    joint, first = tracer.trace([inputs for inputs, _ in seen]), len(tracer.entries)
+    traced = seen[0][1]
+    told = tell(joint.graph_module, traced)
+    found = Pattern(traced, tracer.symbols, told, tracer.script, tracer.returned, keep_outputs)
+    for inputs, other in seen:
+        check_same(found.graph(found._at([*tracer.given[:first], *inputs])), other, traced)
+    return found
+
+
+def _of_step(model: Any, loss_fn: Any, bound: Any, differentiated: Any, layouts: Any) -> tuple[Any, ...]:
+    tensors, template = flatten(dict(bound))
+    entries = state_entries(model)
+    given = [*state_tensors(model, entries), *tensors]
+    return model, loss_fn, call_signature(model, loss_fn), entries, template, differentiated, given, layouts
+
+
+def _mode(graph: fx.Graph) -> Any:
+    return next(iter(graph.nodes)).meta["val"].fake_mode
+
+
+def _check_given(fakes: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+    for told, tensor in zip(fakes, map(local_part, given), strict=True):
+        looks = [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in (told, tensor)]
+        if looks[0] != looks[1] or (tensor.device.type != "meta" and told.device != tensor.device):
+            raise Departed("a parameter, buffer or input looks otherwise")

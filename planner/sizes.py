@@ -1,0 +1,110 @@
+"""The traces of a model's calls: one that differs from calls before in its sizes alone is made without tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes._torch import local_part
+from passes.trace.capture import Traced, capture
+from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts
+from passes.trace.script import Pinned
+from passes.trace.sizes import Pattern, pattern
+from passes.trace.structure import flatten
+
+from .dropin.plan_key import call_key
+
+BUILDS = 3  # patterns that are tried for one kind of call
+MISSES = 4  # calls in a row for which a pattern does not hold, after which it is dropped
+_Seen = tuple[list[torch.Tensor], Traced]
+
+
+class Sizes:
+    """Captures the calls of a model.
+
+    Two kinds of call differ in more than sizes. The first two sizes of a kind are traced; the third is traced with
+    symbols (`passes.trace.sizes`), and what comes of that serves it and all sizes after it for which it holds.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: dict[Any, _Kind] = {}
+
+    def capture(
+        self, model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None, *,
+        differentiated: tuple[str, ...] | None, keep_outputs: bool, layouts: Layouts,
+    ) -> Traced:  # fmt: skip
+        """`passes.trace.capture.capture`."""
+        tensors, template = flatten(dict(bound))
+        key = call_key(tensors, template)
+        looks = tuple((t.dim(), t.dtype, t.device, t.requires_grad) for t in tensors)
+        outside = key.inputs[0], key.autocast, key.defaults, layouts.get(BACKWARD_AUTOCAST)
+        kind = self.kinds.setdefault((looks, outside, differentiated, keep_outputs), _Kind())
+        # What kernels were seen to lay out in ways of their own is known for single sizes.
+        if layouts.keys() <= {BACKWARD_AUTOCAST}:
+            made = kind.made(model, bound, loss_fn, tensors, differentiated, keep_outputs, layouts)
+            if made is not None:
+                return made
+        traced = capture(
+            model, bound, loss_fn, differentiated=differentiated, keep_outputs=keep_outputs, layouts=layouts
+        )
+        kind.add(tensors, traced)
+        return traced
+
+
+class _Kind:
+    """Calls that differ in their sizes alone."""
+
+    def __init__(self) -> None:
+        self.seen: list[_Seen] = []  # the two traced last, at two sizes
+        self.pattern: Pattern | None = None
+        self.builds = self.misses = 0
+
+    def add(self, tensors: list[torch.Tensor], traced: Traced) -> None:
+        """Remember a trace; of the inputs the shapes alone."""
+        shapes = [torch.empty(shape, device="meta") for shape in _shapes(tensors)]
+        others = [pair for pair in self.seen if _shapes(pair[0]) != _shapes(shapes)]
+        self.seen = [*others[-1:], (shapes, traced)]
+
+    def made(self, model: nn.Module, bound: Any, loss_fn: Any, tensors: Any, differentiated: Any, keep: bool,
+             layouts: Layouts) -> Traced | None:  # fmt: skip
+        """The trace of a call from a pattern; None where there is none that holds for it."""
+        found = self._resized(model, loss_fn, bound, differentiated, layouts)
+        calls = [_shapes(tensors), *(_shapes(shapes) for shapes, _ in self.seen)]
+        if found is not None or len(self.seen) < 2 or self.builds == BUILDS or not _may_be_symbols(calls):
+            return found
+        self.builds += 1
+        try:
+            self.pattern = pattern(model, loss_fn, bound, differentiated, layouts, keep, self.seen)
+        except Pinned:
+            self.builds = BUILDS
+            return None
+        except Exception:  # noqa: BLE001 - whatever it is: the call is traced as usual, which says what there is to say
+            return None
+        return self._resized(model, loss_fn, bound, differentiated, layouts)
+
+    def _resized(self, model: nn.Module, loss_fn: Any, bound: Any, differentiated: Any, layouts: Layouts) -> Any:
+        if self.pattern is None:
+            return None
+        try:
+            made = self.pattern.resized(model, loss_fn, bound, differentiated, layouts)
+        except Exception:  # noqa: BLE001 - as above
+            self.misses += 1
+            if self.misses == MISSES:
+                self.pattern, self.misses = None, 0
+            return None
+        self.misses = 0
+        return made
+
+
+def _shapes(tensors: list[torch.Tensor]) -> list[torch.Size]:
+    return [local_part(t).shape for t in tensors]
+
+
+def _may_be_symbols(calls: list[list[torch.Size]]) -> bool:
+    """Whether no two calls have the same sizes, and those that differ are not 0 or 1, which torch takes apart."""
+    sizes = zip(*([n for shape in call for n in shape] for call in calls), strict=True)
+    differ = [each for each in sizes if len(set(each)) > 1]
+    return len(set(zip(*differ, strict=True))) == len(calls) and all(min(each) > 1 for each in differ)

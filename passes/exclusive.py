@@ -112,7 +112,7 @@ def _interrupts_deferred() -> Iterator[None]:
         yield
         return
     global _later
-    _later = later = _Later(previous)
+    before, _later = _later, (later := _Later(previous))
     try:
         signal.signal(signal.SIGINT, later)
         _collect()
@@ -121,7 +121,7 @@ def _interrupts_deferred() -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGINT) is later:
             signal.signal(signal.SIGINT, previous)
-        _later = None
+        _later = before
         later.deliver()
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from passes._torch import local_part
 from passes.trace.capture import Traced, capture
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts
-from passes.trace.script import Pinned
+from passes.trace.notation import Pinned
 from passes.trace.sizes import Pattern, pattern
 from passes.trace.structure import flatten
 

@@ -9,156 +9,43 @@ raised. Numbers and flags that the code sees are those of the sizes played.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
-from passes._torch import BareTensor, FakeTensor, FunctionalTensor, inside_transform, number_of, symbolic
+from passes._torch import FakeTensor, FunctionalTensor, inside_transform
 from passes.run._torch import active_autocast
 
 from .expected import same_value
-
-
-class Departed(Exception):
-    """What is written down does not hold, or cannot be written down."""
-
-
-class Pinned(Departed):
-    """What is traced takes a size as the one number that it has."""
-
-
-@dataclass(frozen=True)
-class Size:
-    """A number that depends on sizes."""
-
-    expression: Any
-
-
-@dataclass(frozen=True)
-class Items:
-    """A container: its type and what is in it."""
-
-    kind: type
-    parts: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """Tensor number `index` of the script."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Outside:
-    """A tensor that was there before."""
-
-    tensor: weakref.ref[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Look:
-    """How a tensor looks."""
-
-    shape: Items
-    strides: Items
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-
-_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_NUMBERS = (bool, int, float, complex, str)
-_IDENTICAL = (type, type(len), type(lambda: 0), type(Ellipsis))
-
+from .notation import (
+    IDENTICAL,
+    PLAIN,
+    At,
+    Departed,
+    Items,
+    Look,
+    Outside,
+    Size,
+    StandIn,
+    Tensor,
+    look_of,
+    tensors_of,
+    written,
+)
 
 # What only looks at a tensor is not written down: it is answered by how the tensor looks at the sizes played.
 _LOOKS = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta", "is_sparse",
                  "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "itemsize", "nbytes")
-) | {
-    torch.Tensor.size, torch.Tensor.stride, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement,
-    torch.Tensor.ndimension, torch.Tensor.get_device, torch.Tensor.element_size, torch.Tensor.is_contiguous,
-    torch.Tensor.is_floating_point, torch.is_floating_point, torch.Tensor.is_complex, torch.is_complex,
-    torch.Tensor.__len__, torch.numel, torch.Tensor.is_inference, torch.Tensor.is_signed,
-}  # fmt: skip
-
-
-def written(value: Any, tensor: Callable[[torch.Tensor], Any]) -> Any:
-    """`value` without what belongs to one trace; `tensor` says what stands for a tensor."""
-    if isinstance(value, torch.Tensor):
-        return tensor(value)
-    if symbolic(value):
-        return _size(value)
-    if isinstance(value, slice):
-        return Items(slice, tuple(written(part, tensor) for part in (value.start, value.stop, value.step)))
-    if isinstance(value, dict):
-        if not all(type(key) is str for key in value):
-            raise Departed("a dict whose keys are not strings")
-        return Items(type(value), tuple((key, written(part, tensor)) for key, part in value.items()))
-    if isinstance(value, (tuple, list)):
-        return Items(type(value), tuple(written(part, tensor) for part in value))
-    if value is None or type(value) in _NUMBERS or isinstance(value, (numpy.generic, *_PLAIN, *_IDENTICAL)):
-        return value
-    raise Departed(f"a {type(value).__name__} cannot be written down")
-
-
-def _size(value: Any) -> Any:
-    if isinstance(value, torch.SymFloat):
-        raise Departed("a float that depends on sizes")  # sympy's last bit may be another than Python's
-    expression = value.node.expr
-    return Size(expression) if expression.free_symbols else number_of(expression, {})
-
-
-def look_of(value: torch.Tensor) -> Look:
-    """Write down how a fake tensor looks."""
-    if value.layout is not torch.strided or value.is_conj() or value.is_neg():
-        raise Departed("a tensor that is not a plain strided one")
-    shape, strides = written(value.size(), _no_tensor), written(tuple(value.stride()), _no_tensor)
-    return Look(shape, strides, value.dtype, value.device, value.requires_grad)
-
-
-def _no_tensor(value: torch.Tensor) -> Any:
-    raise Departed("a tensor where none is expected")
-
-
-class At:
-    """Evaluates what was written down where the symbols have these sizes."""
-
-    def __init__(self, sizes: Mapping[Any, int]) -> None:
-        self.sizes = sizes
-        self.known: dict[Any, Any] = {}
-
-    def number(self, told: Any) -> Any:
-        """The number in the place of a `Size`; any other value as it is."""
-        if type(told) is not Size:
-            return told
-        if told.expression not in self.known:
-            self.known[told.expression] = number_of(told.expression, self.sizes)
-        return self.known[told.expression]
-
-    def numbers(self, told: Items) -> tuple[int, ...]:
-        return tuple(map(self.number, told.parts))
-
-
-class StandIn(BareTensor):
-    """A tensor that can be looked at, and asked for nothing else."""
-
-    @classmethod
-    def of(cls, look: Look, at: At) -> StandIn:
-        shape, strides = at.numbers(look.shape), at.numbers(look.strides)
-        return cls.made(shape, strides, look.dtype, look.device, look.requires_grad)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise Departed(f"{func}, which no call that is seen makes")
+) | frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("__len__", "size", "stride", "dim", "numel", "nelement", "ndimension", "get_device", "element_size",
+                 "is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_signed")
+) | {torch.is_floating_point, torch.is_complex, torch.numel}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -215,7 +102,7 @@ class Script(TorchFunctionMode):
         if inside_transform():
             raise Departed("a call under a transform of torch.func")
         arguments = written((list(args), kwargs), self._known)
-        before, settings = _tensors(arguments), _settings()
+        before, settings = tensors_of(arguments), _settings()
         looks = [self._plain_look(i) for i in before]
         result = func(*args, **kwargs)
         grown = []
@@ -250,14 +137,6 @@ def _settings() -> Any:
     return active_autocast(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
-def _tensors(told: Any) -> list[int]:
-    if isinstance(told, Tensor):
-        return [told.index]
-    if isinstance(told, Items):
-        return [i for part in told.parts for i in _tensors(part)]
-    return [i for part in told for i in _tensors(part)] if type(told) is tuple else []
-
-
 class Played(TorchFunctionMode):
     """Holds a forward at the sizes of `at` to a script, and answers its calls."""
 
@@ -287,7 +166,7 @@ class Played(TorchFunctionMode):
         if not self._agrees(asked.arguments, (list(args), kwargs or {})):
             raise Departed(f"call {self.place} is another one")
         self.place += 1
-        if asked.answer is None and not _tensors(asked.arguments):
+        if asked.answer is None and not tensors_of(asked.arguments):
             return func(*args, **(kwargs or {}))  # a setting, such as whether gradients are recorded
         answer = self._answer(asked.answer)
         for index in asked.grown:
@@ -312,7 +191,7 @@ class Played(TorchFunctionMode):
                 return self._items_agree(kind, parts, found)
             case tuple():
                 return isinstance(found, tuple) and len(told) == len(found) and all(map(self._agrees, told, found))
-        return same_value(told, found) or (isinstance(told, (*_PLAIN, *_IDENTICAL)) and told == found)
+        return same_value(told, found) or (isinstance(told, (*PLAIN, *IDENTICAL)) and told == found)
 
     def _items_agree(self, kind: type, parts: tuple[Any, ...], found: Any) -> bool:
         if type(found) is not kind and {kind, type(found)} != {tuple, torch.Size}:

@@ -29,7 +29,8 @@ from .contexts import private_contexts
 from .isolate import isolated
 from .layouts import Layouts
 from .matching import match
-from .script import At, Departed, Played, Script
+from .notation import At, Departed
+from .script import Played, Script
 from .structure import Template, flatten, shared, slots
 from .symbols import SizedTracer
 from .told import Told, at_sizes, check_same, tell

@@ -26,7 +26,8 @@ from .capture import StepTracer, drop_tangents_of_state, export_step
 from .contexts import private_contexts
 from .isolate import isolated
 from .layouts import BATCH_NORMS, VIEWS, EagerFakes
-from .script import Departed, Pinned, Script
+from .notation import Departed, Pinned
+from .script import Script
 from .structure import flatten, shared
 from .value_guards import KnownValues
 

@@ -12,7 +12,7 @@ from torch import fx
 from passes._torch import FakeTensor, pytree, symbolic
 
 from .capture import Traced
-from .script import At, Departed, Items, Look, Size, look_of, written
+from .notation import At, Departed, Items, Look, Size, look_of, written
 
 aten = torch.ops.aten
 

@@ -12,6 +12,7 @@ from passes._torch import local_part
 from passes.trace.capture import Traced, capture
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts
 from passes.trace.notation import Pinned
+from passes.trace.refuse import storage_kind
 from passes.trace.sizes import Pattern, pattern
 from passes.trace.structure import flatten
 
@@ -38,12 +39,14 @@ class Sizes:
     ) -> Traced:  # fmt: skip
         """`passes.trace.capture.capture`."""
         tensors, template = flatten(dict(bound))
-        key = call_key(tensors, template)
-        looks = tuple((t.dim(), t.dtype, t.device, t.requires_grad) for t in tensors)
-        outside = key.inputs[0], key.autocast, key.defaults, layouts.get(BACKWARD_AUTOCAST)
-        kind = self.kinds.setdefault((looks, outside, differentiated, keep_outputs), _Kind())
+        kind = _Kind()  # of its own: capture refuses such a call by name
+        if not any(map(storage_kind, tensors)):
+            key = call_key(tensors, template)
+            looks = tuple((t.dim(), t.dtype, t.device, t.requires_grad) for t in tensors)
+            outside = key.inputs[0], key.autocast, key.defaults, layouts.get(BACKWARD_AUTOCAST)
+            kind = self.kinds.setdefault((looks, outside, differentiated, keep_outputs), kind)
         # What kernels were seen to lay out in ways of their own is known for single sizes.
-        if layouts.keys() <= {BACKWARD_AUTOCAST}:
+        if kind.seen and layouts.keys() <= {BACKWARD_AUTOCAST}:
             made = kind.made(model, bound, loss_fn, tensors, differentiated, keep_outputs, layouts)
             if made is not None:
                 return made

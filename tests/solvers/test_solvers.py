@@ -254,6 +254,12 @@ def test_random_problems_against_the_exact_search(seed: int) -> None:
     assert wrongs(seed) == []
 
 
+@pytest.mark.parametrize("seed", [1778, 1879])
+def test_optional_ops_that_do_not_run_need_no_room_in_a_bound(seed: int) -> None:
+    """A relaxation of all rows said more than the optimum where an optional op's slot exceeded the budget."""
+    assert wrongs(seed) == []
+
+
 @pytest.mark.parametrize("factor", [7, 1_000_000_007])
 @pytest.mark.parametrize("seed", SEEDS[::20])
 def test_the_unit_of_cost_does_not_matter(seed: int, factor: int) -> None:

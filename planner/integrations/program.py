@@ -52,7 +52,7 @@ class Program:
         predicted: what it holds, as simulated; `measured` as seen in a first step, None where nobody looked.
         returned: what the latest call returned, with its bytes.
         keeps_outputs: whether what the forward returned counts as held through the backward; `kept` whether the first
-            step's caller held it.
+            step's caller held it; `held_after_all` whether one did later, once it counted as dropped.
         planning_seconds, compile_seconds: of the latest compilation, the second without the first.
         recomputes: added cost as a share of the step's.
     """
@@ -67,6 +67,7 @@ class Program:
         self.measured: Figures | None = None
         self.watching = self.keeps_outputs = True
         self.kept: bool | None = None
+        self.held_after_all = False
         self._left = 0  # what the latest forward left, measured
         self.returned: list[tuple[StorageWeakRef, int]] = []
         self.backward_ran: Callable[[], None] = lambda: None
@@ -167,14 +168,20 @@ class Program:
             if is_backward:
                 self.backward_ran()
             if not self.watching:
+                if is_backward and not self.keeps_outputs and self._is_held():
+                    self.held_after_all = True
                 return half(values)
             result = self._measure(half, values, is_backward)
             if is_backward:
-                self.kept = any(not storage.expired() for storage, _ in self.returned)
+                self.kept = self.held_after_all or self._is_held()
             return result
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
+
+    def _is_held(self) -> bool:
+        """Whether somebody holds what the latest call returned."""
+        return any(not storage.expired() for storage, _ in self.returned)
 
     def _measure(self, half: Callable[..., Any], values: list[Any], is_backward: bool) -> Any:
         if not self.settings.inductor or self.predicted is None or is_profiling():

@@ -153,17 +153,17 @@ class Share:
 
     def call(self, program: Program, args: Sequence[Any]) -> Any:
         """Run a program's forward as the next of the step; settle the last step first, should one have ended."""
-        if not self.watching and _gradient_bytes(args) > self.accumulated_bytes:
+        if not self.watching and (self._is_surprised() or _gradient_bytes(args) > self.accumulated_bytes):
             self._begin()
-            self._watch()  # a step that begins with gradients: more than was counted
+            self._watch()  # it begins with gradients, or the last one held results: more than was counted
         if not self.watching:
-            return program.run(*args)
+            return self._run(program, args)
         if self.backward_ran:
             with self._all_or_nothing():
                 self._settle()
             self._begin()
         if not self.watching:
-            return program.run(*args)
+            return self._run(program, args)
         self._see(args)
         result = program.run(*args)
         program.returned = _made(result, args)
@@ -175,6 +175,17 @@ class Share:
             self.made.update((p, len(self.sequence) - 1) for p, _ in _storages(result) if p not in self.made)
         else:
             self.made.update((p, -1) for p, _ in _storages(result))
+        return result
+
+    def _is_surprised(self) -> bool:
+        return any(p.held_after_all and not p.keeps_outputs for p in self.programs)
+
+    @staticmethod
+    def _run(program: Program, args: Sequence[Any]) -> Any:
+        """Run it in a step that is not watched."""
+        result = program.run(*args)
+        if not program.keeps_outputs:
+            program.returned = _made(result, args)
         return result
 
     def _see(self, args: Sequence[Any]) -> None:
@@ -234,7 +245,7 @@ class Share:
         else:
             self.attempts += 1
             self.target = self._lower_target(peak, budget, self._peak(self._figures(lambda p: _there(p.predicted))))
-            if _count_as_dropped(sequence):
+            if _count_as_dropped(sequence) or kept:
                 self.target = budget  # foretold anew
             self._plan_together(sequence, self.target)
         for program in self.programs:

@@ -205,11 +205,11 @@ class _HighsRun:
 
     def add_all(self) -> None:
         """Add the rows of constraint 4 that some solution breaks; those of its slots imply those of runs that need no
-        more than a slot of their stage. Slots of optional ops, which need not run, have none.
+        more than a slot of their stage.
         """
         peaks = self.model.peaks
         runs = np.flatnonzero(np.array(peaks.alone, dtype=np.int64) > peaks.run_bytes)
-        self._add_rows(self.model.peak_rows(np.concatenate((np.flatnonzero(~peaks.optional), peaks.slots + runs))))
+        self._add_rows(self.model.peak_rows(np.concatenate((np.arange(peaks.slots), peaks.slots + runs))))
 
     def bounded(self) -> Answer:
         """The bound that the prices of one run give, at whatever point it ended."""

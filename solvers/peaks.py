@@ -161,7 +161,10 @@ class Peaks:
         return np.concatenate((at_slots, self.run_bytes + through + self.apart.sums(values, len(self.runs))))
 
     def rows(self, moments: np.ndarray) -> Rows:
-        """Constraint 4 at some moments (ascending), without the rows that no solution can break."""
+        """Constraint 4 at some moments (ascending), without those of optional ops, which need not run, and without the
+        rows that no solution can break.
+        """
+        moments = moments[~np.append(self.optional, np.zeros(len(self.runs), dtype=bool))[moments]]
         columns = len(self.model.column)
         parts = self._slot_terms(moments), self._run_terms(moments)
         row = np.concatenate([part.group for part in parts])

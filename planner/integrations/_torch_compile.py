@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from passes._torch import symbolic
 from passes.run._torch import active_autocast, under_autocast
 
 from ._torch_inductor import planned_order
@@ -171,12 +172,12 @@ def saved_description(index: int) -> Any:
 
 def is_symbolic(value: Any) -> bool:
     """Whether a value of a graph is a number rather than a tensor, symbolic or not."""
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+    return symbolic(value) or isinstance(value, (int, float))
 
 
 def concrete(value: Any, sizes: Mapping[str, int]) -> Any:
     """A number without its symbols: those in `sizes` as given there, others as first seen. Adds no guard."""
-    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if not symbolic(value):
         return value
     node = value.node
     expression = node.expr

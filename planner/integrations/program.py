@@ -96,17 +96,9 @@ class Program:
             self.predicted, self.measured = self.ready.figures(self.schedule), None
         return True
 
+    @exclusive()
     def compile(self, choose: Callable[[Program, Ready], Schedule]) -> None:
-        """Trace, decide by `choose` and compile; what was compiled before is dropped, unless something stops this."""
-        before = dict(self.__dict__)
-        try:
-            with exclusive():
-                self._compile(choose)
-        except BaseException:
-            self.__dict__.update(before)
-            raise
-
-    def _compile(self, choose: Callable[[Program, Ready], Schedule]) -> None:
+        """Trace, decide by `choose` and compile; what was compiled before is dropped."""
         start = time.perf_counter()
         self.measured, self.kept, self.watching, self.planning_seconds = None, None, True, 0.0
 

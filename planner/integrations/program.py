@@ -159,13 +159,11 @@ class Program:
         def run(values: list[Any]) -> Any:
             if is_backward:
                 self.backward_ran()
-            if not self.watching:
-                if is_backward and not self.keeps_outputs and self._is_held():
-                    self.held_after_all = True
-                return half(values)
-            result = self._measure(half, values, is_backward)
-            if is_backward:
+            result = self._measure(half, values, is_backward) if self.watching else half(values)
+            if is_backward and self.watching:
                 self.kept = self.held_after_all or self._is_held()
+            elif is_backward and not self.keeps_outputs:
+                self.held_after_all = self.held_after_all or self._is_held()
             return result
 
         run._boxed_call = True  # type: ignore[attr-defined]

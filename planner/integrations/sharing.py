@@ -230,7 +230,7 @@ class Share:
         kept = [p for p in dict.fromkeys(sequence) if p.kept and p.count_outputs(True)]
         budget = self._budget(self._peak(self._figures(lambda p: _there(p.ready).figures(_there(p.ready).plain))))
         peak = self._peak(self._figures(lambda p: _there(p.figures)))
-        self.lowest = min(self.lowest or peak, peak)
+        self.lowest = min(self.lowest or peak, peak) if not kept else peak
         if budget is None or not sequence:
             self.watching = False
         elif peak <= budget and not kept:

@@ -354,6 +354,32 @@ def test_what_the_caller_dropped_before_the_backward_is_used() -> None:
     assert 0 < overheads[0] < overheads[1]
 
 
+def test_what_only_the_backward_holds_counts_as_dropped() -> None:
+    """Logits that the backward reads, and that nobody else has: no later step takes them for held."""
+    torch.manual_seed(0)
+    blocks, head, x = nn.Sequential(*(Block(32, 0.0) for _ in range(6))), nn.Linear(32, 256), torch.randn(256, 32)
+    model = nn.ModuleList([blocks, head])
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = head(blocks(x))
+        return logits.logsumexp(1).mean(), logits
+
+    static = sum(p.nbytes for p in model.parameters()) + x.nbytes
+    plain = measure_peak(lambda: both(x)[0].backward()) + static
+    for share in range(70, 20, -5):
+        torch._dynamo.reset()
+        options = {"budget_mb": share * plain / 100 / MIB, "inner": "eager", "gap": 0.0, "time_limit": 1.0}
+        compiled = torch.compile(both, backend=checkpoint_planner, options=options)
+        for _ in range(5):
+            model.zero_grad()
+            compiled(x)[0].backward()
+        if not plans(options)[0].keeps_outputs:
+            break
+    assert not plans(options)[0].watching and not plans(options)[0].held_after_all
+    model.zero_grad()
+    assert measure_peak(lambda: compiled(x)[0].backward()) + static <= share * plain / 100
+
+
 def test_gradients_from_before_the_step_count() -> None:
     torch.manual_seed(0)
     model, x = Net(96, 6), torch.randn(256, 96)

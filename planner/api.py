@@ -96,7 +96,8 @@ def auto_checkpoint(
             at all. True does so always, also when a call with other shapes is planned anew.
         regions: "whole" plans the model as one step. Patterns of module paths ("model.layers.*") choose submodules:
             each is planned as a step of its own in place of its forward, all under one budget, and the code between
-            them runs as it is, what it holds being measured on the sample. "auto" plans the whole model where it can be
+            them runs as it is, what it holds being measured on the sample. Where they cannot be had within the budget,
+            the submodules that hold them are planned instead. "auto" plans the whole model where it can be
             traced, and otherwise the largest submodules that can. A step that takes another course than the sample's
             (layer drop, another number of calls) is right, but may need more memory. `plan.regions` tells all.
         gradients: what becomes of a parameter's gradient, which leaves the backward as soon as nothing reads it any

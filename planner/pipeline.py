@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import glob
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -20,16 +23,20 @@ from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
 from passes.trace.refuse import has_sharded
 from passes.verify import verify
+from solvers.bounds import floor_bytes
+from solvers.errors import MIB, BudgetError
 from solvers.schedule import Schedule
 from solvers.solution import Solution, solution
 
 from .check.run import check_step
 from .decided import Decided, PlannedRun
+from .errors import RegionError
 from .fit import solve_to_fit
 from .options import WHOLE, Options
 from .prepared import Prepared, Regions, check_model, prepare
 from .progress import Progress
 from .regions.emit import cut
+from .regions.larger import WHOLE_MODEL, holders, may_help, paths_of
 from .regions.prepare import prepare_regions
 from .sizes import Sizes
 
@@ -52,7 +59,7 @@ def replanner(options: Options, budget_bytes: int | None, prepared: Prepared) ->
             model, arguments, options, progress, differentiated=differentiated, required_hints=False, layouts=layouts,
             draws=draws, sizes=sizes,
         )  # fmt: skip
-        decided = decide(prepared, budget_bytes, progress)
+        decided = decide_step(model, arguments, prepared, budget_bytes, progress)
         check_step(model, decided, arguments, options.loss_fn, options.check is True)
         return decided
 
@@ -90,6 +97,57 @@ def decide(prepared: Prepared, budget_bytes: int | None, progress: Progress) -> 
     with progress.stage("solve"):
         found = solve_to_fit(prepared, budget_bytes, report=progress.report)
     return emit(prepared, found, budget_bytes, progress)
+
+
+def decide_step(
+    model: nn.Module, arguments: Mapping[str, Any], prepared: Prepared, budget_bytes: int | None, progress: Progress
+) -> Decided:
+    """`decide`, by the smallest regions around those asked for with which the budget can be had.
+
+    Raises:
+        BudgetError: nothing found fits, whatever the regions.
+    """
+    try:
+        return decide(prepared, budget_bytes, progress)
+    except BudgetError as error:
+        if budget_bytes is None or not prepared.options.patterns or has_sharded(model):
+            raise
+        refusal = error
+    for larger in _larger(model, arguments, prepared, budget_bytes, progress):
+        try:
+            return decide(larger, budget_bytes, progress)
+        except BudgetError as error:
+            refusal = min(refusal, error, key=lambda e: e.minimum_bytes or math.inf)
+    refusal.args = (f"{refusal} by these regions, and larger ones do not fit either",)
+    raise refusal
+
+
+def _larger(
+    model: nn.Module, arguments: Mapping[str, Any], asked: Prepared, budget_bytes: int, progress: Progress
+) -> Iterator[Prepared]:
+    """The same step by larger and larger regions, as far as the budget may be had by them."""
+    if asked.regions is None or not may_help(asked, budget_bytes):
+        return
+    tried, refused = paths_of(asked), set(asked.regions.eager)
+    starts = tuple(leaf.path for leaf in asked.traced.outputs if leaf.differentiated)
+    told = f"the regions asked for need at least {floor_bytes(asked.problem) / MIB:,.1f} MiB"
+    for paths in holders(model, tried):
+        inner = sorted(paths - {WHOLE_MODEL})
+        note = f"{told}: {', '.join(inner) or 'the whole model'} planned instead"
+        options = replace(
+            asked.options, regions=tuple(map(glob.escape, inner)) or WHOLE, notes=(*asked.options.notes, note)
+        )
+        try:
+            larger = prepare_step(
+                model, arguments, options, progress, differentiated=starts, required_hints=False,
+                layouts=asked.layouts, draws=asked.regions.draws,
+            )  # fmt: skip
+        except (CaptureError, Unsupported, RegionError):
+            continue
+        eager = larger.regions.eager if larger.regions is not None else ()
+        if paths_of(larger) != tried and refused.issuperset(eager) and floor_bytes(larger.problem) <= budget_bytes:
+            tried = paths_of(larger)
+            yield larger
 
 
 @exclusive()

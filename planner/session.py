@@ -19,7 +19,7 @@ from .fit import minimum_schedule
 from .hints import make_hints
 from .optimizer import measure_update
 from .options import Options
-from .pipeline import decide, prepare_step
+from .pipeline import decide_step, prepare_step
 from .plan import Plan
 from .preference import solve_step
 from .prepared import Prepared, check_model, model_device
@@ -68,8 +68,10 @@ class Session:
             return solve_step(self.prepared, budget_bytes, solver=solver, report=report, warm_starts=warm_starts)
 
     def plan(self, budget_bytes: int | None) -> Plan:
-        """Solve, rewrite and prove."""
-        return Plan.of(self.model, self.arguments, decide(self.prepared, budget_bytes, self.progress))
+        """Solve, rewrite and prove; by larger regions than asked for, where those cannot be had within the budget."""
+        inner = inner_module(self.model)
+        decided = decide_step(inner, self.arguments, self.prepared, budget_bytes, self.progress)
+        return Plan.of(self.model, self.arguments, decided)
 
 
 def open_session(

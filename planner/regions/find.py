@@ -58,7 +58,7 @@ def candidates(model: nn.Module, patterns: Sequence[str]) -> Candidates:
     chosen: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{other}.") for other in chosen)
-        if path and not inside and any(fnmatchcase(path, pattern) for pattern in patterns) and _runs(module):
+        if path and not inside and any(fnmatchcase(path, pattern) for pattern in patterns) and has_forward(module):
             chosen[path] = module
     return Candidates(model, {**chosen, LOSS: CrossEntropy()}, False)
 
@@ -71,5 +71,6 @@ def children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             yield (f"{path}.{name}" if path else name), child
 
 
-def _runs(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
+    """Whether it is more than a list of modules."""
     return not isinstance(module, (nn.ModuleList, nn.ModuleDict))

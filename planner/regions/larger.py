@@ -13,6 +13,7 @@ from torch import nn
 from planner.prepared import Prepared
 from solvers.bounds import floor_bytes
 
+from .find import has_forward
 from .losses import LOSS
 
 WHOLE_MODEL = ""  # its path
@@ -41,7 +42,7 @@ def holders(model: nn.Module, paths: Iterable[str]) -> Iterator[frozenset[str]]:
 def _holder(model: nn.Module, path: str) -> str:
     """The innermost module around the one at `path` that has a forward."""
     while path := path.rpartition(".")[0]:
-        if not isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):
+        if has_forward(model.get_submodule(path)):
             break
     return path
 

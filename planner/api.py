@@ -70,13 +70,16 @@ def auto_checkpoint(
             throughout, and what its `step()` holds for a moment has to fit as well, once the activations are gone; both
             are measured by stepping stand-ins of the parameters (`planner.optimizer`).
         reserve_mb: MiB to leave free for anything else.
-        time_limit: seconds the solver may take.
+        time_limit: seconds the solver may take. Where a call with other shapes is planned anew it starts from what was
+            decided before, with a tenth of that or a fifth of what it took then, unless no plan is found so soon.
         gap: stop when recompute is proved to be within this share of the step's cost of the optimum.
         progress: show progress; None shows it on a terminal and in notebooks.
         keep_outputs: count what the model returns besides its loss (logits, ...) as alive through the backward. False
             plans for `loss = module(**batch).loss`, where nobody holds it: less recompute, but holding it then
             exceeds the budget by its size.
-        on_new_shape: what a call with other shapes does: "replan" (and cache), "eager", or "error".
+        on_new_shape: what a call with other shapes does: "replan" (and cache), "eager", or "error". "bucket" is
+            "replan" without the solver where a larger shape was planned: what that recomputes is recomputed, as far
+            as the budget asks for it here. Nothing is padded.
         save, never_recompute, recompute: hints, each a sequence of patterns. A pattern is the name of an op (`addmm_3`,
             as `plan.explain` shows it), a module path (with all below it), an ATen op (`aten.mm`, `aten.mm.default`)
             or module/op (`transformer.h.*.mlp/aten.gelu`); `*`, `?` and `[]` match as in `fnmatch`, dots included.

@@ -11,14 +11,17 @@ from dataclasses import dataclass, replace
 
 from passes.device import kind_of, room_bytes
 from solvers import Report
+from solvers.descent import drop_unneeded
 from solvers.errors import MIB, BudgetError
+from solvers.live import Live
 from solvers.minimum import Minimum, minimum_budget
 from solvers.schedule import Schedule
 from solvers.simulate import simulate
 from solvers.solution import Solution, solution
 
 from .footprint import Footprint, unknown_settings
-from .preference import solve_step
+from .options import BUCKET
+from .preference import solve_step, within_regions
 from .prepared import Prepared
 from .regions.emit import settled
 
@@ -33,20 +36,24 @@ class _Try:
     over_bytes: int
 
 
-def solve_to_fit(prepared: Prepared, budget_bytes: int | None, *, report: Report | None = None) -> Solution:
+def solve_to_fit(
+    prepared: Prepared, budget_bytes: int | None, *, report: Report | None = None,
+    warm_starts: tuple[Schedule, ...] = (),
+) -> Solution:  # fmt: skip
     """The cheapest schedule found whose peak is within the budget, and whose segments are within the device.
 
     Args:
         budget_bytes: what may be allocated; None leaves the device's own limit.
+        warm_starts: schedules to start from, whether they fit or not.
 
     Raises:
         BudgetError: nothing found fits; says whether the budget or the device's memory is too small.
     """
     if prepared.options.flight is not None and budget_bytes is not None:
-        return _in_flight(prepared, budget_bytes, report)
+        return _in_flight(prepared, budget_bytes, report, warm_starts)
     if prepared.start is None:
-        return _without_allocator(prepared, budget_bytes, report)
-    search = _Search(prepared, budget_bytes, report)
+        return _without_allocator(prepared, budget_bytes, report, warm_starts)
+    search = _Search(prepared, budget_bytes, report, warm_starts)
     best, failed = None, search.first()
     if failed.over_bytes <= 0:
         return failed.found
@@ -65,16 +72,21 @@ def solve_to_fit(prepared: Prepared, budget_bytes: int | None, *, report: Report
     return search.noted(best or search.smallest())
 
 
-def _without_allocator(prepared: Prepared, budget_bytes: int | None, report: Report | None) -> Solution:
+def _without_allocator(
+    prepared: Prepared, budget_bytes: int | None, report: Report | None, warm_starts: tuple[Schedule, ...]
+) -> Solution:
     """Where the allocator cannot be simulated, tensors and workspaces are all that is counted."""
     if not kind_of(prepared.device).caches or not unknown_settings():
-        return solve_step(prepared, budget_bytes, report=report)
-    found = solve_step(prepared, room_bytes(prepared.device) if budget_bytes is None else budget_bytes, report=report)
+        return solve_step(prepared, budget_bytes, report=report, warm_starts=warm_starts)
+    limit = room_bytes(prepared.device) if budget_bytes is None else budget_bytes
+    found = solve_step(prepared, limit, report=report, warm_starts=warm_starts)
     note = f"reserved memory is not predicted under {', '.join(unknown_settings())}"
     return replace(found, notes=(*found.notes, note))
 
 
-def _in_flight(prepared: Prepared, budget_bytes: int, report: Report | None) -> Solution:
+def _in_flight(
+    prepared: Prepared, budget_bytes: int, report: Report | None, warm_starts: tuple[Schedule, ...]
+) -> Solution:
     """What one micro-batch may take so that it fits with those that wait, which hold less where it saves less."""
     smallest = minimum_schedule(prepared)
     low, high = smallest.minimum_bytes, budget_bytes
@@ -88,7 +100,7 @@ def _in_flight(prepared: Prepared, budget_bytes: int, report: Report | None) -> 
         )  # fmt: skip
     asked = high
     for _ in range(TRIES):
-        found = solve_step(prepared, asked, report=report)
+        found = solve_step(prepared, asked, report=report, warm_starts=warm_starts)
         if found.peak_bytes + prepared.others_bytes(found.schedule) <= budget_bytes:
             best, low = found, asked
         else:
@@ -97,6 +109,23 @@ def _in_flight(prepared: Prepared, budget_bytes: int, report: Report | None) -> 
             break
         asked = (low + high) // 2
     return best
+
+
+def trimmed_to_fit(prepared: Prepared, live: Live, budget_bytes: int) -> Solution | None:
+    """The recomputes of `live` without those that the budget does not need; None where they do not fit."""
+    if live.peak_bytes > budget_bytes:
+        return None
+    drop_unneeded(live, budget_bytes)
+    found = solution(prepared.problem, live.schedule(), BUCKET)
+    try:
+        found = found if prepared.regions is None else within_regions(prepared.regions.composed, found, budget_bytes)
+    except BudgetError:
+        return None
+    if prepared.start is not None:
+        over = _Search(prepared, budget_bytes, None, ()).measured(found.peak_bytes, found).over_bytes
+    else:
+        over = found.peak_bytes + prepared.others_bytes(found.schedule) - budget_bytes
+    return found if over <= 0 else None
 
 
 def minimum_schedule(prepared: Prepared) -> Minimum:
@@ -109,15 +138,17 @@ def minimum_schedule(prepared: Prepared) -> Minimum:
 
 
 class _Search:
-    def __init__(self, prepared: Prepared, budget_bytes: int | None, report: Report | None) -> None:
+    def __init__(
+        self, prepared: Prepared, budget_bytes: int | None, report: Report | None, warm_starts: tuple[Schedule, ...]
+    ) -> None:
         assert prepared.start is not None
-        self.prepared, self.budget_bytes, self.report = prepared, budget_bytes, report
+        self.prepared, self.budget_bytes, self.report, self.warm_starts = prepared, budget_bytes, report, warm_starts
         self.room_bytes = prepared.start.room_bytes
         self.limit_bytes = self.room_bytes if budget_bytes is None else min(self.room_bytes, budget_bytes)
 
     def attempt(self, asked_bytes: int | None) -> _Try:
-        found = solve_step(self.prepared, asked_bytes, report=self.report)
-        return self._measured(found.peak_bytes if asked_bytes is None else min(asked_bytes, found.peak_bytes), found)
+        found = solve_step(self.prepared, asked_bytes, report=self.report, warm_starts=self.warm_starts)
+        return self.measured(found.peak_bytes if asked_bytes is None else min(asked_bytes, found.peak_bytes), found)
 
     def first(self) -> _Try:
         """What the budget alone allows."""
@@ -141,7 +172,7 @@ class _Search:
         """
         minimum = minimum_schedule(self.prepared)
         found = solution(self.prepared.problem, minimum.schedule, "minimum")
-        tried = self._measured(minimum.minimum_bytes, found)
+        tried = self.measured(minimum.minimum_bytes, found)
         if tried.over_bytes <= 0:
             return tried
         needed = self._least(found.schedule)
@@ -163,7 +194,8 @@ class _Search:
         size = f"{reserved_bytes / MIB:,.1f} of the device's {self.room_bytes / MIB:,.1f} MiB"
         return replace(tried.found, notes=(*tried.found.notes, f"planned to reserve {size}"))
 
-    def _measured(self, asked_bytes: int, found: Solution) -> _Try:
+    def measured(self, asked_bytes: int, found: Solution) -> _Try:
+        """What a solution needs of the device."""
         over = self._over(self.prepared.worst_footprint(found.schedule))
         if over > 0:
             over = self._over(self._least(found.schedule))

@@ -19,9 +19,10 @@ from .hints import NO_HINTS, Hints
 from .optimizer import NO_UPDATE, Update
 from .ranks.flight import Flight
 
-OnNewShape = Literal["replan", "eager", "error"]
+OnNewShape = Literal["replan", "bucket", "eager", "error"]
 ON_NEW_SHAPE: tuple[str, ...] = get_args(OnNewShape)
 Gradients = Literal["fresh", "accumulated", "consumed"]
+BUCKET = "bucket"  # a value of `on_new_shape`
 AUTO, WHOLE = "auto", "whole"  # `regions=`, besides patterns
 GRADIENTS: tuple[str, ...] = get_args(Gradients)
 
@@ -65,7 +66,8 @@ class Options:
         check_cost(self.cost)
         object.__setattr__(self, "device", check_device(self.device, self.cost))
         if self.on_new_shape not in ON_NEW_SHAPE:
-            raise PlannerError(f"on_new_shape={self.on_new_shape!r} is unknown: it takes 'replan', 'eager' or 'error'.")
+            known = "it takes 'replan', 'bucket', 'eager' or 'error'"
+            raise PlannerError(f"on_new_shape={self.on_new_shape!r} is unknown: {known}.")
         if self.gradients not in GRADIENTS:
             raise PlannerError(f"gradients={self.gradients!r} is unknown: it takes 'fresh', 'accumulated', 'consumed'.")
         object.__setattr__(self, "regions", _regions(self.regions))

@@ -31,7 +31,6 @@ from solvers.solution import Solution, solution
 from .check.run import check_step
 from .decided import Decided, PlannedRun
 from .errors import RegionError
-from .fit import solve_to_fit
 from .options import WHOLE, Options
 from .prepared import Prepared, Regions, check_model, prepare
 from .progress import Progress
@@ -39,18 +38,23 @@ from .regions.emit import cut
 from .regions.larger import WHOLE_MODEL, holders, may_help, paths_of
 from .regions.prepare import prepare_regions
 from .sizes import Sizes
+from .starts import Starts
 
 # (model, arguments, paths of the outputs that backward starts from) -> the step decided for such calls
 Replan = Callable[[nn.Module, Any, "tuple[str, ...] | None"], Decided]
 
 
-def replanner(options: Options, budget_bytes: int | None, prepared: Prepared) -> Replan:
-    """Plans calls anew, under the same budget, that the plan of `prepared` does not hold for.
+def replanner(first: Decided) -> Replan:
+    """Plans calls anew, under the same budget, that the plan `first` does not hold for.
 
-    What has shown about layouts is kept; a step by regions takes the course that its draws led to then.
+    What has shown about layouts is kept; a step by regions takes the course that its draws led to then. The search
+    starts from what was decided before.
     """
-    layouts, sizes = prepared.layouts, prepared.sizes
+    prepared, budget_bytes = first.prepared, first.budget_bytes
+    options, layouts, sizes = prepared.options, prepared.layouts, prepared.sizes
     draws = prepared.regions.draws if prepared.regions is not None else None
+    starts = Starts()
+    starts.add(first)
 
     def replan(model: nn.Module, arguments: Mapping[str, Any], differentiated: tuple[str, ...] | None) -> Decided:
         check_model(model)
@@ -59,7 +63,8 @@ def replanner(options: Options, budget_bytes: int | None, prepared: Prepared) ->
             model, arguments, options, progress, differentiated=differentiated, required_hints=False, layouts=layouts,
             draws=draws, sizes=sizes,
         )  # fmt: skip
-        decided = decide_step(model, arguments, prepared, budget_bytes, progress)
+        decided = decide_step(model, arguments, prepared, budget_bytes, progress, starts)
+        starts.add(decided)
         check_step(model, decided, arguments, options.loss_fn, options.check is True)
         return decided
 
@@ -88,34 +93,37 @@ def prepare_step(
         return prepare_regions(model, arguments, options, progress, **by_regions, why=error)
 
 
-def decide(prepared: Prepared, budget_bytes: int | None, progress: Progress) -> Decided:
-    """Solve, rewrite and prove.
+def decide(
+    prepared: Prepared, budget_bytes: int | None, progress: Progress, starts: Starts | None = None
+) -> Decided:
+    """Solve, from what is known of other sizes, rewrite and prove.
 
     Raises:
         BudgetError: nothing found fits.
     """
     with progress.stage("solve"):
-        found = solve_to_fit(prepared, budget_bytes, report=progress.report)
+        found = (starts or Starts()).solve(prepared, budget_bytes, progress.report)
     return emit(prepared, found, budget_bytes, progress)
 
 
 def decide_step(
-    model: nn.Module, arguments: Mapping[str, Any], prepared: Prepared, budget_bytes: int | None, progress: Progress
-) -> Decided:
+    model: nn.Module, arguments: Mapping[str, Any], prepared: Prepared, budget_bytes: int | None, progress: Progress,
+    starts: Starts | None = None,
+) -> Decided:  # fmt: skip
     """`decide`, by the smallest regions around those asked for with which the budget can be had.
 
     Raises:
         BudgetError: nothing found fits, whatever the regions.
     """
     try:
-        return decide(prepared, budget_bytes, progress)
+        return decide(prepared, budget_bytes, progress, starts)
     except BudgetError as error:
         if budget_bytes is None or not prepared.options.patterns or has_sharded(model):
             raise
         refusal = error
     for larger in _larger(model, arguments, prepared, budget_bytes, progress):
         try:
-            return decide(larger, budget_bytes, progress)
+            return decide(larger, budget_bytes, progress, starts)
         except BudgetError as error:
             refusal = min(refusal, error, key=lambda e: e.minimum_bytes or math.inf)
     refusal.args = (f"{refusal} by these regions, and larger ones do not fit either",)

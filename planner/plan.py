@@ -50,8 +50,7 @@ class Plan(Decided):
         with Progress(options.progress).stage("check"):
             checked = check_step(inner_module(model), decided, arguments, options.loss_fn, options.check)
         empty_cache(decided.prepared.device)
-        replan = replanner(options, decided.budget_bytes, decided.prepared)
-        module = PlannedModule(model, decided, arguments, replan, options.loss_fn, options.on_new_shape)
+        module = PlannedModule(model, decided, arguments, replanner(decided), options.loss_fn, options.on_new_shape)
         figures = {f.name: getattr(decided, f.name) for f in fields(Decided)}
         return cls(**{**figures, "checked": checked}, module=module)
 

@@ -54,14 +54,14 @@ def solve_step(
     except BudgetError as error:
         raise _under_hints(_below_update(error, prepared), prepared) from error
     if prepared.regions is not None:
-        found = _within_regions(prepared.regions.composed, found, budget_bytes)
+        found = within_regions(prepared.regions.composed, found, budget_bytes)
     binding = options.hints.binding
     if binding and found.bound is not None and found.added_cost:
         found = replace(found, family=f"{found.family}, under {binding}")
     return found
 
 
-def _within_regions(composed: Composed, found: Solution, budget_bytes: int | None) -> Solution:
+def within_regions(composed: Composed, found: Solution, budget_bytes: int | None) -> Solution:
     """The same recomputes, each where its region runs.
 
     Raises:

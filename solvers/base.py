@@ -51,7 +51,8 @@ class Solver(ABC):
         Args:
             time_limit: seconds of wall clock for everything, a refusal included.
             gap: stop once added cost - bound <= gap * problem.step_cost.
-            warm_starts: schedules to start from; any that fits is a floor for the answer's quality.
+            warm_starts: schedules to start from; any that fits is a floor for the answer's quality. `auto` and `ilp`
+                repair those that do not.
             report: called with a short line whenever there is progress to tell.
 
         Raises:

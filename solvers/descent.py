@@ -222,6 +222,14 @@ def _spans(live: Live, tensor: int, key: int, moment: int) -> bool:
     return not events[j] & 1 and j > 0 and events[j - 1] < 2 * key
 
 
+def repair(live: Live, budget_bytes: int, deadline: float = float("inf")) -> bool:
+    """Add what the budget asks for besides, and take back what it does not need; returns whether `live` fits."""
+    fits = descend(live, budget_bytes, Taste(KEEP_RATIOS[0]), deadline=deadline)
+    if fits:
+        drop_unneeded(live, budget_bytes, deadline)
+    return fits
+
+
 def drop_unneeded(live: Live, budget_bytes: int, deadline: float = float("inf")) -> None:
     """Take back every recompute without which the step still fits, dearest first, until none is left."""
     before = -1

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -27,7 +28,7 @@ import numpy as np
 
 from .base import CLOCK, Effort, Report, Solver
 from .bounds import floor_bytes
-from .descent import Taste, cheapest_descent, descend, drop_unneeded
+from .descent import cheapest_descent, drop_unneeded, repair
 from .engine import Answer, bound_staged, relax_staged, solve_staged
 from .errors import BudgetError
 from .exact import exact_schedule
@@ -114,6 +115,13 @@ class Hunt:
         if live is not None and live.peak_bytes <= self.budget_bytes and (self.live is None or live.cost < self.cost):
             self.live = live
 
+    def start_from(self, schedules: Iterable[Schedule], until: float) -> None:
+        """Offer schedules made for another budget or other sizes, repaired for this one."""
+        for schedule in schedules:
+            live = Live(self.problem, recomputes_of(self.problem, schedule))
+            repair(live, self.budget_bytes, until)
+            self.offer(live)
+
     def take_bound(self, model: StagedModel, answer: Answer) -> None:
         """Take what a program proved if it is more."""
         if answer.bound is not None:
@@ -159,9 +167,8 @@ def hunt(problem: Problem, budget_bytes: int, effort: Effort, bound: int) -> Hun
     """Alternate between finding and proving, from a bound known, until the gap or the time is used up."""
     gap_cost = int(effort.gap * problem.step_cost)
     state = Hunt(problem, budget_bytes, effort.until(), gap_cost, effort.report, bound=bound)
-    for schedule in effort.warm_starts:
-        state.offer(Live(problem, recomputes_of(problem, schedule)))
     greedy_until = effort.until(LARGE_GREEDY_SHARE if len(problem.ops) > LARGE else GREEDY_SHARE)
+    state.start_from(effort.warm_starts, greedy_until)
     # Where the forward's own peak binds, a program finds plans where no descent does.
     first_by = greedy_until if forward_binds(problem, budget_bytes) else effort.until(FIRST_SHARE)
     state.offer(cheapest_descent(problem, budget_bytes, deadline=greedy_until, first_by=first_by))
@@ -340,8 +347,7 @@ def offer_solution(state: Hunt, model: StagedModel, answer: Answer) -> tuple[int
         return ()
     live = model.to_live(answer.values)
     over = tight_slots(live, state.budget_bytes)
-    if descend(live, state.budget_bytes, Taste(0.3), deadline=state.deadline):
-        drop_unneeded(live, state.budget_bytes, state.deadline)
+    if repair(live, state.budget_bytes, state.deadline):
         state.offer(live)
     elif state.live is None:
         for _ in WAYS:

@@ -23,9 +23,9 @@ import numpy as np
 from .base import CLOCK, Effort
 from .bounds import floor_bytes
 from .choice import Choice, Figures, Relaxed
-from .descent import Taste, cheapest_descent, descend, drop_unneeded
+from .descent import Taste, cheapest_descent, descend, repair
 from .ilp import ALL_SCHEDULES, Hunt, bound_by_relaxation
-from .live import Live, Recompute, recomputes_of
+from .live import Live, Recompute
 from .local import improve
 from .mip import Worker
 from .part import Part, parts_of
@@ -240,10 +240,7 @@ class Parts:
         live = Live(self.problem)
         chosen = zip(self.parts, self.menus, taken, strict=True)
         live.add_all(recompute for part, menu, o in chosen for recompute in part.in_step(menu[o][1]))
-        if not descend(live, self.budget_bytes, Taste(0.3), deadline=deadline):
-            return None
-        drop_unneeded(live, self.budget_bytes, deadline)
-        return live
+        return live if repair(live, self.budget_bytes, deadline) else None
 
 
 def _with_middle(problem: Problem, runs: Sequence[Run]) -> list[Run]:
@@ -269,8 +266,7 @@ def solve_parts(
     state = Hunt(problem, budget_bytes, effort.until(), int(effort.gap * problem.step_cost), effort.report)
     parts = Parts(problem, runs, budget_bytes, effort.until(ASK_SHARE))
     state.offer(parts.search(effort.until(COMPOSE_SHARE)))
-    for schedule in effort.warm_starts:
-        state.offer(Live(problem, recomputes_of(problem, schedule)))
+    state.start_from(effort.warm_starts, effort.until(COMPOSE_SHARE))
     if state.live is None:
         return None
     bound_by_relaxation(state, first_ends(problem, 0, budget_bytes), BOUND_SHARE)

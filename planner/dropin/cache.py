@@ -28,6 +28,7 @@ from passes.trace.matching import Differs, match
 from passes.trace.refuse import has_sharded, is_sharded
 from passes.trace.structure import flatten
 from planner.decided import Decided
+from planner.options import BUCKET
 from planner.pipeline import Replan
 from solvers.errors import MIB, BudgetError, PlannerError
 
@@ -223,9 +224,10 @@ class PlanState:
         if self.on_new_shape == "error":
             raise mismatch
         self.replans[mismatch.argument] += 1
-        planned = self.on_new_shape == "replan" and not self._in_hooks
+        wanted = self.on_new_shape in ("replan", BUCKET)
+        planned = wanted and not self._in_hooks
         said = "planning anew" if planned else "planned step not used"
-        if self.on_new_shape == "replan" and not planned and self.loss_fn is None and self.before_hooks is None:
+        if wanted and not planned and self.loss_fn is None and self.before_hooks is None:
             said = "planned from the next call on"
             self.plan_before_hooks()
         warnings.warn(f"{said}: {mismatch}", stacklevel=_user_frame())
@@ -267,7 +269,7 @@ class PlanState:
         warnings.warn(
             f"{count} calls were planned anew so far, which took {self.replan_seconds:.1f} s of training, as they "
             f"differ from the sample in {what}. {len(self.cache)} plans are kept: pad or bucket the inputs to fewer "
-            'shapes, or pass on_new_shape="eager".',
+            'shapes, or pass on_new_shape="bucket" or "eager".',
             stacklevel=_user_frame(),
         )
 

@@ -28,6 +28,7 @@ from torch import nn
 from passes.memory import measure_peak, round_up
 from planner import BudgetError, Plan, auto_checkpoint
 from planner.session import Session, open_session
+from solvers.errors import MIB
 from tests.bench.peers.measure import clear, step
 from tests.bench.peers.models import build
 from tests.bench.step_time import BLOCKS
@@ -207,33 +208,50 @@ def _bytes(tensor: torch.Tensor | None) -> int:
 
 
 def lengths() -> Iterator[Row]:
-    """Two epochs of ten lengths by a 2-layer GPT-2, in turns with the plain model."""
+    """Two epochs of ten lengths by a 2-layer GPT-2, in turns with the plain model; new lengths under a budget."""
+    model, batches = _of_lengths()
+    plain = copy.deepcopy(model)
+    plan, first = _first_plan(model, batches[0])
+    new = [_planning(plan, b) for b in batches[1:]]
+    second = [[_seconds(lambda m=m, b=b: step(m, b)) for m in (plain, plan.module)] for _ in range(5) for b in batches]
+    ratio = sum(b for _, b in second) / sum(a for a, _ in second)
+    yield Row("second epoch", f"{ratio:.3f} of plain's", f"at most {EPOCH}", ratio <= EPOCH)
+    yield _new_lengths("planning a new length", new, first)
+    for mode in ("replan", "bucket"):
+        model, (*shorter, longest) = _of_lengths()
+        session = open_session(model, longest, keep_outputs=False, progress=False, check=False)
+        plan, first = _first_plan(model, longest, budget_at(session, 60) / MIB, on_new_shape=mode)
+        new = [_planning(plan, b) for b in shorter]
+        yield _new_lengths(f'planning a new length at 60 % of the longest, "{mode}"', new, first)
+
+
+def _of_lengths() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=2, n_embd=256, n_head=4, vocab_size=2048, n_positions=256, use_cache=False)
-    model = GPT2LMHeadModel(config).train()
-    batches = [{"input_ids": (t := torch.randint(0, 2048, (4, length))), "labels": t} for length in LENGTHS]
-    plain = copy.deepcopy(model)
+    tokens = [torch.randint(0, 2048, (4, length)) for length in LENGTHS]
+    return GPT2LMHeadModel(config).train(), [{"input_ids": t, "labels": t} for t in tokens]
+
+
+def _first_plan(model: nn.Module, sample: Any, budget_mb: float | None = None, **options: Any) -> tuple[Plan, float]:
     begin = time.perf_counter()
-    plan = auto_checkpoint(model, batches[0], keep_outputs=False, progress=False, check=False)
-    first = time.perf_counter() - begin
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        new = [_planning(plan, b) for b in batches[1:]]
-        second = [[_seconds(lambda m=m, b=b: step(m, b)) for m in (plain, plan.module)]
-                  for _ in range(5) for b in batches]  # fmt: skip
-    ratio = sum(b for _, b in second) / sum(a for a, _ in second)
-    yield Row("second epoch", f"{ratio:.3f} of plain's", f"at most {EPOCH}", ratio <= EPOCH)
+    plan = auto_checkpoint(model, sample, budget_mb, keep_outputs=False, progress=False, check=False, **options)
+    return plan, time.perf_counter() - begin
+
+
+def _new_lengths(what: str, new: list[float], first: float) -> Row:
     share = statistics.median(new) / first
     found = f"{share:.3f} of the first ({first:.2f} s; {', '.join(f'{s:.2f}' for s in new)})"
-    yield Row("planning a new length", found, f"at most {PLANNING}", share <= PLANNING)
+    return Row(what, found, f"at most {PLANNING}", share <= PLANNING)
 
 
 def _planning(plan: Any, batch: Any) -> float:
     """How long a call of a new length plans."""
     state = plan.module._plan_state
     before: float = state.replan_seconds
-    step(plan.module, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(plan.module, batch)
     return float(state.replan_seconds) - before
 
 

@@ -116,7 +116,7 @@ def test_a_budget_over_the_plain_peak_recomputes_nothing_and_says_so() -> None:
         ({"gap": -0.1}, "gap=-0.1 must not be negative"),
         ({"gap": "x"}, "gap='x'"),
         ({"cost": "watts"}, "cost='watts' is unknown: it takes one of flops, roofline, measured"),
-        ({"on_new_shape": "guess"}, "on_new_shape='guess' is unknown: it takes 'replan', 'eager' or 'error'"),
+        ({"on_new_shape": "guess"}, "on_new_shape='guess' is unknown: it takes 'replan', 'bucket', 'eager' or 'error'"),
         ({"reserve_mb": -1}, "reserve_mb=-1 is not a number of MiB"),
         ({"reserve_mb": math.inf}, "reserve_mb=inf is not a number of MiB"),
         ({"optimizer": 3}, "optimizer=3 is not an optimizer: pass an instance, a class"),

@@ -544,7 +544,6 @@ def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor]) -> bool:
 def _without_collections(run: Callable[[], list[int]]) -> list[int]:
     """Let nothing from before be freed meanwhile, which would look like glue's own."""
     collects = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         return run()

@@ -50,18 +50,20 @@ def decided_for(chosen: Plan, model: SmallGPT, length: int) -> Decided:
     return found
 
 
-def test_a_larger_size_s_decision_is_shared() -> None:
-    model, chosen = planned(32, on_new_shape="bucket")
+@pytest.mark.parametrize("regions", ["whole", "blocks.*"])
+def test_a_larger_size_s_decision_is_shared(regions: str) -> None:
+    model, chosen = planned(32, on_new_shape="bucket", regions=regions)
     for length in (30, 28):
         found = decided_for(chosen, model, length)
         assert found.solver == "bucket" and found.baseline_peak_bytes > found.peak_bytes
         assert set(found.recomputed) <= set(chosen.recomputed)
     assert decided_for(chosen, model, 4).overhead == 0  # the plain step fits
-    longer = plan(SmallGPT(dropout=0.0), tokens(24), 1.2 * chosen.peak_bytes / 2**20, on_new_shape="bucket")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        longer.module(tokens(32))
-    assert longer.module._plan_state.latest.solver != "bucket"
+
+
+def test_a_size_above_all_that_were_planned_is_solved() -> None:
+    model, chosen = planned(24, 0.9, on_new_shape="bucket")
+    assert decided_for(chosen, model, 26).solver == "auto"
+    assert decided_for(chosen, model, 25).solver == "bucket"
 
 
 def test_the_search_has_a_share_of_the_time_and_starts_from_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:

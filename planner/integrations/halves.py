@@ -135,14 +135,23 @@ class _Translation:
             new = half.placeholder(node)
             if node.name in rewritten:
                 half.image[rewritten[node.name]] = new
+                self._check(half, node.name, new)
             else:
                 half.numbers[node] = new
         for node in self.rewritten.forward.graph.nodes:
             if node.op in ("call_function", "get_attr"):
                 half.copy(node, False)
+                self._check(half, node.meta.get("source"), half.image[node])
         returned: Any = self.rewritten.forward.graph.output_node().args[0]
         given = [n for n in self.rewritten.forward.graph.nodes if n.op == "placeholder"]
         return [*returned[self.rewritten.num_forward_outputs :], *(given[i] for i in self.rewritten.saved_primals)]
+
+    def _check(self, half: _Half, source: str | None, value: fx.Node) -> None:
+        """Emit what asserts a value, as soon as it is there."""
+        for node in self.joint.checks:
+            if node.args[0] is self.nodes.get(source or ""):
+                new = half.graph.create_node("call_function", node.target, (value, *node.args[1:]))
+                new.meta = dict(node.meta)
 
     def _close(self, half: _Half, saved: Sequence[fx.Node]) -> list[fx.Node]:
         """Close the forward with its outputs and all that it saves; the saved numbers as nodes of the original."""

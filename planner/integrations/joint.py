@@ -31,6 +31,7 @@ class Joint:
     Attributes:
         traced: the image, as a captured step; a node has the name of its original.
         copies: `copy_` nodes of the original that write new values over inputs, in order.
+        checks: nodes of the original that assert a tensor of the forward; the image has it as a further output.
         sizes: what each symbol was taken to be.
     """
 
@@ -38,6 +39,7 @@ class Joint:
     num_fwd_outputs: int
     traced: Traced
     copies: tuple[fx.Node, ...]
+    checks: tuple[fx.Node, ...]
     sizes: dict[str, int]
 
 
@@ -60,6 +62,7 @@ class _Reader:
         self.graph = fx.Graph()
         self.image: dict[fx.Node, Any] = {}
         self.copies: list[fx.Node] = []
+        self.checks: list[fx.Node] = []
 
     def read(self) -> Joint:
         nodes = list(self.gm.graph.nodes)
@@ -81,7 +84,8 @@ class _Reader:
             num_outputs=outputs - len(mutated), reads=UNUSED,
         )  # fmt: skip
         symbols = dict.fromkeys(s for n in nodes for s in _symbols(n))
-        return Joint(self.gm, self.num_fwd_outputs, traced, tuple(self.copies), {s: self._size(s) for s in symbols})
+        sizes = {s: self._size(s) for s in symbols}
+        return Joint(self.gm, self.num_fwd_outputs, traced, tuple(self.copies), tuple(self.checks), sizes)
 
     def _of(self, copy: fx.Node, position: int) -> fx.Node:
         """The image of an argument of a copy."""
@@ -115,10 +119,12 @@ class _Reader:
                 f"higher-order op {user.target}", _place(user), "it runs graphs of its own, which are not planned",
                 "Leave this function out of the compilation (torch.compiler.disable), or write it in plain ops.",
             )  # fmt: skip
+        elif _checks_forward(node):
+            self.checks.append(node)
         elif value is None:
             raise Unsupported(
                 f"op {node.target}", _place(node), "it has an effect rather than a result",
-                "Keep assertions and printing out of the compiled code.",
+                "Keep printing and the like out of the compiled code.",
             )  # fmt: skip
         else:
             new = self.graph.node_copy(node, lambda n: self.image[n])
@@ -150,6 +156,8 @@ class _Reader:
         values = pytree.tree_leaves(self.gm.graph.output_node().args[0], is_leaf=lambda v: v is None)
         returned = [self.image.get(v) if isinstance(v, fx.Node) else None for v in values[: self.num_fwd_outputs]]
         forward = [self._of(n, 1) for n in self.copies] + [v for v in returned if isinstance(v, fx.Node)]
+        checked = (self._of(n, 0) for n in self.checks)
+        forward += dict.fromkeys(n for n in checked if n.op != "placeholder" and n not in forward)
         gradients = [
             self.image[g] if isinstance(g, fx.Node) else None
             for p, g in zip(self._primals(), values[self.num_fwd_outputs :], strict=True)
@@ -189,6 +197,12 @@ def mark_backward(graph: fx.Graph, tangents: Sequence[fx.Node]) -> None:
 def _symbols(node: fx.Node) -> tuple[str, ...]:
     value = node.meta.get("val")
     return symbols_of(value) if node.op == "placeholder" and value is not None else ()
+
+
+def _checks_forward(node: fx.Node) -> bool:
+    """Whether the node asserts a tensor of the forward, as `one_hot` does of its classes."""
+    asserts = node.target in (aten._assert_async.default, aten._assert_async.msg)
+    return asserts and isinstance(node.args[0], fx.Node) and node.meta.get("partitioner_tag") != "is_backward"
 
 
 def _copies_over_input(node: fx.Node) -> bool:

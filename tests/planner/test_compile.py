@@ -485,6 +485,33 @@ def test_what_is_not_planned_is_refused_by_name(model: nn.Module, named: str) ->
     assert isinstance(caught.value.inner_exception, Unsupported)
 
 
+class Asserting(Net):
+    """Asserts what it computes, and what it is given."""
+
+    def forward(self, x: torch.Tensor, fits: torch.Tensor) -> torch.Tensor:
+        torch._assert_async(fits, "it does not fit")
+        classes = (x[:, 0] * 4).long()
+        torch._assert_async((classes < 4).all(), "there are four classes")
+        return super().forward(x + nn.functional.one_hot(classes, 4).sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_assertions_are_kept(inner: str) -> None:
+    model, x, fits = Asserting(), torch.rand(64, 32), torch.tensor(True)
+    loss, expected = _step(model, x, fits), _gradients(model)
+    options = {"budget_mb": 0.8 * _plain_peak(model, x, fits) / MIB, "inner": inner}
+    run = torch.compile(model, backend=checkpoint_planner, options=options)
+    for _ in range(3):
+        torch.testing.assert_close(_step(run, x, fits), loss)
+        torch.testing.assert_close(_gradients(model), expected)
+    with pytest.raises(RuntimeError, match="it does not fit"):
+        run(x, torch.tensor(False))
+    with pytest.raises(RuntimeError, match="there are four classes|index out of bounds|smaller than num_classes"):
+        run(x + 1, fits)
+    torch.testing.assert_close(_step(run, x, fits), loss)
+    assert not counters["graph_break"] and plans(options)[0].overhead > 0
+
+
 def test_an_evaluation_runs_too() -> None:
     model, x = Net().eval(), torch.randn(64, 32)
     compiled = torch.compile(model, backend=checkpoint_planner, options={"budget_mb": 1.0, "inner": "eager"})

@@ -89,6 +89,7 @@ __all__ = [
     "forget_cublas_workspaces",
     "forget_source",
     "global_hooks",
+    "grouped_mm_of_any_type",
     "inside_transform",
     "is_dense",
     "is_distributed",
@@ -529,8 +530,6 @@ def eager_kernels(stand_ins: Mapping[tuple[Any, Any], Callable[..., Any]]) -> It
     dropout = torch.ops.aten.dropout.default
     replaced = [op for op in _loaded_overloads() if op.overloadpacket.__name__ not in _KEPT_DECOMPOSITIONS]
     saved = [(op, key, op.py_kernels[key]) for op in replaced for key in keys if key in op.py_kernels]
-    meta: Any = torch._meta_registrations
-    grouped = getattr(meta, "_meta_grouped_mm_common", None)
     try:  # from here on, so that an interrupt in between leaves nothing set aside
         for op, key, _ in saved:
             del op.py_kernels[key]
@@ -543,12 +542,9 @@ def eager_kernels(stand_ins: Mapping[tuple[Any, Any], Callable[..., Any]]) -> It
             op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
         _keep_checks(True)
-        if grouped is not None:
-            meta._meta_grouped_mm_common = _grouped_mm_of_any_type(grouped, meta)
-        yield
+        with grouped_mm_of_any_type():
+            yield
     finally:
-        if grouped is not None:
-            meta._meta_grouped_mm_common = grouped
         _keep_checks(False)
         for op, key in stand_ins:
             op.py_kernels.pop(key, None)
@@ -570,9 +566,22 @@ def _keep_checks(keep: bool) -> None:
         effects._effect = None if keep else _EFFECT_OF_CHECKS
 
 
-def _grouped_mm_of_any_type(original: Callable[..., Any], meta: Any) -> Callable[..., Any]:
+@contextlib.contextmanager
+def grouped_mm_of_any_type() -> Iterator[None]:
     """torch's shape rule for `_grouped_mm` admits bfloat16 alone; its kernels also run float32 and float16."""
+    meta: Any = torch._meta_registrations
+    original = getattr(meta, "_meta_grouped_mm_common", None)
+    if original is None:
+        yield
+        return
+    try:
+        meta._meta_grouped_mm_common = _grouped_mm_rule(original, meta)
+        yield
+    finally:
+        meta._meta_grouped_mm_common = original
 
+
+def _grouped_mm_rule(original: Callable[..., Any], meta: Any) -> Callable[..., Any]:
     def rule(mat_a: torch.Tensor, mat_b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         scaled = kwargs.get("scale_a", args[0] if args else None) is not None
         if scaled or mat_a.dtype is torch.bfloat16 or not hasattr(meta, "_create_grouped_mm_output_tensor"):

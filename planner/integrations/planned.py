@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from passes._torch import grouped_mm_of_any_type
 from passes.alias import Aliases
 from passes.errors import Unsupported
 from passes.exclusive import exclusive
@@ -212,7 +213,8 @@ class _Compilation:
 def _named(prepared: Prepared) -> Iterator[None]:
     """What Inductor cannot compile, or run, is named."""
     try:
-        yield
+        with grouped_mm_of_any_type():
+            yield
     except PlannerError:
         raise
     except Exception as error:

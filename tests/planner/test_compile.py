@@ -690,6 +690,28 @@ def test_convolutions_compile(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-5)
 
 
+class Experts(nn.Module):
+    """Each row by the expert of its group, in one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(4, *shape) / 8) for shape in ((32, 64), (64, 32)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.arange(1, 5, dtype=torch.int32) * (x.shape[0] // 4)
+        return torch._grouped_mm(torch._grouped_mm(x, self.up, offs=ends).exp(), self.down, offs=ends).square().mean()
+
+
+@pytest.mark.slow
+def test_products_of_groups_compile_in_every_type() -> None:
+    model, x = Experts(), torch.rand(256, 32)
+    _step(model, x)
+    expected = _gradients(model)
+    compiled = auto_checkpoint(model, x, progress=False).compile()
+    _step(compiled.module, x)
+    torch.testing.assert_close(_gradients(model), expected)
+
+
 def test_what_inductor_cannot_compile_is_said() -> None:
     """oneDNN's LSTM saves a workspace whose size no shape rule knows."""
     model, x = nn.LSTM(16, 16), torch.randn(8, 4, 16)

@@ -7,6 +7,7 @@ less; where that gives away too much, for something in between.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 from passes.device import kind_of, room_bytes
@@ -115,7 +116,7 @@ def trimmed_to_fit(prepared: Prepared, live: Live, budget_bytes: int) -> Solutio
     """The recomputes of `live` without those that the budget does not need; None where they do not fit."""
     if live.peak_bytes > budget_bytes:
         return None
-    drop_unneeded(live, budget_bytes)
+    drop_unneeded(live, budget_bytes, time.monotonic() + prepared.options.time_limit)
     found = solution(prepared.problem, live.schedule(), BUCKET)
     try:
         found = found if prepared.regions is None else within_regions(prepared.regions.composed, found, budget_bytes)

@@ -71,7 +71,7 @@ class Starts:
         """`solve_to_fit`, from what is known.
 
         With `on_new_shape="bucket"`, what was decided for the nearest larger size is the answer, without the
-        recomputes that the budget does not need here.
+        recomputes that the budget does not need here; but not where hints prefer recomputes that it does not need.
 
         Raises:
             BudgetError: nothing found fits, with all of the time limit.
@@ -82,7 +82,7 @@ class Starts:
             return solve_to_fit(prepared, budget_bytes, report=report)
         options = prepared.options
         larger = min((k for k in known if k.plain_bytes >= plain), key=lambda k: k.plain_bytes, default=None)
-        if options.on_new_shape == BUCKET and larger is not None:
+        if options.on_new_shape == BUCKET and larger is not None and not prepared.preferred:
             shared = trimmed_to_fit(prepared, larger.on(problem), budget_bytes)
             if shared is not None:
                 return shared

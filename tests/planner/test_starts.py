@@ -66,6 +66,13 @@ def test_a_size_above_all_that_were_planned_is_solved() -> None:
     assert decided_for(chosen, model, 25).solver == "bucket"
 
 
+def test_hints_that_prefer_recomputes_are_asked_at_each_size() -> None:
+    model, chosen = planned(32, on_new_shape="bucket", recompute=["blocks.0"])
+    found = decided_for(chosen, model, 8)
+    assert found.solver != "bucket" and found.recomputed
+    assert found.peak_bytes < found.baseline_peak_bytes <= (chosen.budget_bytes or 0)
+
+
 def test_the_search_has_a_share_of_the_time_and_starts_from_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     limits, starts = [], []
 

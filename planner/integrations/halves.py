@@ -149,7 +149,8 @@ class _Translation:
     def _check(self, half: _Half, source: str | None, value: fx.Node) -> None:
         """Emit what asserts a value, as soon as it is there."""
         for node in self.joint.checks:
-            if node.args[0] is self.nodes.get(source or ""):
+            asserted: Any = node.args[0]
+            if asserted.name == source:
                 new = half.graph.create_node("call_function", node.target, (value, *node.args[1:]))
                 new.meta = dict(node.meta)
 

@@ -112,6 +112,7 @@ class _Compilation:
             self.prepared = composed_anew(prepared, [made[id(own)] for own in prepared.regions.prepared])
 
     @exclusive()
+    @grouped_mm_of_any_type()
     def _for_inductor(self, prepared: Prepared, region: bool = False) -> Prepared:
         """The step in Inductor's ops, before and after it fuses them."""
         own, options = prepared.traced, prepared.options
@@ -181,6 +182,7 @@ class _Compilation:
         return Decided(prepared, found, None, budget, {}, BY_INDUCTOR, runs, True)
 
     @exclusive()
+    @grouped_mm_of_any_type()
     def _of(self, prepared: Prepared, schedule: Schedule) -> _Compiled:
         """A step, or a run of a region, compiled and measured; equal ones once."""
         key = id(prepared.lowered), schedule
@@ -213,8 +215,7 @@ class _Compilation:
 def _named(prepared: Prepared) -> Iterator[None]:
     """What Inductor cannot compile, or run, is named."""
     try:
-        with grouped_mm_of_any_type():
-            yield
+        yield
     except PlannerError:
         raise
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -24,6 +25,12 @@ os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
 atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 SOLVER_TESTS = "tests/solvers/"
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is garbage to nobody: collections after it, one for each refusal, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

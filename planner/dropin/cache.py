@@ -182,10 +182,10 @@ class PlanState:
         entry, self.last = self.last, None
         if entry is None or self.watching is None or all(r.surprise is None for r in entry.regions):
             return
-        layouts = entry.planned.prepared.layouts
+        prepared = entry.planned.prepared
         autocast = next(r.surprise for r in entry.regions if r.surprise is not None)
-        if autocast != layouts.get(BACKWARD_AUTOCAST, ()) and BACKWARD_AUTOCAST not in layouts:
-            layouts[BACKWARD_AUTOCAST] = autocast
+        if autocast and BACKWARD_AUTOCAST not in prepared.traced.layouts:
+            prepared.layouts.setdefault(BACKWARD_AUTOCAST, autocast)
             entry.outdated = True
         entry.outdated = entry.outdated or (self.watched is not None and self.watched.learned)
         self.watching = True

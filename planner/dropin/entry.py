@@ -199,13 +199,17 @@ class Fallback:
             self.state.losses.expected = self.started
 
     def _learn(self, gradients: Mapping[str, torch.Tensor], autocast: bool) -> bool:
-        """Plan for gradients in these strides, under this autocast, from now on; not where others were learned."""
+        """Plan for gradients in these strides, under this autocast, from now on; not where this plan is for others.
+
+        Another plan of the same model may have learned them since this one was made.
+        """
         keys: dict[Any, Any] = {gradient_key(path, g): tuple(g.stride()) for path, g in gradients.items()}
         if autocast:
             keys = {BACKWARD_AUTOCAST: active_autocast()}
-        if any(key in self.layouts for key in keys):
+        if any(key in self.traced.layouts for key in keys):
             return False
-        self.layouts.update(keys)
+        for key, layout in keys.items():
+            self.layouts.setdefault(key, layout)
         return True
 
     def _replay(
@@ -241,11 +245,11 @@ class Watched:
     """What the backward of one call of a model planned by regions starts from, seen at its outputs.
 
     Attributes:
-        learned: whether a gradient came in other strides than planned for, which `layouts` now has.
+        learned: whether a gradient came in other strides than planned for; `layouts` has those to plan for.
     """
 
     def __init__(self, started: Started, traced: Traced, outputs: Sequence[torch.Tensor], layouts: Layouts) -> None:
-        self.started, self.layouts, self.learned = started, layouts, False
+        self.started, self.known, self.layouts, self.learned = started, traced.layouts, layouts, False
         self.paths, self.seen = [leaf.path for leaf in traced.outputs], set[str]()
         for path, tensor in zip(self.paths, outputs, strict=False):
             if tensor.requires_grad:
@@ -257,5 +261,6 @@ class Watched:
         self.seen.add(path)
         self.started.paths = tuple(p for p in self.paths if p in self.seen)
         key, strides = gradient_key(path, gradient), tuple(gradient.stride())
-        if key not in self.layouts and strides != expected:
-            self.layouts[key], self.learned = strides, True
+        if key not in self.known and strides != expected:
+            self.layouts.setdefault(key, strides)
+            self.learned = True

@@ -277,8 +277,9 @@ def _flat(found: _Found) -> tuple[Traced, FlatGraph]:
     reads = Reads(tuple(entries), (Known(type(found.model), "", True),), {}, (), None, frozenset())
     leaves, names = tuple(leaf for leaf, _ in outputs), tuple(path for path, _ in slots(template))
     traced = Traced(
-        module, flat.graph, tuple(entries), template, names, len(inputs), Constant(None), leaves, (), 0, reads
-    )
+        module, flat.graph, tuple(entries), template, names, len(inputs), Constant(None), leaves, (), 0, reads,
+        layouts=dict(found.parts.layouts),
+    )  # fmt: skip
     return traced, flat
 
 

@@ -26,8 +26,9 @@ SHAPES = (
 
 
 def layouts(shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
-    """The shape in every order of its dimensions, with gaps, and expanded."""
-    for order in itertools.permutations(range(len(shape))):
+    """The shape in every order of its dimensions, of five in every fifth, with gaps, and expanded."""
+    orders = list(itertools.permutations(range(len(shape))))
+    for order in orders[:: max(1, len(orders) // 24)]:
         yield torch.randn([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
     yield torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
     yield torch.randn(shape[0], 2 * shape[1], *shape[2:])[:, 1::2]

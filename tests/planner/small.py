@@ -20,10 +20,10 @@ from planner.session import open_session
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def mlp(width: int = 64, batch: int = 256, dropout: float = 0.1) -> tuple[nn.Module, Any]:
-    """Linear, GELU and dropout, four times, then a mean."""
+def mlp(width: int = 64, batch: int = 256, dropout: float = 0.1, depth: int = 4) -> tuple[nn.Module, Any]:
+    """Linear, GELU and dropout, `depth` times, then a mean."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.GELU(), nn.Dropout(dropout))]
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU(), nn.Dropout(dropout))]
     return nn.Sequential(*layers, nn.Linear(width, 1)), torch.randn(batch, width)
 
 

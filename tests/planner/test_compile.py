@@ -679,6 +679,7 @@ class Pictures(nn.Module):
         return self.last(x.flatten(2).sin().flatten(1)).square().mean()
 
 
+@pytest.mark.slow
 def test_convolutions_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "1")  # where Inductor refuses an op that it could have decomposed
     torch.manual_seed(0)

@@ -338,8 +338,8 @@ def interrupt_everywhere(count: int, seed: int, place: Path) -> None:
     stages = ("capture", "profile", "descent", "rewrite", "verify", "planfile", "atomic", "fingerprint")
     assert all(any(f"{name}.py" in path for path in files) for name in stages)
     rng = random.Random(seed)
-    chosen = [rng.choice([p for p in places if p[0] == file]) for file in files]
-    chosen += rng.sample(places, max(0, count - len(chosen)))
+    chosen = [rng.choice([p for p in places if p[0] == file]) for file in rng.sample(files, min(count, len(files)))]
+    chosen += rng.sample(places, count - len(chosen))
     for at in chosen:
         with pytest.raises(KeyboardInterrupt), interrupted(at):
             run()
@@ -353,7 +353,7 @@ def interrupt_everywhere(count: int, seed: int, place: Path) -> None:
 def test_an_interrupt_in_any_stage_leaves_nothing_behind(folder: Path, tmp_path: Path) -> None:
     place = tmp_path / "plans"
     place.mkdir()
-    interrupt_everywhere(24, 0, place)
+    interrupt_everywhere(12, 0, place)
 
 
 def test_an_interrupt_while_solving_leaves_nothing_behind(optimum: int, folder: Path) -> None:

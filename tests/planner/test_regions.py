@@ -463,6 +463,13 @@ class Outside(nn.Module):
         return [head(x).transpose(1, 2) for head in self.heads]
 
 
+class Turned(Outside):
+    """Without blocks, which can be traced."""
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [head(x).transpose(1, 2) for head in self.heads]
+
+
 def outside_loss(outputs: list[torch.Tensor], which: Sequence[int]) -> torch.Tensor:
     return torch.stack([outputs[i].pow(2).mean() for i in which]).sum()
 
@@ -514,6 +521,26 @@ def test_a_backward_under_autocast_is_learned() -> None:
                     loss.backward()
         assert_same_gradients(model, plain)
         assert i < 3 or not caught, [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("regions", ["auto", "whole"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_one_plan_of_a_step_learned_others_learn_too(regions: str, autocast: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Outside() if regions == "auto" else Turned(), torch.randn(2, 16, 32)
+    session, plain = open_session(model, x, regions=regions, progress=False), copy.deepcopy(model)
+    for plan in [session.plan(None), session.plan(None)]:
+        for i in range(6):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for module, owner in ((plan.module, model), (plain, plain)):
+                    owner.zero_grad()
+                    torch.manual_seed(i)
+                    loss = outside_loss(module(x), (0, 1))
+                    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                        loss.backward()
+            assert_same_gradients(model, plain)
+            assert i < 4 or not caught, [str(w.message) for w in caught]
 
 
 class Speaks(nn.Module):

@@ -144,7 +144,7 @@ def test_frontier_falls_with_memory(tmp_path: Path) -> None:
 
 def test_what_is_set_aside_counts_as_in_a_plan() -> None:
     """Optimizer state, reserved memory and dropped outputs mean the same to every entry point."""
-    model, sample = mlp()
+    model, sample = mlp(depth=1)
     options = {"optimizer": torch.optim.AdamW, "reserve_mb": 0.5, "keep_outputs": False, "progress": False}
     plan = auto_checkpoint(model, sample, **options)
     found = frontier(model, sample, points=2, solver="greedy", **options)
@@ -162,15 +162,15 @@ def test_what_is_set_aside_counts_as_in_a_plan() -> None:
 
 
 def test_max_batch_is_the_largest() -> None:
-    model, _ = mlp()
+    model, _ = mlp(depth=2)
     options = {"solver": "greedy", "time_limit": 2, "progress": False}
-    found = max_batch(model, lambda n: mlp(batch=n)[1], 0.75, **options)
+    found = max_batch(model, lambda n: mlp(batch=n, depth=2)[1], 0.75, **options)
     assert found.plan.peak_bytes <= 0.75 * MIB
     assert found.plain_batch <= found.batch
     tried = dict(found.tried)
     assert tried[found.batch] and not tried[found.batch + 1]
     with pytest.raises(PlannerError, match="not even a batch of one"):
-        max_batch(model, lambda n: mlp(batch=n)[1], 0.01, **options)
+        max_batch(model, lambda n: mlp(batch=n, depth=2)[1], 0.01, **options)
 
 
 def test_a_step_that_cannot_fit_is_not_run_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:

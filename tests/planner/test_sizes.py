@@ -250,7 +250,10 @@ def vit(batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return transformers.ViTForImageClassification(config), {"pixel_values": images, "labels": torch.arange(batch) % 2}
 
 
-@pytest.mark.parametrize("build", [gpt2, llama, bert, vit], ids=lambda f: f.__name__)
+SLOW = [pytest.param(build, marks=pytest.mark.slow) for build in (llama, bert, vit)]
+
+
+@pytest.mark.parametrize("build", [gpt2, *SLOW], ids=lambda f: f.__name__)
 def test_so_it_is_for_real_models(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     samples = [build(size)[1] for size in (4, 6, 5, 9)]
     traced, found = made_and_traced(build(4)[0].train(), samples, monkeypatch)

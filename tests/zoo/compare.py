@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,8 @@ from torch import nn
 from passes.memory import granule, measure_peak, round_up
 from passes.trace.arguments import split_sample
 from passes.trace.structure import flatten, unflatten
-from planner import BudgetError, Plan, auto_checkpoint
+from planner import BudgetError, Plan
+from planner.session import open_session
 
 MIB = 1 << 20
 
@@ -123,12 +126,18 @@ def measured_peak_bytes(module: nn.Module, state_of: nn.Module, sample: Any, sta
 
 def plan_at(model: nn.Module, sample: Any, share: int) -> Plan:
     """A plan at `share` % of what the step needs above static, or at the minimum that the refusal states."""
-    free = auto_checkpoint(model, sample)
-    budget = free.static_bytes + (free.baseline_peak_bytes - free.static_bytes) * share // 100
-    try:
-        return auto_checkpoint(model, sample, budget / MIB, time_limit=5)
-    except BudgetError as error:
-        stated = error
-    assert stated.floor_bytes is not None
-    assert stated.floor_bytes <= (stated.minimum_bytes or 0)
-    return auto_checkpoint(model, sample, stated.minimum_mb, time_limit=5)
+    return next(plans_at(model, sample, [share]))
+
+
+def plans_at(model: nn.Module, sample: Any, shares: Iterable[int]) -> Iterator[Plan]:
+    """The same for several shares of one captured step."""
+    session = open_session(model, sample, time_limit=1, progress=False)
+    static_bytes = session.problem.static_bytes
+    for share in shares:
+        try:
+            plan = session.plan(static_bytes + (session.plain_peak_bytes - static_bytes) * share // 100)
+        except BudgetError as error:
+            stated = error
+            plan = session.plan(stated.minimum_bytes)
+            assert (stated.floor_bytes or math.inf) <= plan.budget_bytes
+        yield plan

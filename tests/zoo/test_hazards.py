@@ -34,10 +34,9 @@ def test_every_share(name: str) -> None:
 
 def check(name: str, shares: tuple[int, ...]) -> None:
     plain, sample = build(name)
-    for share in shares:
-        model, _ = build(name)
+    model, _ = build(name)
+    for plan in compare.plans_at(model, sample, shares):
         plain.load_state_dict(model.state_dict())
-        plan = compare.plan_at(model, sample, share)
         assert plan.budget_bytes is not None
         assert plan.peak_bytes <= plan.budget_bytes
         for seed in (1, 2):

@@ -258,7 +258,7 @@ class _Lowering:
 
     def _add_kept(self) -> list[int]:
         """The old buffers that the runtime copies, should the backward start elsewhere than planned (see `replay`)."""
-        kept = [self.traced.placeholders[i] for i in stateful_primals(self.traced)]
+        kept = [self.traced.placeholders[i] for i in kept_primals(self.traced)]
         copied = [self.aliases.of[p] for p in kept if not is_counter(p.meta["val"], self.device)]
         size = sum(map(self._bytes, copied))
         if not size:
@@ -476,13 +476,7 @@ def kept_bytes(nodes: Collection[fx.Node], profiles: dict[fx.Node, OpProfile]) -
 
 
 def stateful_primals(traced: Traced) -> tuple[int, ...]:
-    """Overwritten primals whose old value a replay needs: it decides a result, and the backward can start elsewhere.
-
-    Running statistics of batch norms decide none; where one output alone has a gradient, there is no elsewhere.
-    """
-    starts = [leaf.differentiated for leaf in traced.outputs if leaf.input is None and leaf.requires_grad]
-    if len(starts) < 2 and all(starts):
-        return ()
+    """Overwritten primals whose old value a replay needs, as it decides a result: statistics of batch norms do not."""
     primals = traced.placeholders
     found = []
     for i in traced.mutated:
@@ -490,6 +484,16 @@ def stateful_primals(traced: Traced) -> tuple[int, ...]:
         if not all(u.target in IGNORED_ARGUMENTS for u in readers):
             found.append(i)
     return tuple(found)
+
+
+def kept_primals(traced: Traced) -> tuple[int, ...]:
+    """Those whose old value is kept: where a loss is all that has a gradient, a backward under autocast is refused."""
+    starts = [leaf for leaf in traced.outputs if leaf.input is None and leaf.requires_grad]
+    results: Any = traced.graph_module.graph.output_node().args[0]
+    alone = len(starts) == 1 and starts[0].differentiated
+    if alone and results[len(traced.mutated) + starts[0].index].meta["val"].numel() == 1:
+        return ()
+    return stateful_primals(traced)
 
 
 def why_once(node: fx.Node, traced: Traced, aliases: Aliases, device: torch.device) -> str | None:

@@ -269,7 +269,8 @@ class _Walk:
             self._check_write(node, written, numbers)
             memory = self.root_of[written]
             self.lost.update(n for n, m in self.root_of.items() if m == memory)
-            self.root_of[node] = memory
+            # What asks who else holds the memory takes its own where somebody does: either way its result is its own.
+            self.root_of[node] = node if node.target in CHECKS_OWNER else memory
         elif node.target is operator.getitem and isinstance(first, fx.Node):
             self.root_of[node] = self.root_of[first] if is_view(first) else (first, node.args[1])
         elif is_view(node):

@@ -14,7 +14,7 @@ from passes.alias import device_of
 from passes.errors import CaptureError, NoBackward, Unsupported
 from passes.exclusive import exclusive
 from passes.leaves import casts, sums
-from passes.lower import stateful_primals
+from passes.lower import kept_primals
 from passes.ops import is_random
 from passes.rewrite import Rewritten, reads, rewrite
 from passes.run.arena import Arena
@@ -218,7 +218,7 @@ def bind_step(prepared: Prepared, rewritten: Rewritten, arena: Arena = ()) -> St
         differentiable=tuple(leaf.requires_grad for leaf in returned),
         expected=tuple(leaf.index for leaf in returned if leaf.differentiated),
         tangent_strides=tuple(tuple(t.meta["val"].stride()) for t in tangents),
-        keep_primals=stateful_primals(traced),
+        keep_primals=kept_primals(traced),
         rng_devices=_rng_devices(traced),
         hold_outputs=prepared.options.keep_outputs,
         leaves=rewritten.leaves,

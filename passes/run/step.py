@@ -222,7 +222,7 @@ class _Run:
                 f"backward must start from {starts} (that is what was planned), and from nothing else, and under "
                 f"{autocast}."
             )
-        self._check_primals(range(len(self.primals)))
+        self._check_primals(i for i in range(len(self.primals)) if i not in self.step.mutated)
         old = {i: as_tensor(value, self.primals[i]) for i, value in self.overwritten.items()}
         self.saved = None
         return self.fallback([old.get(i, p) for i, p in enumerate(self.primals)], self.generators, gradients)

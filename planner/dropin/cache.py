@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from passes.trace.arguments import argument_names, bind_call, run_model, state_t
 from passes.trace.capture import Traced
 from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match
+from passes.trace.reads import Matched, Reads
 from passes.trace.refuse import has_sharded, is_sharded
 from passes.trace.structure import flatten
 from planner.decided import Decided
@@ -32,7 +34,7 @@ from planner.options import BUCKET
 from planner.pipeline import Replan
 from solvers.errors import MIB, BudgetError, PlannerError
 
-from .entry import Entry, Fallback, Losses, Plain, Watched, starts_of
+from .entry import Entry, Fallback, Losses, Watched, starts_of
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
 from .regions import are_of, regions_of, running_regions
 
@@ -256,7 +258,7 @@ class PlanState:
             _check_cast_leaves(primals, traced)
         self._notice_hooks()
         self._notice_gradients(planned, primals)
-        return planned.run(primals, Fallback(self, entry, self._plain_as_called()))
+        return planned.run(primals, Fallback(self, entry, partial(self.through, self.applied)))
 
     def _notice_replans(self, seconds: float) -> None:
         """Say after several replans, and rarely after that, what is slowing training."""
@@ -368,15 +370,10 @@ class PlanState:
         finally:
             self.unplanned = before
 
-    def _plain_as_called(self) -> Plain:
-        """`plain` for the backward, when the call is over."""
-        applied = self.applied
-
-        def plain(bound: Mapping[str, Any]) -> Any:
-            with self.through(applied):
-                return self.plain(bound)
-
-        return plain
+    def match(self, reads: Reads) -> Matched:
+        """Find in the model, as it is now, what a forward read."""
+        with self.set_aside():
+            return match(reads, self.model, self.loss_fn)
 
     @contextmanager
     def through(self, applied: Any) -> Iterator[None]:

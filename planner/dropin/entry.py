@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -14,8 +15,10 @@ import torch
 from torch import nn
 
 from passes._torch import as_distributed, is_distributed, swapped_state
+from passes.lower import kept_primals, stateful_primals
 from passes.run._torch import Autocast, active_autocast, under_autocast
 from passes.run.random import set_rng_state
+from passes.run.step import ChangedInPlace
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import Traced
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
@@ -25,12 +28,14 @@ from passes.trace.structure import flatten, unflatten
 from planner.decided import Decided
 from solvers.errors import PlannerError
 
-from .plan_key import Key, describe_autocast, state_key
+from .plan_key import Key, describe_autocast, state_key, torch_defaults
 
-Plain = Callable[[Mapping[str, Any]], Any]
 _OTHER_DRAWS = (
     ": the plain forward would be replayed, and does not draw the random numbers that compiled code has drawn. Call "
     "the model again, which is then planned for such a backward; or use the plan uncompiled."
+)
+_IRREPLAYABLE = (
+    ": the plain forward would be replayed, but {}. Call the model again, which is then planned for such a backward."
 )
 BYTES_PER_OP = 23_000  # by the growth of a process that plans GPT-2 for 20 lengths
 _OTHER_STRIDES = " with a gradient in other strides"
@@ -147,6 +152,9 @@ class Plans(Protocol):
     def plain(self, bound: Mapping[str, Any]) -> Any:
         """The plain step's forward."""
 
+    def match(self, reads: Reads) -> Matched:
+        """Find in the model, as it is now, what a forward read."""
+
     def replayed(self, autocast: Autocast) -> None:
         """Note that a backward, under that autocast, was none that was planned for."""
 
@@ -155,13 +163,18 @@ class Fallback:
     """Backward from other outputs than planned for, under another autocast, or with gradients in other layouts.
 
     The plain model replays the forward; later calls are replanned. Where the forward was compiled and drew random
-    numbers, it cannot be replayed: only the second.
+    numbers, or what it read has changed since, it cannot be replayed: only the second.
+
+    Args:
+        as_called: makes the model in a block what it was called as.
     """
 
-    def __init__(self, state: Plans, entry: Entry, plain: Plain | None = None) -> None:
+    def __init__(
+        self, state: Plans, entry: Entry, as_called: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         prepared = entry.planned.prepared
         self.state, self.traced, self.layouts = state, prepared.traced, prepared.layouts
-        self.plain, self.autocast, self.compiled = plain or state.plain, entry.key.autocast, entry.planned.compiled
+        self.key, self.compiled, self.as_called = entry.key, entry.planned.compiled, as_called
         self.started = state.losses.called(entry.starts)
 
     def __call__(
@@ -185,18 +198,37 @@ class Fallback:
         try:
             if self.compiled and generators:
                 raise PlannerError(f"{started}{_OTHER_DRAWS}")
+            if why := self._irreplayable():
+                raise ChangedInPlace(f"{started}{_IRREPLAYABLE.format(why)}")
             warnings.warn(
                 f"{started}: this step replays the plain forward (correct, but not under the budget); "
                 f"{'later calls are planned for it' if new else 'so will others, as a plan is for one kind of start'}.",
                 stacklevel=2,
             )
-            return self._replay(primals, generators, gradients)
+            with self.as_called():
+                return self._replay(primals, generators, gradients)
         finally:
             if learned:
                 for entry in self.state.cache:
                     entry.outdated = entry.outdated or autocast or entry.starts == paths
             self.started.paths = paths
             self.state.losses.expected = self.started
+
+    def _irreplayable(self) -> str | None:
+        """Why the forward cannot be replayed; None where it can."""
+        lost = set(stateful_primals(self.traced)) - set(kept_primals(self.traced))
+        if lost:
+            return f"it overwrote {self.traced.primal_names[min(lost)]}, whose old value was not kept"
+        since = "what it reads was changed between forward and backward"
+        for (name, then), (_, now) in zip(self.key.defaults, torch_defaults(), strict=True):
+            if now != then:
+                return f"{since}: torch's {name} is {now}, in the forward {then}"
+        try:
+            with self.as_called():
+                self.state.match(self.traced.reads)
+        except Differs as differs:
+            return f"{since}: {differs.where} {differs.now}, in the forward {differs.then}"
+        return None
 
     def _learn(self, gradients: Mapping[str, torch.Tensor], autocast: bool) -> bool:
         """Plan for gradients in these strides, under this autocast, from now on; not where this plan is for others.
@@ -232,8 +264,8 @@ class Fallback:
             # Autocast casts a leaf once for all its uses and adds up their gradients in that dtype; others each time.
             pairs = zip(leaves[count:], primals[count:], strict=True)
             arguments = [t if p.is_leaf else t.view_as(t) for t, p in pairs]
-            with under_autocast(self.autocast):
-                outputs, _ = flatten(self.plain(unflatten(traced.input_template, arguments)))
+            with under_autocast(self.key.autocast):
+                outputs, _ = flatten(self.state.plain(unflatten(traced.input_template, arguments)))
         indices = [leaf.index for leaf in traced.outputs]
         started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]
         inputs = [t for t in leaves if t.requires_grad]

@@ -13,6 +13,8 @@ from torch import nn
 from passes._torch import active_saving_hooks
 from passes.run._torch import Autocast
 from passes.trace.arguments import bind_call, call_bound, call_signature
+from passes.trace.matching import match
+from passes.trace.reads import Matched, Reads
 from passes.trace.structure import flatten
 from planner.decided import Decided, PlannedRun
 from planner.regions.losses import LOSS, looking_at_losses, region_module
@@ -67,6 +69,10 @@ class RegionForward:
     def plain(self, bound: Mapping[str, Any]) -> Any:
         """The region's own forward, for calls that are replayed."""
         return call_bound(self.original, self.signature, bound)
+
+    def match(self, reads: Reads) -> Matched:
+        """Find in the region, as it is now, what its forward read."""
+        return match(reads, self.model, None)
 
     def replayed(self, autocast: Autocast) -> None:
         """Note that the step's own backward has to be looked at."""

@@ -544,10 +544,11 @@ def test_what_one_plan_of_a_step_learned_others_learn_too(regions: str, autocast
 
 
 class Speaks(nn.Module):
-    """Blocks, and logits that are much of what a step holds; returns them next to the loss."""
+    """Blocks, and logits that are much of what a step holds, capped or not; returns them next to the loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, cap: float | None = None) -> None:
         super().__init__()
+        self.cap = cap
         self.embedding, self.head = nn.Embedding(9000, 32), nn.Linear(32, 9000)
         self.blocks = nn.ModuleList(Block(32, 2, 0.1) for _ in range(3))
 
@@ -555,16 +556,18 @@ class Speaks(nn.Module):
         h = self.embedding(x)
         for block in self.blocks:
             h = block(h)
-        logits = self.head(h)
+        logits = self.head(h) if self.cap is None else torch.tanh(self.head(h) / self.cap) * self.cap
         return {"loss": F.cross_entropy(logits.view(-1, 9000), x.flatten()), "logits": logits}
 
 
-def test_logits_that_nobody_holds_become_their_gradient() -> None:
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("regions", ["blocks.*", "whole"])
+def test_logits_that_nobody_holds_become_their_gradient(regions: str, cap: float | None) -> None:
     torch.manual_seed(0)
-    model, x = Speaks(), torch.randint(0, 9000, (2, 24))
+    model, x = Speaks(cap), torch.randint(0, 9000, (2, 24))
     plain = copy.deepcopy(model)
     options: dict[str, Any] = {"keep_outputs": False, "progress": False, "check": False}
-    plan = open_session(model, x, regions="blocks.*", **options).plan(None)
+    plan = open_session(model, x, regions=regions, **options).plan(None)
     [written] = [op for op in plan.problem.ops if op.name.startswith("cross_entropy_logits_backward")]
     assert written.reuse
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from passes._torch import allocator_events
 from passes.run import step as runtime
+from passes.run.step import ChangedInPlace
 from planner import CaptureError, Plan, PlannerError
 from tests.planner.steps import (
     SmallGPT,
@@ -285,6 +286,89 @@ def test_a_replay_starts_from_the_old_values() -> None:
     torch.manual_seed(1)
     plain(x)["hidden"].sin().sum().backward()
     assert torch.equal(rng, torch.get_rng_state())
+    assert_same_gradients(model, plain)
+    assert_same_state(model, plain)
+
+
+def hidden_of(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.body(x)["hidden"]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_replay_of_one_output_starts_from_the_old_values_too(autocast: bool) -> None:
+    """In other strides than planned for, or under autocast."""
+    chosen, model, plain = planned_twins(Wrap(hidden_of, body=Stateful()), batch(8, 32))
+    gradient = batch(8, 32) if autocast else batch(32, 8).t()
+    for module in (chosen.module, plain):
+        torch.manual_seed(1)
+        hidden = module(batch(8, 32))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            hidden.backward(gradient)
+    assert_same_gradients(model, plain)
+    assert_same_state(model, plain)
+
+
+def test_a_loss_whose_old_values_were_not_kept_is_not_replayed() -> None:
+    def loss(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)["loss"]
+
+    model, plain = twins(Wrap(loss, body=Stateful()))
+    x = batch(8, 32)
+    planned = plan(model, x).module
+    torch.manual_seed(1)
+    found, told = planned(x), r"overwrote body.steps, whose old value was not kept. Call the model"
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ChangedInPlace, match=told):
+        found.backward()
+    torch.manual_seed(1)
+    plain(x)
+    for module in (planned, plain):  # now planned for it
+        torch.manual_seed(1)
+        found = module(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            found.backward()
+    assert_same_gradients(model, plain)
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "mode": (lambda m: m.eval(), "training=False, in the forward training=True"),
+    "attribute": (lambda m: setattr(m.body[2], "p", 0.9), r"p=0.9, in the forward p=0.3"),
+    "submodule": (lambda m: setattr(m, "body", nn.Identity()), "body.0.weight nothing, in the forward a parameter"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_replay_reads_must_be_as_in_the_forward(change: str) -> None:
+    act, told = CHANGES[change]
+    chosen, model, _ = planned_twins(Wrap(lambda self, x: self.body(x), body=mlp(0.3)), batch(8, 32))
+    output = chosen.module(batch(8, 32))
+    act(model)
+    with pytest.raises(ChangedInPlace, match=f"between forward and backward: .*{told}"):
+        output.backward(batch(*output.shape[::-1]).t())
+
+
+def test_torchs_switches_must_be_as_in_the_forward_for_a_replay() -> None:
+    chosen, *_ = planned_twins(Wrap(lambda self, x: self.body(x), body=mlp(0.3)), batch(8, 32))
+    output = chosen.module(batch(8, 32))
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ChangedInPlace, match="torch's deterministic algorithms is True"):
+            output.backward(batch(*output.shape[::-1]).t())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_replays_of_several_forwards_with_statistics() -> None:
+    """Each forward of a batch norm overwrites them; the plain backward does not read them."""
+    body = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32))
+    model, plain = twins(Wrap(lambda self, x: self.body(x), body=body))
+    x, gradient = batch(8, 32), batch(32, 8).t()
+    for module in (plan(model, x).module, plain):
+        outputs = [module(x + i) for i in range(2)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for output in outputs:
+                output.backward(gradient)
     assert_same_gradients(model, plain)
     assert_same_state(model, plain)
 

@@ -358,6 +358,22 @@ def test_torchs_switches_must_be_as_in_the_forward_for_a_replay() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+def test_a_replay_has_the_forwards_autocast() -> None:
+    """Its type too, which outside of its block is another again."""
+    model, plain = twins(Wrap(lambda self, x: self.body(x), body=mlp(0.3)))
+    x, gradient = batch(8, 32), batch(32, 8).t().half()
+    with torch.autocast("cpu", torch.float16):
+        planned = plan(model, x).module
+    for module in (planned, plain):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.float16):
+            output = module(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            output.backward(gradient)
+    assert_same_gradients(model, plain)
+
+
 def test_replays_of_several_forwards_with_statistics() -> None:
     """Each forward of a batch norm overwrites them; the plain backward does not read them."""
     body = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32))

@@ -477,13 +477,19 @@ def kept_bytes(nodes: Collection[fx.Node], profiles: dict[fx.Node, OpProfile]) -
 
 def stateful_primals(traced: Traced) -> tuple[int, ...]:
     """Overwritten primals whose old value a replay needs, as it decides a result: statistics of batch norms do not."""
-    primals = traced.placeholders
-    found = []
-    for i in traced.mutated:
-        readers = [u for u in primals[i].users if u.op != "output"]
-        if not all(u.target in IGNORED_ARGUMENTS for u in readers):
-            found.append(i)
-    return tuple(found)
+    outputs: Any = traced.graph_module.graph.output_node().args[0]
+    results = {n for n in outputs[len(traced.mutated) :] if isinstance(n, fx.Node)}
+    return tuple(i for i in traced.mutated if _decides(traced.placeholders[i], results))
+
+
+def _decides(primal: fx.Node, results: set[fx.Node]) -> bool:
+    """Whether a result is computed from it: a counter's next value, which no result reads, is none."""
+    reached, waiting = {primal}, [primal]
+    while waiting:
+        users = [u for u in waiting.pop().users if u.op != "output" and u.target not in IGNORED_ARGUMENTS]
+        waiting += (u for u in users if u not in reached)
+        reached.update(users)
+    return not reached.isdisjoint(results - {primal})
 
 
 def kept_primals(traced: Traced) -> tuple[int, ...]:

@@ -21,7 +21,6 @@ from .leaves import Leave, leaves
 from .memory import granule, round_up, span
 from .ops import (
     CHECKS_OWNER,
-    IGNORED_ARGUMENTS,
     donations,
     ignored_by,
     is_collective,
@@ -486,9 +485,10 @@ def _decides(primal: fx.Node, results: set[fx.Node]) -> bool:
     """Whether a result is computed from it: a counter's next value, which no result reads, is none."""
     reached, waiting = {primal}, [primal]
     while waiting:
-        users = [u for u in waiting.pop().users if u.op != "output" and u.target not in IGNORED_ARGUMENTS]
-        waiting += (u for u in users if u not in reached)
-        reached.update(users)
+        node = waiting.pop()
+        new = [u for u in node.users if u.op != "output" and u not in reached and node in _heeded(u)]
+        waiting += new
+        reached.update(new)
     return not reached.isdisjoint(results - {primal})
 
 
@@ -511,12 +511,17 @@ def why_once(node: fx.Node, traced: Traced, aliases: Aliases, device: torch.devi
 
 def _reads_overwritten(node: fx.Node, mutated: set[Any], aliases: Aliases) -> bool:
     """Whether running the node after the forward would see a primal's new value where it matters."""
+    return any(s in mutated for a in _heeded(node) for s in aliases.storages(a))
+
+
+def _heeded(node: fx.Node) -> list[fx.Node]:
+    """The arguments that its results depend on."""
     rule = ignored_by(node.target, node.args)
     read: list[fx.Node] = []  # arguments may be nested in lists
     visit = fx.node.map_arg
     visit(tuple(a for i, a in enumerate(node.args) if rule is None or i not in rule.positions), read.append)
     visit(dict(node.kwargs), read.append)
-    return any(s in mutated for a in read for s in aliases.storages(a))
+    return read
 
 
 def _stolen(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:

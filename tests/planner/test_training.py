@@ -309,6 +309,31 @@ def test_a_replay_of_one_output_starts_from_the_old_values_too(autocast: bool) -
     assert_same_state(model, plain)
 
 
+class Shifted(nn.Module):
+    """A buffer that the forward overwrites, read by nothing but a sum that a batch norm reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(32, 16), nn.BatchNorm1d(16)
+        self.register_buffer("shift", torch.linspace(-1, 1, 8).unsqueeze(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.norm(self.first(x) + self.shift)
+        self.shift.mul_(self.shift)
+        return torch.tanh(result)
+
+
+def test_a_buffer_that_only_a_batch_norm_sees_decides_what_a_replay_gives() -> None:
+    model, plain = twins(Shifted())
+    x, gradient = batch(8, 32), batch(16, 8).t()
+    for module in (plan(model, x).module, plain):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module(x).backward(gradient)
+    assert_same_gradients(model, plain)
+    assert_same_state(model, plain)
+
+
 def test_a_loss_whose_old_values_were_not_kept_is_not_replayed() -> None:
     def loss(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.body(x)["loss"]

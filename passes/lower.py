@@ -153,20 +153,20 @@ class _Lowering:
         placeholders = self.traced.placeholders
         primals, tangents = placeholders[: self.traced.num_primals], placeholders[self.traced.num_primals :]
         mutated = {self.aliases.of[primals[i]] for i in self.traced.mutated}
-        inputs = self._add_inputs(primals[len(self.traced.state) :]) if self.region else []
-        kept = self._add_kept()
+        held = self._add_inputs(primals[len(self.traced.state) :]) if self.region else []
+        held += self._add_kept()
         for node in forward:
             self._add_node(node, True, mutated)
         self._add_handover()
         num_forward = len(self.ops)
-        tangent_tensors = self._add_tangents(tangents, inputs)
+        tangent_tensors = self._add_tangents(tangents, held)
         for node in backward:
             self._add_node(node, False, mutated)
         outputs = self._outputs(keep_outputs and not self.region)
         # Between regions others account for gradients, as they find them at a region's end.
         self.fates = {} if self.region else self._fates(primals, hook_bytes)
         lasting = tangent_tensors if self.lasting else ()
-        pinned = dict.fromkeys([*kept, *(t for t in outputs if t not in self._let_go()), *lasting])
+        pinned = dict.fromkeys((*(t for t in outputs if t not in self._let_go()), *lasting))
         accumulated = sum(fate.bytes for fate in self.fates.values() if fate.kind == "accumulated")
         resident = primals[: len(self.traced.state)] if self.region else primals
         static = sum(self._bytes(self.aliases.of[p]) for p in self._distinct(resident)) + accumulated + reserve_bytes
@@ -179,7 +179,7 @@ class _Lowering:
         groups = leaves(self.traced, self.aliases, problem, tuple(self.nodes), tensors)
         left = self._add_leaves(problem, tuple(g for g in groups if self.fates.keys() >= set(g.primals)))
         if self.region:
-            self._add_op(Op(RETURN_GRADIENTS, (*kept, *outputs), (), 0, 0, False), None)
+            self._add_op(Op(RETURN_GRADIENTS, tuple(outputs), (), 0, 0, False), None)
             pinned = {}
         else:
             pinned.update(dict.fromkeys(t for fate in self.fates.values() for t in fate.copy))

@@ -31,6 +31,7 @@ from .regions.emit import settled
 
 AS_OFTEN = "all schedules that run the ops of the recompute hints at least as often as this one"
 PREFERRED_SHARE = 0.6
+LEAST_SHARE = 0.1  # of the time limit, for the plain question, however long the other took
 SHARE_WITHOUT = 0.25
 
 
@@ -93,7 +94,8 @@ def solve_preferring(
     try:
         found = _solve(_free_of_charge(problem, preferred), budget_bytes, hurried, report, warm_starts)
     except BudgetError:
-        left = replace(options, time_limit=options.time_limit - (time.monotonic() - begin))
+        seconds = max(options.time_limit - (time.monotonic() - begin), LEAST_SHARE * options.time_limit)
+        left = replace(options, time_limit=seconds)
         found = _solve(problem, budget_bytes, left, report, warm_starts)
         return prefer(problem, found, budget_bytes, preferred)
     return prefer(problem, found, budget_bytes, preferred, found.bound)

@@ -194,7 +194,7 @@ class _Run:
         self.read = {i: self.primals[i] for part in step.reads for i in part}
         values = (self.given[i] for i in step.saved_primals)
         self.program = step.backward.forward([*(self.saved or ()), *values, *tangents])
-        self.saved, self.primals, self.given = None, (), ()
+        self.saved, self.primals, self.given, self.overwritten = None, (), (), {}
 
     def _check(self) -> None:
         if self.saved is None:

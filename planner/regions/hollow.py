@@ -331,7 +331,10 @@ def _moved(tensor: torch.Tensor, hollow: Hollow, run: int, storage: Storage, mad
     new = torch.empty(0, dtype=tensor.dtype, device=hollow.device if hollow.imagined else tensor.device).set_(
         made[place(memory)], tensor.storage_offset(), tensor.size(), tensor.stride()
     )
-    return new if hollow.imagined else new.copy_(tensor)
+    if not hollow.imagined:
+        once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())  # of what is expanded
+        new[once].copy_(tensor[once])
+    return new
 
 
 def _stand_in(node: fx.Node | None, ctx: Any, given: list[torch.Tensor], made: dict[Any, Any]) -> Any:

@@ -453,6 +453,11 @@ def counter(b: Builder) -> None:
     b.call(torch.mul, b.float(), b.module(MovingMean(), b.float()))
 
 
+def state(b: Builder) -> None:
+    x = b.float()
+    b.module(State(x.example.shape, b.pick(0, 2), b.pick(0, 3)), x)
+
+
 def custom(b: Builder) -> None:
     b.call(straight_through, b.float())
 
@@ -488,6 +493,34 @@ class MovingMean(nn.Module):
         return 1 + self.mean.clone()
 
 
+class State(nn.Module):
+    """A buffer that the forward reads and overwrites, before or after; by what it has seen, or by itself alone."""
+
+    def __init__(self, shape: torch.Size, order: int, change: int) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.linspace(-1, 1, shape.numel()).view(shape))
+        self.order, self.change = order, change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.order == 0:
+            self.write(x)
+        result = x * self.state.clone() if self.order == 2 else x + self.state
+        if self.order:
+            self.write(x)
+        return result
+
+    def write(self, x: torch.Tensor) -> None:
+        with torch.no_grad():
+            if self.change == 0:
+                self.state.mul_(self.state)
+            elif self.change == 1:
+                self.state.copy_(torch.tanh(x))
+            elif self.change == 2:
+                self.state = torch.sin(self.state + 1)
+            else:
+                self.state[..., 0] += torch.tanh(x[..., 0])
+
+
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -519,5 +552,5 @@ FAMILIES: tuple[Callable[[Builder], None], ...] = (
     unary, linear, binary, view, dropout, constant, reduce, softmax, layer_norm, product, batch_product, join, split,
     in_place, in_place_binary, write_slice, conditional, guarded, power, repeat, spread, cumulative, order, attention,
     einsum, noise, batch_norm, image_norm, convolution, pool, embedding, index, recurrence, twice, cast, counter,
-    custom, checkpointed,
+    state, custom, checkpointed,
 )  # fmt: skip

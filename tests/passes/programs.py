@@ -62,14 +62,19 @@ class WrongPlan(AssertionError):
     """A promise is broken; says which."""
 
 
-def draw_program(pick: Pick, max_ops: int = 12) -> Program:
-    """A random program.
+def draw_shape(pick: Pick) -> tuple[int, ...]:
+    """Of a program's first input."""
+    return tuple(SIZES[:4][pick(0, 3)] for _ in range(pick(2, 4)))
+
+
+def draw_program(pick: Pick, max_ops: int = 12, shape: tuple[int, ...] = ()) -> Program:
+    """A random program, for a first input of `shape` if one is given.
 
     Raises:
         Rejected: the draw does not train in plain eager.
     """
     b = Builder(pick)
-    shape = tuple(b.choose(SIZES[:4]) for _ in range(pick(2, 4)))
+    shape = shape or draw_shape(pick)
     first = b.input(b.randn(*shape))
     b.sample[0].requires_grad_(pick(0, 4) == 4)
     b.module(nn.Linear(shape[-1], b.choose(SIZES)), first)

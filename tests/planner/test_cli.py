@@ -106,17 +106,17 @@ def test_plan_show_and_diff(factory: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_check(factory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("plan", "mine:small", "--budget", "80%", "--solver", "greedy", "--out", "a.json")
-    for option, steps in ((), 2), (("--check",), 2), (("--no-check",), 0):
+    for option, steps in ((), (1, 2)), (("--check",), (2,)), (("--no-check",), (0,)):  # by default, as time allows
         code, out, _ = run(capsys, *options, *option, "--json")
-        assert code == 0 and json.loads(out)["checked"]["steps"] == steps
-    assert "check by running: 2 steps" in run(capsys, *options)[1]
+        assert code == 0 and json.loads(out)["checked"]["steps"] in steps
+    assert "check by running: 2 steps" in run(capsys, *options, "--check")[1]
     code, out, _ = run(capsys, "check", "a.json", "mine:small")
     assert code == 0 and out.startswith("check by running: 2 steps beside the plain model, equal bit for bit: ")
     code, out, _ = run(capsys, "check", "a.json", "mine:small", "--json")
     assert code == 0 and json.loads(out)["steps"] == 2
     real = Decided.run
     monkeypatch.setattr(Decided, "run", lambda *a: real(*a) * 2)
-    for arguments in (options, ("check", "a.json", "mine.py:small")):
+    for arguments in ((*options, "--check"), ("check", "a.json", "mine.py:small")):
         code, out, err = run(capsys, *arguments)
         assert (code, out) == (2, "") and err.count("\n") == 1 and "differs from the plain one: the output" in err
 

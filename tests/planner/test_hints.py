@@ -299,6 +299,12 @@ def test_a_preference_never_narrows_what_fits() -> None:
         assert chosen.budget_bytes == smallest and chosen.peak_bytes <= smallest
 
 
+def test_a_preference_that_takes_all_the_time_leaves_some_for_the_plain_question() -> None:
+    smallest = session().minimum().minimum_bytes
+    with pytest.raises(BudgetError):
+        plan(Net(), X, smallest / MIB * 0.9, recompute=["*"], time_limit=1e-4)
+
+
 # What is proved -------------------------------------------------------------------------------------------------
 
 

@@ -165,7 +165,26 @@ class HasHooks(nn.Module):
         return x.pow(2).sum()
 
 
-@pytest.mark.parametrize("kind", [ChangesInPlace, ManyReaders, UsesCache, Collects, Recurrent, HasHooks])
+class Expanding(Part):
+    """Returns one row for all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(super().forward(x)).mean(0, keepdim=True).expand(x.shape)
+
+
+class Expands(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Expanding() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+            assert bool(x.isfinite().all())
+        return x.pow(2).sum()
+
+
+@pytest.mark.parametrize("kind", [ChangesInPlace, ManyReaders, UsesCache, Collects, Recurrent, HasHooks, Expands])
 def test_bits_and_bytes_are_those_of_the_plain_step(kind: Any) -> None:
     torch.manual_seed(0)
     model, sample = kind(), torch.randn(4, 32, 16)

@@ -450,11 +450,11 @@ def test_code_between_regions_that_needs_data() -> None:
 
 
 class Outside(nn.Module):
-    """Blocks that cannot be traced as a whole, and two outputs, in another layout than their gradients come in."""
+    """Two outputs, in another layout than their gradients come in; blocks, if any, cannot be traced as a whole."""
 
-    def __init__(self, drop: float = 0.0) -> None:
+    def __init__(self, drop: float = 0.0, blocks: int = 4) -> None:
         super().__init__()
-        self.blocks, self.drop = nn.ModuleList(Block(32, 2, 0.1) for _ in range(4)), drop
+        self.blocks, self.drop = nn.ModuleList(Block(32, 2, 0.1) for _ in range(blocks)), drop
         self.heads = nn.ModuleList(nn.Sequential(nn.Linear(32, 24), nn.Tanh()) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -463,15 +463,23 @@ class Outside(nn.Module):
         return [head(x).transpose(1, 2) for head in self.heads]
 
 
-class Turned(Outside):
-    """Without blocks, which can be traced."""
-
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return [head(x).transpose(1, 2) for head in self.heads]
-
-
-def outside_loss(outputs: list[torch.Tensor], which: Sequence[int]) -> torch.Tensor:
+def outside_loss(outputs: list[torch.Tensor], which: Sequence[int] = (0, 1)) -> torch.Tensor:
     return torch.stack([outputs[i].pow(2).mean() for i in which]).sum()
+
+
+def assert_learned(
+    plan: Plan, model: nn.Module, plain: nn.Module, step: Callable[[int, nn.Module], Any], quiet_from: int
+) -> None:
+    """The plain model's gradients in every step, and from one on nothing to say of it."""
+    for i in range(quiet_from + 3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for module, owner in ((plan.module, model), (plain, plain)):
+                owner.zero_grad()
+                torch.manual_seed(i)
+                step(i, module)
+        assert_same_gradients(model, plain)
+        assert i < quiet_from or not caught, [str(w.message) for w in caught]
 
 
 @pytest.mark.parametrize(("courses", "quiet_from"), [([(0, 1)], 3), ([(1,)], 3), ([(0,), (1,)], 7)])
@@ -480,15 +488,11 @@ def test_other_starts_of_a_backward_are_learned(courses: list[tuple[int, ...]], 
     model, x = Outside(), torch.randn(2, 16, 32)
     plan, plain = planned_at(model, x, 0.5), copy.deepcopy(model)
     assert plan.runs
-    for i in range(quiet_from + 4):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for module, owner in ((plan.module, model), (plain, plain)):
-                owner.zero_grad()
-                torch.manual_seed(i)
-                outside_loss(module(x), courses[i % len(courses)]).backward()
-        assert_same_gradients(model, plain)
-        assert i < quiet_from or not caught, [str(w.message) for w in caught]
+
+    def step(i: int, module: nn.Module) -> None:
+        outside_loss(module(x), courses[i % len(courses)]).backward()
+
+    assert_learned(plan, model, plain, step, quiet_from)
 
 
 def test_planning_anew_takes_the_course_of_the_sample() -> None:
@@ -500,7 +504,7 @@ def test_planning_anew_takes_the_course_of_the_sample() -> None:
         torch.manual_seed(seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            outside_loss(plan.module(x), (0, 1)).backward()
+            outside_loss(plan.module(x)).backward()
     latest = plan.module._plan_state.latest
     assert latest is not plan.prepared and [run.path for run in latest.runs] == first
 
@@ -508,39 +512,70 @@ def test_planning_anew_takes_the_course_of_the_sample() -> None:
 def test_a_backward_under_autocast_is_learned() -> None:
     torch.manual_seed(0)
     model, x = Outside(), torch.randn(2, 16, 32)
-    plan, plain = planned_at(model, x, 0.5, loss_fn=lambda o: outside_loss(o, (0, 1))), copy.deepcopy(model)
-    for i in range(5):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for module, owner in ((plan.module, model), (plain, plain)):
-                owner.zero_grad()
-                torch.manual_seed(i)
-                out = module(x)
-                loss = outside_loss(out, (0, 1)) if module is plain else out
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss.backward()
-        assert_same_gradients(model, plain)
-        assert i < 3 or not caught, [str(w.message) for w in caught]
+    plan, plain = planned_at(model, x, 0.5, loss_fn=outside_loss), copy.deepcopy(model)
+
+    def step(_: int, module: nn.Module) -> None:
+        out = module(x)
+        loss = outside_loss(out) if module is plain else out
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+
+    assert_learned(plan, model, plain, step, 3)
 
 
 @pytest.mark.parametrize("regions", ["auto", "whole"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_what_one_plan_of_a_step_learned_others_learn_too(regions: str, autocast: bool) -> None:
     torch.manual_seed(0)
-    model, x = Outside() if regions == "auto" else Turned(), torch.randn(2, 16, 32)
+    model, x = Outside(blocks=4 if regions == "auto" else 0), torch.randn(2, 16, 32)
     session, plain = open_session(model, x, regions=regions, progress=False), copy.deepcopy(model)
+
+    def step(_: int, module: nn.Module) -> None:
+        loss = outside_loss(module(x))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss.backward()
+
     for plan in [session.plan(None), session.plan(None)]:
-        for i in range(6):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                for module, owner in ((plan.module, model), (plain, plain)):
-                    owner.zero_grad()
-                    torch.manual_seed(i)
-                    loss = outside_loss(module(x), (0, 1))
-                    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                        loss.backward()
-            assert_same_gradients(model, plain)
-            assert i < 4 or not caught, [str(w.message) for w in caught]
+        assert_learned(plan, model, plain, step, 4)
+
+
+class Averaging(nn.Module):
+    """A part that reads a buffer and then overwrites it with what it has seen."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.register_buffer("mean", torch.linspace(-1, 1, 64 * width).view(64, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = x + self.second(torch.tanh(self.first(x) ** 2)) * self.mean.clone()
+        self.mean.lerp_(x.detach(), 0.1)
+        return result
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_buffers_that_regions_overwrite(share: float) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Averaging(16) for _ in range(3))), torch.randn(64, 16)
+    plan, plain = planned_at(model, x, share, regions=["?"]), copy.deepcopy(model)
+
+    def run(module: nn.Module) -> torch.Tensor:
+        output: torch.Tensor = module(x)
+        output.backward(torch.ones_like(output))
+        return output
+
+    assert len(plan.runs) == 3
+    for _ in range(2):
+        model.zero_grad()
+        plain.zero_grad()
+        assert_equal_and_exact(plan, plain, run)
+    for i in range(5):  # gradients in other strides than planned for: a replay starts from the old values
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for module in (plan.module, plain):
+                module(x).backward(torch.randn(16, 64, generator=torch.Generator().manual_seed(i)).t())
+        assert_same_gradients(model, plain)
+        assert_same_state(model, plain)
 
 
 class Speaks(nn.Module):

@@ -1,0 +1,13 @@
+"""Some of `python -m tests.planner.histories`, which draws as many as wanted: every step has the plain model's bits."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.planner.histories import WAYS, run
+
+
+@pytest.mark.parametrize("way", range(len(WAYS)), ids=WAYS)
+@pytest.mark.filterwarnings("ignore")
+def test_random_models_train_for_random_steps(way: int) -> None:
+    assert sum(run(seed).steps for seed in range(way, 6 * len(WAYS), len(WAYS))) > 10

@@ -71,7 +71,7 @@ def sums(traced: Traced) -> dict[int, str]:
     differentiable = [_before_detach(o) for o, leaf in zip(outputs, returned, strict=True) if leaf.requires_grad]
     ahead = ancestors(differentiable)
     primals = traced.pristine.find_nodes(op="placeholder")[: traced.num_primals]
-    return {i: name for i, name in enumerate(traced.primal_names) if _reads(primals[i], ahead) > 1}
+    return {i: name for i, name in enumerate(traced.primal_names) if _reads(primals[i], ahead, differentiable) > 1}
 
 
 def _before_detach(output: Any) -> Any:
@@ -81,11 +81,11 @@ def _before_detach(output: Any) -> Any:
     return output
 
 
-def _reads(value: fx.Node, ahead: set[fx.Node]) -> int:
-    """How often ops out of `ahead` read the value or a view of it."""
+def _reads(value: fx.Node, ahead: set[fx.Node], outputs: list[Any]) -> int:
+    """How often ops out of `ahead` read the value or a view of it, or it is an output, which others read."""
     readers = [user for user in value.users if user in ahead and user.target is not torch.ops.aten.detach.default]
-    return sum(
-        _reads(user, ahead) if is_view(user) else pytree.tree_leaves((user.args, user.kwargs)).count(value)
+    return outputs.count(value) + sum(
+        _reads(user, ahead, outputs) if is_view(user) else pytree.tree_leaves((user.args, user.kwargs)).count(value)
         for user in readers
     )
 

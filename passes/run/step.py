@@ -11,6 +11,7 @@ Needs torch alone: exports hold a copy.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -184,11 +185,17 @@ class _Run:
         present = tuple(i for i, g in enumerate(gradients) if g is not None)
         given = [g for g in gradients if g is not None]
         planned = present == step.expected and active_autocast() == step.autocast
-        if planned and step.exact and self.fallback is not None:
-            planned = all(map(is_laid_out, given, step.tangent_strides))
-        if not planned:
+        alike = not (planned and step.exact) or all(map(is_laid_out, given, step.tangent_strides))
+        if not planned or (not alike and self.fallback is not None):
             self.replayed = self._replay(dict(zip(present, given, strict=True)))
             return
+        if not alike:
+            warnings.warn(
+                f"a gradient of {', '.join(step.starts)} comes in other strides than planned for, and there is no "
+                "plain model to run: it is copied into those, and sums over it differ from the plain model's in their "
+                "last bits. For the same bits plan with loss_fn=, so that the loss is part of the step.",
+                stacklevel=2,
+            )
         tangents = [laid_out(g, s) for g, s in zip(given, step.tangent_strides, strict=True)]
         self._check_primals(i for i in step.saved_primals if i not in step.mutated)
         self.read = {i: self.primals[i] for part in step.reads for i in part}

@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -190,7 +190,7 @@ def _spec(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tensors
         "device": plan.prepared.device.type,
         "signature": [[p.name, p.kind.name, p.default is not p.empty] for p in state.signature.parameters.values()],
         "inputs": _template(traced.input_template, "the sample"),
-        "input_tensors": [_tensor(name, n, "input") for _, name, n in _input_nodes(traced)],
+        "input_tensors": _inputs(traced, [asked for *_, asked, _ in state.first.key.inputs[1:]]),
         "outputs": _template(traced.output_template, None),
         "outputs_at": [_leaf(leaf) for leaf in traced.outputs],
         "state": _state(traced, model),
@@ -242,8 +242,10 @@ def _input_nodes(traced: Traced) -> list[tuple[int, str, fx.Node]]:
     return [(i, name, n) for i, (name, n) in enumerate(zip(traced.input_names, nodes, strict=True))]
 
 
-def _tensor(name: str, node: fx.Node, kind: str) -> dict[str, Any]:
-    return _described(f"argument {name}", node.meta["val"], kind)
+def _inputs(traced: Traced, asked: Sequence[bool]) -> list[dict[str, Any]]:
+    """The step's inputs, and whether a gradient is asked for, which the trace does not have."""
+    named = zip(_input_nodes(traced), asked, strict=True)
+    return [{**_described(f"argument {n}", i.meta["val"], "input"), "requires_grad": a} for (_, n, i), a in named]
 
 
 def _state(traced: Traced, model: nn.Module) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import venv
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,26 @@ def test_wrong_calls_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     module.head.weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match=r"head\.weight: requires_grad"):
         module(**sample)
+
+
+def test_an_input_that_gets_a_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8, requires_grad=True)
+    module = load(plan_at((model, x)), tmp_path, monkeypatch, "with_input")
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    (found,) = torch.autograd.grad(module(x).sum(), x)
+    assert torch.equal(found, expected)
+    with pytest.raises(RuntimeError, match="requires_grad is False, the step was planned for True"):
+        module(x.detach())
+
+
+def test_gradients_in_other_strides_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 6), nn.Tanh()), torch.randn(4, 8)
+    module = load(plan_at((model, x)), tmp_path, monkeypatch, "turned")
+    with pytest.warns(UserWarning, match="a gradient of the output comes in other strides than planned for"):
+        module(x).backward(torch.ones(6, 4).t())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(x).backward(torch.ones(4, 6))
 
 
 def test_backward_twice_and_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

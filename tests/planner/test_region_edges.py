@@ -184,7 +184,29 @@ class Expands(nn.Module):
         return x.pow(2).sum()
 
 
-@pytest.mark.parametrize("kind", [ChangesInPlace, ManyReaders, UsesCache, Collects, Recurrent, HasHooks, Expands])
+class Turning(Part):
+    """Returns its input turned, too, so that the gradient of it is a sum."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x), x.transpose(0, 1)
+
+
+class ReadsWhatIsTurned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.turning, self.last = Part(), Turning(), Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        result, turned = self.turning(x)
+        assert bool(result.isfinite().all())
+        return self.last(x * result + turned.sin().transpose(0, 1)).pow(2).sum()
+
+
+KINDS = (ChangesInPlace, ManyReaders, UsesCache, Collects, Recurrent, HasHooks, Expands, ReadsWhatIsTurned)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_bits_and_bytes_are_those_of_the_plain_step(kind: Any) -> None:
     torch.manual_seed(0)
     model, sample = kind(), torch.randn(4, 32, 16)

@@ -290,14 +290,16 @@ class StepTracer:
             paths.setdefault(i, path)
         wanted = choose_differentiated(self.output_template, tensors, paths, self.differentiated)
         self.leaves = []
-        aliased = _sharing(tensors, flat)
+        aliased, of_given = _sharing(tensors, flat)
         returned: list[torch.Tensor] = []
         for i, tensor in enumerate(tensors):
             same = next((k for k, t in enumerate(flat) if t is tensor), None)
             chosen = i in wanted and same is None
             index = -1 if same is not None else len(returned)
             self.leaves.append(OutputLeaf(paths[i], same, index, tensor.requires_grad, chosen))
-            if same is None:
+            if id(tensor) in of_given and same is None:
+                returned.append(tensor)  # refused in `_traced`, which has to see it
+            elif same is None:
                 own = tensor.stride() if id(tensor) in aliased else None
                 if chosen:
                     returned.append(self._started(paths[i], tensor, own))
@@ -357,23 +359,23 @@ class StepTracer:
         One that shares memory with another output has its own gradient: torch would ask for that of both together.
         """
         dense = tensor.layout is torch.strided and is_dense(tensor)
-        of_leaf = tensor._base is not None and tensor._base.is_leaf  # refused in `_traced`, which has to see it
-        own = tuple(tensor.stride()) if dense and not tensor.is_contiguous() and not of_leaf else None
+        own = tuple(tensor.stride()) if dense and not tensor.is_contiguous() else None
         if aliased is not None and own is None:
             own = tuple(aliased) if dense else torch.empty(tensor.shape, device="meta").stride()
         strides = self.layouts.get(gradient_key(path, tensor), own) if self.layouts else own
         return tensor if strides is None else GivenGradient.apply(tensor, strides)
 
 
-def _sharing(outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> set[int]:
-    """The ids of the outputs that share memory with other outputs, and with nothing that was given."""
+def _sharing(outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[set[int], set[int]]:
+    """The ids of the outputs that share memory with other outputs alone, and with what was given."""
 
     def place(tensor: torch.Tensor) -> Any:
         return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
     owners = Counter(map(place, outputs))
     inputs = set(map(place, given))
-    return {id(t) for t in outputs if owners[place(t)] > 1 and place(t) not in inputs}
+    shared = {id(t) for t in outputs if owners[place(t)] > 1 and place(t) not in inputs}
+    return shared, {id(t) for t in outputs if place(t) in inputs}
 
 
 def _refuse_distributed(tensors: list[torch.Tensor], template: Template) -> None:

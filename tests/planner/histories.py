@@ -43,24 +43,60 @@ WAYS = ("whole", "regions", "applied", "exported")
 
 
 class Blocks(nn.Module):
-    """Random programs one after another, each on what the one before has made of the first input."""
+    """Random programs one after another, each on what the one before has made of the first input.
 
-    def __init__(self, programs: list[Program], joined: list[int]) -> None:
+    Args:
+        glue: for each program how it is called and what becomes of its results.
+    """
+
+    def __init__(self, programs: list[Program], glue: list[Glue], alone: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(p.model for p in programs)
-        self.extra, self.joined = [len(p.sample) - 1 for p in programs], joined
+        self.extra, self.glue, self.alone = [len(p.sample) - 1 for p in programs], glue, alone
 
     def forward(self, x: torch.Tensor, *more: torch.Tensor) -> Any:
-        given, made = list(more), []
-        for block, extra, how in zip(self.blocks, self.extra, self.joined, strict=True):
+        given, made, earlier = list(more), [], [x]
+        for block, extra, glue in zip(self.blocks, self.extra, self.glue, strict=True):
             mine, given = given[:extra], given[extra:]
-            made = [t for t in flatten(block(x, *mine))[0] if t.is_floating_point()]
+            if glue.skipped and torch.rand([]) < 0.3:
+                continue
+            before = x.sin() if glue.read_before else None
+            made = _differentiable(block(x, *mine))
+            if glue.twice:
+                made += _differentiable(block(x * 0.5, *mine))
             alike = [t for t in made if t.shape == x.shape]
-            if alike and how:
-                x = x + torch.tanh(alike[-1]) if how == 1 else x.transpose(0, 1).mul(0.5).transpose(0, 1) + alike[0]
+            if glue.changed and alike and _on_its_own(alike[-1], [x, *made]):
+                alike[-1].mul_(0.5)
+            if alike and glue.added:
+                x = x.transpose(0, 1).mul(0.5).transpose(0, 1) + torch.tanh(alike[-1])
             else:
                 x = x + torch.stack([torch.tanh(t).mean() for t in made]).sum()
-        return (x, *made) if self.joined[0] == 2 else x.square().mean()
+            x = x if before is None else x + before
+            x = x + earlier[0].detach().cos() + earlier[-1] if glue.from_before else x
+            earlier.append(x)
+        return x.square().mean() if self.alone else (x, *made)
+
+
+@dataclass
+class Glue:
+    """What lies between two programs."""
+
+    added: bool  # a result of the same shape is added; else a number of all results
+    read_before: bool  # the input is read by others, too
+    twice: bool  # the program is called twice
+    changed: bool  # a result is changed in place
+    from_before: bool  # what came before the last program is read again
+    skipped: bool  # now and then
+
+
+def _on_its_own(tensor: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    """Whether none of the others shares its memory: torch lets no such result of a region be changed in place."""
+    place = tensor.untyped_storage().data_ptr()
+    return [t.untyped_storage().data_ptr() for t in others].count(place) == 1
+
+
+def _differentiable(results: Any) -> list[torch.Tensor]:
+    return [t for t in flatten(results)[0] if t.is_floating_point()]
 
 
 def draw_model(pick: Pick, way: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -73,8 +109,9 @@ def draw_model(pick: Pick, way: str) -> tuple[nn.Module, tuple[torch.Tensor, ...
         program = draw_program(pick)
         return program.model, program.sample
     shape = draw_shape(pick)
-    programs = [draw_program(pick, 5, shape) for _ in range(pick(2, 3))]
-    model = Blocks(programs, [pick(0, 2) for _ in programs]).train()
+    programs = [draw_program(pick, 5, shape) for _ in range(pick(2, 4))]
+    glue = [Glue(bool(pick(0, 2)), *(pick(0, 3) == 3 for _ in range(4)), pick(0, 5) == 5) for _ in programs]
+    model = Blocks(programs, glue, bool(pick(0, 2))).train()
     return model, (programs[0].sample[0], *(x for p in programs for x in p.sample[1:]))
 
 
@@ -228,7 +265,8 @@ def run(seed: int, steps: int = STEPS) -> History:
     try:
         model, sample = draw_model(pick, way)
         plain, frozen = copy.deepcopy(model), {n: not p.requires_grad for n, p in model.named_parameters()}
-        take(draw_course(pick, frozen, seed, 1, 0), *[copy.deepcopy(plain)] * 2, sample)
+        for trial in range(seed, seed + 4):  # blocks are skipped by chance
+            take(draw_course(pick, frozen, trial, 1, 0), *[copy.deepcopy(plain)] * 2, sample)
     except (Rejected, RuntimeError, ValueError) as error:
         return History(f"rejected: {_first_words(error)}")
     try:
@@ -236,9 +274,11 @@ def run(seed: int, steps: int = STEPS) -> History:
         planned, owner = _modules(plans, model, way)
     except PlannerError as error:
         return History(f"{way}, refused: {_first_words(error)}")
+    skips = isinstance(model, Blocks) and any(glue.skipped for glue in model.glue)
     history, wild = History(way), pick(0, 3 if way == "exported" else 9)
     for i in range(steps):
         course, before = draw_course(pick, frozen, seed * 1000 + i, len(planned), wild), _State(plain)
+        course.rows *= not skips  # plain skips what would refuse them, planning takes the sample's course
         try:
             with redirect_stderr(io.StringIO()):  # a GraphModule prints where it fails
                 expected = take(course, plain, plain, sample)

@@ -203,7 +203,28 @@ class ReadsWhatIsTurned(nn.Module):
         return self.last(x * result + turned.sin().transpose(0, 1)).pow(2).sum()
 
 
-KINDS = (ChangesInPlace, ManyReaders, UsesCache, Collects, Recurrent, HasHooks, Expands, ReadsWhatIsTurned)
+class OnlyTurning(Turning):
+    """Whatever changes the view in place changes the input."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return Part.forward(self, torch.ones_like(x)), x.transpose(0, 1)
+
+
+class ChangesWhatIsTurned(ReadsWhatIsTurned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turning = OnlyTurning()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        result, turned = self.turning(x)
+        assert bool(result.isfinite().all())
+        turned.mul_(3)
+        return self.last(x + result).pow(2).sum()
+
+
+KINDS = (ChangesInPlace, ManyReaders, UsesCache, Collects, Recurrent, HasHooks, Expands, ReadsWhatIsTurned,
+         ChangesWhatIsTurned)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

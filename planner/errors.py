@@ -39,6 +39,10 @@ class RegionError(PlannerError):
     """`regions=` names no submodule, or nothing that could be planned."""
 
 
+class NothingTrained(RegionError):
+    """No region reads anything that requires a gradient: all that could be planned is frozen."""
+
+
 class ModelMismatch(PlannerError):
     """A plan is to be applied to a model that it was not made for.
 

@@ -30,11 +30,12 @@ from passes.trace.reads import Matched, Reads
 from passes.trace.refuse import has_sharded, is_sharded
 from passes.trace.structure import flatten
 from planner.decided import Decided
+from planner.errors import NothingTrained
 from planner.options import BUCKET
 from planner.pipeline import Replan
 from solvers.errors import MIB, BudgetError, PlannerError
 
-from .entry import Entry, Fallback, Losses, Watched, starts_of
+from .entry import Entry, Fallback, Losses, Watched, starts_of, trained_of
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
 from .regions import are_of, regions_of, running_regions
 
@@ -57,6 +58,7 @@ class PlanState:
         self.model, self.loss_fn, self.replan, self.on_new_shape = model, loss_fn, replan, on_new_shape
         self.signature = signature
         self.cache: list[Entry] = []
+        self.idle: list[tuple[Key, list[bool]]] = []  # calls, and what required a gradient, with nothing to plan
         self.losses = Losses()
         self.last: Entry | None = None  # that ran by regions
         self.watched: Watched | None = None
@@ -86,7 +88,10 @@ class PlanState:
         """Remember a plan; those used longest ago are dropped when all take too much memory, but for two losses'."""
         state = state_tensors(self.model, planned.prepared.traced.state)
         starts = starts_of(planned.prepared.traced) if starts is None else starts
-        entry = Entry(key, list(map(state_key, state)), planned, starts, sharded=has_sharded(self.model))
+        entry = Entry(
+            key, list(map(state_key, state)), planned, starts, sharded=has_sharded(self.model),
+            trained=trained_of(self.model),
+        )  # fmt: skip
         self.latest = planned
         self.cache = [entry, *self.cache]
         while len(self.cache) > 2 and sum(e.nbytes for e in self.cache) > CACHE_BYTES:
@@ -115,8 +120,10 @@ class PlanState:
         key, starts = call_key(tensors, template), self.losses.predict()
         entry, state = self.find(key, tensors, starts)
         if entry is None or entry.outdated or entry.starts != (starts or entry.starts) or self._sharded_since(entry):
-            trained = any(t.requires_grad for t in (*self.model.parameters(), *tensors))
-            if not trained or (entry is None and not self._may_plan(key, tensors)):
+            trained = [t.requires_grad for t in (*self.model.parameters(), *tensors)]
+            if not any(trained) or (key, trained) in self.idle:
+                return None, []
+            if entry is None and not self._may_plan(key, tensors):
                 return None, []
             if entry is not None and self._in_hooks:
                 if self.before_hooks is None and self._sharded_since(entry):
@@ -129,7 +136,10 @@ class PlanState:
                 return entry, state
             try:
                 return self._plan(key, bound, entry, starts)
-            except NoBackward:  # merged adapters: as in eager, it is `backward` that would fail
+            except (NoBackward, NothingTrained) as error:
+                self.idle.append((key, trained))
+                if isinstance(error, NothingTrained):  # else, as in eager, it is `backward` that would fail
+                    warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=_user_frame())
                 return None, []
             except BudgetError as error:
                 if entry is None or not entry.planned.runs:

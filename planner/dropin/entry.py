@@ -6,7 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
@@ -55,7 +55,8 @@ class Entry:
     """A plan and what it holds for; `matched` are its reads as found on the model of the `PlanState` that has it.
 
     `starts` are the outputs that its backward was to start from when it was planned; `sharded` is whether
-    `fully_shard` had been called; `regions` are those of a plan by regions, as `planner.dropin.regions` runs them.
+    `fully_shard` had been called; `regions` are those of a plan by regions, as `planner.dropin.regions` runs them, and
+    `trained` is which of the model's parameters required a gradient then.
     """
 
     key: Key
@@ -66,6 +67,7 @@ class Entry:
     matched: Matched | None = None
     regions: Any = None
     sharded: bool = False
+    trained: list[bool] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -78,8 +80,8 @@ class Entry:
 
     def holds(self, model: nn.Module, loss_fn: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The model's parameters and buffers where the plan holds for a call now; its key is compared before."""
-        if self.planned.runs:
-            return []  # each region looks for itself
+        if self.planned.runs:  # each region looks for itself
+            return [] if self.trained == trained_of(model) else None
         tensors = self._state(model, loss_fn)
         if tensors is None or not (_PLAIN.issuperset(map(type, tensors)) or all(map(_is_planned_for, tensors))):
             return None
@@ -99,6 +101,10 @@ class Entry:
             else:
                 tensors = self.matched.tensors()
         return tensors
+
+
+def trained_of(model: nn.Module) -> list[bool]:
+    return [p.requires_grad for p in model.parameters()]
 
 
 class Losses:

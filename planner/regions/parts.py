@@ -26,6 +26,8 @@ from planner.progress import Progress
 
 from .losses import CrossEntropy
 
+NO_GRADIENT = "nothing that it reads requires a gradient"
+
 
 @dataclass(eq=False)
 class Part:
@@ -142,7 +144,7 @@ class Parts:
         self.known: list[Part] = []
         self.asked: dict[tuple[str, int], Asked] = {}
         self.refused: dict[str, str] = {}
-        self.errors: dict[type, CaptureError | Unsupported] = {}
+        self.errors: dict[Any, CaptureError | Unsupported] = {}  # of modules that look alike, called in one way
         self.measured: dict[Any, Measured] = {}
         self.ordinary: set[int] = set()
 
@@ -155,13 +157,16 @@ class Parts:
         for part in self.known:
             if part.holds(module, key, asked, tensors):
                 return part, False
-        error = self.errors.get(type(module))
+        if not any(t.requires_grad for t in (*module.parameters(), *tensors)):
+            self.refuse(path, NO_GRADIENT)
+            return None, True
+        alike = _looks(module), key
         try:
-            if error is not None:
-                raise error
+            if alike in self.errors:
+                raise self.errors[alike]
             part = self._capture(module, bound, key, asked)
         except (CaptureError, Unsupported) as error:
-            self.errors[type(module)] = error
+            self.errors[alike] = error
             self.refuse(path, str(error))
             return None, True
         self.known.append(part)
@@ -217,3 +222,9 @@ class Parts:
         self.layouts.update(made)
         self.known.clear()
         return True
+
+
+def _looks(module: nn.Module) -> Any:
+    """What is alike in modules that are likely to be refused alike."""
+    tensors = (*module.parameters(), *module.buffers())
+    return tuple((name, type(m)) for name, m in module.named_modules()), tuple(map(state_key, tensors))

@@ -27,7 +27,7 @@ from passes.trace.refuse import has_sharded, is_quantized_weight
 from passes.trace.structure import Constant, flatten, slots
 from planner.check.restore import Generators
 from planner.elsewhere import held_bytes
-from planner.errors import PlannerError, RegionError
+from planner.errors import NothingTrained, PlannerError, RegionError
 from planner.hints import Hinted, resolve
 from planner.optimizer import NO_UPDATE
 from planner.options import Options
@@ -41,7 +41,7 @@ from .find import Candidates, candidates
 from .flat import FlatGraph, lowered_of, suffixes
 from .hollow import Crossings, Hollow, Sample
 from .losses import LOSS
-from .parts import Part, Parts
+from .parts import NO_GRADIENT, Part, Parts
 
 Refusal = CaptureError | Unsupported
 MOST_RUNS = 30  # hollow ones; each teaches something
@@ -132,6 +132,8 @@ def prepare_regions(
         if meta and not isinstance(error, PlannerError):
             raise _without_data(error) from error
         raise
+    if not hollow.runs and why is None and set(parts.refused.values()) == {NO_GRADIENT}:
+        raise NothingTrained(f"no region can be planned: {_first(parts.refused)}. Check requires_grad.")
     if not hollow.runs:
         raise _with_regions_tried(why, chosen) or RegionError(f"no region can be planned: {_first(parts.refused)}")
     counting = Counting(options.cost_function(device))

@@ -24,12 +24,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from passes.memory import measure_peak
 from passes.trace.structure import flatten
 from planner import BudgetError, Plan
 from planner.session import open_session
@@ -249,10 +251,15 @@ class WrongStep(AssertionError):
 
 @dataclass
 class History:
-    """What became of one history: how many steps were compared, and what was said of those refused by name."""
+    """What became of one history: how many steps were compared, and what was said of those refused by name.
+
+    Attributes:
+        exact: whether the peak was predicted to the byte, where it was measured.
+    """
 
     kind: str
     steps: int = 0
+    exact: bool | None = None
     refused: list[str] = field(default_factory=list)
 
 
@@ -274,8 +281,12 @@ def run(seed: int, steps: int = STEPS) -> History:
         planned, owner = _modules(plans, model, way)
     except PlannerError as error:
         return History(f"{way}, refused: {_first_words(error)}")
-    skips = isinstance(model, Blocks) and any(glue.skipped for glue in model.glue)
-    history, wild = History(way), pick(0, 3 if way == "exported" else 9)
+    history, skips = History(way), isinstance(model, Blocks) and any(glue.skipped for glue in model.glue)
+    if way in ("whole", "regions") and not skips:
+        found = list(map(_Measured(model, sample), plans))
+        history.exact = all(found)
+        _State(plain).restore(model)
+    wild = pick(0, 3 if way == "exported" else 9)
     for i in range(steps):
         course, before = draw_course(pick, frozen, seed * 1000 + i, len(planned), wild), _State(plain)
         course.rows *= not skips  # plain skips what would refuse them, planning takes the sample's course
@@ -304,6 +315,35 @@ def run(seed: int, steps: int = STEPS) -> History:
         _compare(expected, got, i, course)
         history.steps += 1
     return history
+
+
+class _Measured:
+    """Whether a step like the sample's takes what was predicted, to the byte; WrongStep where it takes more."""
+
+    def __init__(self, model: nn.Module, sample: tuple[torch.Tensor, ...]) -> None:
+        self.model, self.sample = model, sample
+
+    def __call__(self, plan: Plan) -> bool:
+        options, kept = plan.prepared.options, list[Any]()
+        for _ in range(2):  # the first makes what is made once
+            kept.clear()
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if options.gradients == "accumulated" else None
+            inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in self.sample]
+            step = partial(self._step, plan.module, inputs, kept, options.keep_outputs)
+            measured = plan.static_bytes + measure_peak(step)
+        if measured > plan.peak_bytes:
+            raise WrongStep(f"{measured} bytes measured where {plan.peak_bytes} were predicted ({options.gradients})")
+        return measured == plan.peak_bytes
+
+    @staticmethod
+    def _step(module: nn.Module, inputs: list[torch.Tensor], kept: list[Any], keep_outputs: bool) -> None:
+        outputs = flatten(module(*inputs))[0]
+        differentiable = [t for t in outputs if t.grad_fn is not None]
+        starts = [t for t in differentiable if t.dim() == 0] or differentiable
+        kept.append(outputs if keep_outputs else starts)
+        del outputs, differentiable
+        torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
 
 
 class _State:
@@ -369,6 +409,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     options = parser.parse_args()
     kinds: dict[str, list[int]] = defaultdict(list)
+    exact: list[bool | None] = []
     failures, done, steps, seed, start = [], 0, 0, options.first, time.monotonic()
     while done < options.count and time.monotonic() - start < options.seconds:
         try:
@@ -383,11 +424,14 @@ def main() -> int:
                 traceback.print_exc()
         done += not history.kind.startswith("rejected")
         steps += history.steps
+        exact.append(history.exact)
         for kind in (history.kind, *(f"{history.kind}, a step refused: {why}" for why in history.refused)):
             kinds[kind].append(seed)
         seed += 1
     for kind, seeds in sorted(kinds.items()):
         print(f"{len(seeds):6d}  {kind} (seed {seeds[0]})")
+    told = [e for e in exact if e is not None]
+    print(f"{sum(told)} of {len(told)} predicted to the byte")
     print(f"{steps} steps compared; seeds {options.first} to {seed - 1}; failed: {failures or 'none'}")
     return 1 if failures else 0
 

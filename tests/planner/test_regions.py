@@ -189,6 +189,67 @@ def test_what_stays_eager_is_told() -> None:
     assert sum(row.recompute for row in plan.regions) == pytest.approx(plan.overhead)
 
 
+def frozen_below(model: nn.Module, trained: int) -> None:
+    """Train the last blocks and what comes after them alone."""
+    model.requires_grad_(False)
+    for part in (*list(model.blocks)[len(model.blocks) - trained :], model.norm, model.head):
+        part.requires_grad_(True)
+
+
+def untied_gpt() -> tuple[nn.Module, torch.Tensor]:
+    model, x = small_gpt(4)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    return model, x
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_blocks_before_which_all_is_frozen_stay_eager(share: float) -> None:
+    model, x = untied_gpt()
+    frozen_below(model, 2)
+    plan, plain = planned_at(model, x, share, regions="blocks.*"), copy.deepcopy(model)
+    assert [run.path for run in plan.runs] == ["blocks.2", "blocks.3"]
+    assert [r.eager for r in plan.regions if r.path == "blocks.0"] == ["nothing that it reads requires a gradient"]
+    for _ in range(2):
+        model.zero_grad()
+        plain.zero_grad()
+        assert_equal_and_exact(plan, plain, loss_inside(x))
+
+
+def test_a_call_with_nothing_to_plan_runs_in_eager_until_something_is_trained() -> None:
+    model, x = untied_gpt()
+    plan, plain = planned_at(model, x, 0.5, regions="blocks.*"), copy.deepcopy(model)
+    told = []
+    for trained in (0, 0, 2, 2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for module, owner in ((plan.module, model), (plain, plain)):
+                frozen_below(owner, trained)
+                owner.zero_grad()
+                torch.manual_seed(trained)
+                module(x[:1]).backward()
+        assert_same_gradients(model, plain)
+        told.append(" ".join(str(w.message) for w in caught))
+    assert "nothing that it reads requires a gradient" in told[0] and "planning anew" in told[2]
+    assert told[1] == told[3] == ""
+
+
+def test_what_is_frozen_or_no_longer_is_planned_for() -> None:
+    model, x = untied_gpt()
+    plan, plain = planned_at(model, x, 0.5, regions="blocks.*"), copy.deepcopy(model)
+    told = []
+    for trained in (4, 2, 3, 2, 3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for module, owner in ((plan.module, model), (plain, plain)):
+                frozen_below(owner, trained)
+                owner.zero_grad()
+                torch.manual_seed(trained)
+                module(x).backward()
+        assert_same_gradients(model, plain)
+        told.append([str(w.message).split(":")[0] for w in caught])
+    assert told == [["planning anew"]] * 3 + [[], []]  # the embedding is frozen from the first step on
+
+
 def test_accumulated_gradients() -> None:
     model, x = small_gpt()
     plan = planned_at(model, x, 0.5, regions="blocks.*", gradients="accumulated")

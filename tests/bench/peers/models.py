@@ -94,7 +94,9 @@ BENCH: dict[str, Entry] = {
 LONG = ("gpt2", "vnet", "segresnet")  # measured with --full, or when named
 
 
-def build(name: str, seed: int = 0) -> tuple[nn.Module, Any]:
+def build(name: str, seed: int = 0, **sizes: int) -> tuple[nn.Module, Any]:
     """A benchmark model with reproducible weights and data; `zoo:NAME` is the test suite's smaller one."""
     torch.manual_seed(seed)
-    return ZOO[name.removeprefix("zoo:")]() if name.startswith("zoo:") else BENCH[name]()
+    make: Any = ZOO[name.removeprefix("zoo:")] if name.startswith("zoo:") else BENCH[name]
+    model, sample = make(**sizes)
+    return model, sample

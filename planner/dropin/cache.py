@@ -58,7 +58,7 @@ class PlanState:
         self.model, self.loss_fn, self.replan, self.on_new_shape = model, loss_fn, replan, on_new_shape
         self.signature = signature
         self.cache: list[Entry] = []
-        self.idle: list[tuple[Key, list[bool]]] = []  # calls, and what required a gradient, with nothing to plan
+        self.idle: list[tuple[Key, list[bool]]] = []  # calls, and what required a gradient then, with no region to plan
         self.losses = Losses()
         self.last: Entry | None = None  # that ran by regions
         self.watched: Watched | None = None
@@ -136,10 +136,11 @@ class PlanState:
                 return entry, state
             try:
                 return self._plan(key, bound, entry, starts)
-            except (NoBackward, NothingTrained) as error:
+            except NoBackward:  # merged adapters: as in eager, it is `backward` that would fail
+                return None, []
+            except NothingTrained as error:
                 self.idle.append((key, trained))
-                if isinstance(error, NothingTrained):  # else, as in eager, it is `backward` that would fail
-                    warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=_user_frame())
+                warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=_user_frame())
                 return None, []
             except BudgetError as error:
                 if entry is None or not entry.planned.runs:

@@ -114,6 +114,8 @@ def draw_model(pick: Pick, way: str) -> tuple[nn.Module, tuple[torch.Tensor, ...
     programs = [draw_program(pick, 5, shape) for _ in range(pick(2, 4))]
     glue = [Glue(bool(pick(0, 2)), *(pick(0, 3) == 3 for _ in range(4)), pick(0, 5) == 5) for _ in programs]
     model = Blocks(programs, glue, bool(pick(0, 2))).train()
+    for program in programs[: pick(0, len(programs) - 1)] if pick(0, 3) == 0 else ():
+        program.model.requires_grad_(False)
     return model, (programs[0].sample[0], *(x for p in programs for x in p.sample[1:]))
 
 

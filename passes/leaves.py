@@ -65,13 +65,19 @@ def sums(traced: Traced) -> dict[int, str]:
     """The primals that are read more than once on the way to an output that requires a gradient, and their names:
     whichever outputs the backward starts from, their gradient may be a sum.
     """
+    counts = zip(traced.primal_names, _counts(traced), strict=True)
+    return {i: name for i, (name, reads) in enumerate(counts) if reads > 1}
+
+
+def _counts(traced: Traced) -> list[int]:
+    """How often each primal is read on the way to an output that requires a gradient."""
     results: Any = traced.pristine.output_node().args[0]
     returned = [leaf for leaf in traced.outputs if leaf.input is None]
     outputs = results[len(traced.mutated) : traced.num_forward_outputs]
     differentiable = [_before_detach(o) for o, leaf in zip(outputs, returned, strict=True) if leaf.requires_grad]
     ahead = ancestors(differentiable)
     primals = traced.pristine.find_nodes(op="placeholder")[: traced.num_primals]
-    return {i: name for i, name in enumerate(traced.primal_names) if _reads(primals[i], ahead, differentiable) > 1}
+    return [_reads(primal, ahead, differentiable) for primal in primals]
 
 
 def _before_detach(output: Any) -> Any:
@@ -102,11 +108,16 @@ def casts(traced: Traced) -> dict[int, str]:
 
 
 def cast_often(traced: Traced) -> list[int]:
-    """The primals that are inputs, get a gradient and are cast for several uses, each with a cast of its own."""
+    """The primals that are inputs, get a gradient and are cast for several uses, each with a cast of its own.
+
+    A use that comes to nothing is not in the graph, but the first one decides when eager's one cast adds its gradient:
+    that shows in a sum of three terms.
+    """
     placeholders = traced.pristine.find_nodes(op="placeholder")[: traced.num_primals]
     inputs = [i for i in range(len(traced.state), traced.num_primals) if traced.gradients[i] is not None]
-    cast = torch.ops.aten._to_copy.default
-    return [i for i in inputs if sum(user.target is cast for user in placeholders[i].users) > 1]
+    counts = _counts(traced)
+    casts_of = {i: [u.target for u in placeholders[i].users].count(torch.ops.aten._to_copy.default) for i in inputs}
+    return [i for i in inputs if casts_of[i] > 1 or (casts_of[i] and counts[i] > 2)]
 
 
 def _owners(

@@ -445,7 +445,7 @@ def _check_cast_leaves(primals: Sequence[torch.Tensor], traced: Traced) -> None:
         if primals[i].is_leaf:
             name = argument_names(traced.input_template)[i - len(traced.state)]
             raise Unsupported(
-                f"the argument {name!r}, a leaf that autocast casts for several uses", "the call",
+                f"the argument {name!r}, a leaf with several uses that autocast casts", "the call",
                 "eager casts it once and adds up the gradients of its uses in the lower precision, a plan casts it for "
                 "each use", f"Pass `{name}.view_as({name})`, or plan without autocast.",
             )  # fmt: skip

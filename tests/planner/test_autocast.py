@@ -105,7 +105,33 @@ def test_a_leaf_that_is_cast_for_several_uses_is_refused_by_name() -> None:
     model, x = Thrice(), torch.randn(32, 16)
     with bf16():
         plan = auto_checkpoint(model, x.clone().requires_grad_(), check=False, **QUICK)
-        with pytest.raises(Unsupported, match=r"'x', a leaf that autocast casts for several uses.*view_as"):
+        with pytest.raises(Unsupported, match=r"'x', a leaf with several uses that autocast casts.*view_as"):
+            plan.module(x.clone().requires_grad_())
+        given, expected = (x.clone().requires_grad_() for _ in range(2))
+        found, wanted = plan.module(given.view_as(given)), model(expected.view_as(expected))
+    found.backward()
+    wanted.backward()
+    assert torch.equal(given.grad, expected.grad)  # type: ignore[arg-type]
+
+
+class CastInVain(nn.Module):
+    """The first use of the input comes to nothing, but has eager cast it there, once for the second, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.first(x)
+        return (x.sin() + self.second(x).float() + x.cos()).square().mean()
+
+
+def test_a_leaf_whose_first_cast_is_not_in_the_graph_is_refused_by_name() -> None:
+    torch.manual_seed(0)
+    model, x = CastInVain(), torch.randn(32, 16)
+    with bf16():
+        plan = auto_checkpoint(model, x.clone().requires_grad_(), check=False, **QUICK)
+        with pytest.raises(Unsupported, match=r"'x', a leaf with several uses that autocast casts.*view_as"):
             plan.module(x.clone().requires_grad_())
         given, expected = (x.clone().requires_grad_() for _ in range(2))
         found, wanted = plan.module(given.view_as(given)), model(expected.view_as(expected))

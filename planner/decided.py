@@ -16,6 +16,7 @@ import torch
 
 from passes._torch import local_parts
 from passes.alias import is_compute
+from passes.leaves import cast_often
 from passes.rewrite import Rewritten
 from passes.run.step import Fallback, Step
 from passes.trace.modules import module_path
@@ -248,6 +249,11 @@ class Decided:
     def baseline_timeline(self) -> Timeline:
         """The same for the step without recompute."""
         return timeline(self.problem, with_frees(self.problem, plain_order(self.problem)))
+
+    @cached_property
+    def cast_often(self) -> list[int]:
+        """The inputs that a call may not have as leaves: `passes.leaves.cast_often`."""
+        return cast_often(self.prepared.traced)
 
     @cached_property
     def _repeats(self) -> tuple[int, ...]:

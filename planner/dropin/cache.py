@@ -20,10 +20,8 @@ from torch import nn
 
 from passes._torch import TORCH_FOLDER, active_saving_hooks, global_hooks, local_part
 from passes.errors import InputMismatch, NoBackward, Unsupported
-from passes.leaves import cast_often
 from passes.run._torch import Autocast
 from passes.trace.arguments import argument_names, bind_call, run_model, state_tensors
-from passes.trace.capture import Traced
 from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match
 from passes.trace.reads import Matched, Reads
@@ -266,7 +264,7 @@ class PlanState:
             primals, lambda: [*(e.name for e in traced.state), *argument_names(traced.input_template)]
         )
         if entry.key.autocast and any(p.is_leaf and p.requires_grad for p in primals[len(traced.state) :]):
-            _check_cast_leaves(primals, traced)
+            _check_cast_leaves(primals, planned)
         self._notice_hooks()
         self._notice_gradients(planned, primals)
         return planned.run(primals, Fallback(self, entry, partial(self.through, self.applied)))
@@ -439,10 +437,11 @@ def _check_materialized(tensors: Iterable[torch.Tensor], names: Callable[[], lis
             )
 
 
-def _check_cast_leaves(primals: Sequence[torch.Tensor], traced: Traced) -> None:
+def _check_cast_leaves(primals: Sequence[torch.Tensor], planned: Decided) -> None:
     """Autocast would cast a leaf once for all its uses, and add up their gradients in that dtype: none is traced so."""
-    for i in cast_often(traced):
+    for i in planned.cast_often:
         if primals[i].is_leaf:
+            traced = planned.prepared.traced
             name = argument_names(traced.input_template)[i - len(traced.state)]
             raise Unsupported(
                 f"the argument {name!r}, a leaf with several uses that autocast casts", "the call",

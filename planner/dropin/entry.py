@@ -104,6 +104,7 @@ class Entry:
 
 
 def trained_of(model: nn.Module) -> list[bool]:
+    """Which parameters require a gradient, in the model's order."""
     return [p.requires_grad for p in model.parameters()]
 
 

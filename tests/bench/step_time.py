@@ -60,9 +60,11 @@ def per_op(subject: Subject, sample: Any, rounds: int) -> dict[str, tuple[float,
     return {n: (len(v) / rounds, statistics.median(v) * len(v) / rounds) for n, v in found.items()}
 
 
-def print_profile(name: str, rounds: int, console: Console, blocks: bool = False) -> None:
+def print_profile(
+    name: str, rounds: int, console: Console, blocks: bool = False, sizes: Mapping[str, int] = NONE
+) -> None:
     """Where a planned step spends more or less than the plain one, op by op."""
-    plain, planned, sample = subjects(name, blocks)
+    plain, planned, sample = subjects(name, blocks, sizes)
     a, b = per_op(plain, sample, rounds), per_op(planned, sample, rounds)
     nothing = (0.0, 0.0)
     difference = {n: b.get(n, nothing)[1] - a.get(n, nothing)[1] for n in sorted({*a, *b})}
@@ -91,7 +93,7 @@ def main() -> None:
     table = Table("model", "plain s", "planned s", "ratio of medians", "of the least", f"at most {TARGET}")
     for name in options.names or list(BLOCKS if options.blocks else BENCH):
         if options.profile:
-            print_profile(name, options.rounds, console, options.blocks)
+            print_profile(name, options.rounds, console, options.blocks, sizes)
             continue
         taken = compare(name, options.rounds, clock, options.blocks, sizes)
         plain, planned = map(statistics.median, taken)

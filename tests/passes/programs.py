@@ -121,7 +121,7 @@ def _of_its_own(b: Builder, value: Value) -> Value:
 
 def _tangents(model: nn.Module, sample: tuple[torch.Tensor, ...], generator: torch.Generator) -> dict[int, Any]:
     """Gradients for what the plan differentiates: the scalars, or all outputs; and a trial of the plain step."""
-    trial, inputs = copy.deepcopy(model), _fresh(sample)
+    trial, inputs = copy.deepcopy(model), fresh(sample)
     try:
         tensors, _ = flatten(trial(*inputs))
     except (RuntimeError, ValueError, IndexError) as error:
@@ -138,7 +138,8 @@ def _tangents(model: nn.Module, sample: tuple[torch.Tensor, ...], generator: tor
     return tangents
 
 
-def _fresh(sample: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def fresh(sample: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """A copy of the inputs."""
     return tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in sample)
 
 
@@ -318,7 +319,7 @@ def _compare_ruined(
 
 def _observe(program: Program, module: nn.Module, state_of: nn.Module, seed: int) -> list[tuple[str, Any]]:
     """Everything observable after one seeded step, by name."""
-    inputs = _fresh(program.sample)
+    inputs = fresh(program.sample)
     for parameter in state_of.parameters():
         parameter.grad = None
     torch.manual_seed(seed)
@@ -340,7 +341,7 @@ def _step(program: Program, module: nn.Module, inputs: tuple[torch.Tensor, ...])
 
 def _measure(program: Program, module: nn.Module, state_of: nn.Module, gradients: str = "fresh") -> int:
     """Bytes above static at the highest point of a step, the outputs being held."""
-    inputs = _fresh(program.sample)
+    inputs = fresh(program.sample)
     trained = [p for p in state_of.parameters() if p.grad is not None]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter) if gradients == "accumulated" else None

@@ -196,6 +196,19 @@ def frozen_below(model: nn.Module, trained: int) -> None:
         part.requires_grad_(True)
 
 
+def trained_step(plan: Plan, plain: nn.Module, x: torch.Tensor, trained: int) -> list[str]:
+    """One step of both with that many blocks trained, which has equal gradients; what was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for module, owner in ((plan.module, plan.module._plan_state.model), (plain, plain)):
+            frozen_below(owner, trained)
+            owner.zero_grad()
+            torch.manual_seed(trained)
+            module(x).backward()
+    assert_same_gradients(plan.module._plan_state.model, plain)
+    return [str(w.message) for w in caught]
+
+
 def untied_gpt() -> tuple[nn.Module, torch.Tensor]:
     model, x = small_gpt(4)
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
@@ -217,17 +230,7 @@ def test_blocks_before_which_all_is_frozen_stay_eager() -> None:
 def test_a_call_with_nothing_to_plan_runs_in_eager_until_something_is_trained() -> None:
     model, x = untied_gpt()
     plan, plain = planned_at(model, x, 0.5, regions="blocks.*"), copy.deepcopy(model)
-    told = []
-    for trained in (0, 0, 2, 2):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for module, owner in ((plan.module, model), (plain, plain)):
-                frozen_below(owner, trained)
-                owner.zero_grad()
-                torch.manual_seed(trained)
-                module(x[:1]).backward()
-        assert_same_gradients(model, plain)
-        told.append(" ".join(str(w.message) for w in caught))
+    told = [" ".join(trained_step(plan, plain, x[:1], trained)) for trained in (0, 0, 2, 2)]
     assert "nothing that it reads requires a gradient" in told[0] and "planning anew" in told[2]
     assert told[1] == told[3] == ""
 
@@ -235,17 +238,7 @@ def test_a_call_with_nothing_to_plan_runs_in_eager_until_something_is_trained() 
 def test_what_is_frozen_or_no_longer_is_planned_for() -> None:
     model, x = untied_gpt()
     plan, plain = planned_at(model, x, 0.5, regions="blocks.*"), copy.deepcopy(model)
-    told = []
-    for trained in (4, 2, 3, 2, 3):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for module, owner in ((plan.module, model), (plain, plain)):
-                frozen_below(owner, trained)
-                owner.zero_grad()
-                torch.manual_seed(trained)
-                module(x).backward()
-        assert_same_gradients(model, plain)
-        told.append([str(w.message).split(":")[0] for w in caught])
+    told = [[t.split(":")[0] for t in trained_step(plan, plain, x, trained)] for trained in (4, 2, 3, 2, 3)]
     assert told == [["planning anew"]] * 3 + [[], []]  # the embedding is frozen from the first step on
 
 

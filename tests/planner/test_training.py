@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from passes._torch import allocator_events
 from passes.run import step as runtime
-from passes.run.step import ChangedInPlace
 from planner import CaptureError, Plan, PlannerError
 from tests.planner.steps import (
     SmallGPT,
@@ -343,7 +342,7 @@ def test_a_loss_whose_old_values_were_not_kept_is_not_replayed() -> None:
     planned = plan(model, x).module
     torch.manual_seed(1)
     found, told = planned(x), r"overwrote body.steps, whose old value was not kept. Call the model"
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ChangedInPlace, match=told):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(runtime.ChangedInPlace, match=told):
         found.backward()
     torch.manual_seed(1)
     plain(x)
@@ -368,7 +367,7 @@ def test_what_a_replay_reads_must_be_as_in_the_forward(change: str) -> None:
     chosen, model, _ = planned_twins(Wrap(lambda self, x: self.body(x), body=mlp(0.3)), batch(8, 32))
     output = chosen.module(batch(8, 32))
     act(model)
-    with pytest.raises(ChangedInPlace, match=f"between forward and backward: .*{told}"):
+    with pytest.raises(runtime.ChangedInPlace, match=f"between forward and backward: .*{told}"):
         output.backward(batch(*output.shape[::-1]).t())
 
 
@@ -377,7 +376,7 @@ def test_torchs_switches_must_be_as_in_the_forward_for_a_replay() -> None:
     output = chosen.module(batch(8, 32))
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(ChangedInPlace, match="torch's deterministic algorithms is True"):
+        with pytest.raises(runtime.ChangedInPlace, match="torch's deterministic algorithms is True"):
             output.backward(batch(*output.shape[::-1]).t())
     finally:
         torch.use_deterministic_algorithms(False)

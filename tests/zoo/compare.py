@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,6 @@ from passes.trace.arguments import split_sample
 from passes.trace.structure import flatten, unflatten
 from planner import BudgetError, Plan
 from planner.session import open_session
-
-MIB = 1 << 20
 
 
 @dataclass
@@ -137,7 +134,7 @@ def plans_at(model: nn.Module, sample: Any, shares: Iterable[int]) -> Iterator[P
         try:
             plan = session.plan(static_bytes + (session.plain_peak_bytes - static_bytes) * share // 100)
         except BudgetError as error:
-            stated = error
-            plan = session.plan(stated.minimum_bytes)
-            assert (stated.floor_bytes or math.inf) <= plan.budget_bytes
+            floor, minimum = error.floor_bytes, error.minimum_bytes
+            assert floor is not None and minimum is not None and floor <= minimum
+            plan = session.plan(minimum)
         yield plan

@@ -1,0 +1,88 @@
+"""Models of random programs with random code between them, for `tests.planner.histories`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.trace.structure import flatten
+from tests.passes.program_ops import Pick
+from tests.passes.programs import Program, draw_program, draw_shape
+
+
+class Blocks(nn.Module):
+    """Random programs one after another, each on what the one before has made of the first input.
+
+    Args:
+        glue: for each program how it is called and what becomes of its results.
+    """
+
+    def __init__(self, programs: list[Program], glue: list[Glue], alone: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(p.model for p in programs)
+        self.extra, self.glue, self.alone = [len(p.sample) - 1 for p in programs], glue, alone
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> Any:
+        given, made, earlier = list(more), [], [x]
+        for block, extra, glue in zip(self.blocks, self.extra, self.glue, strict=True):
+            mine, given = given[:extra], given[extra:]
+            if glue.skipped and torch.rand([]) < 0.3:
+                continue
+            before = x.sin() if glue.read_before else None
+            made = _differentiable(block(x, *mine))
+            if glue.twice:
+                made += _differentiable(block(x * 0.5, *mine))
+            alike = [t for t in made if t.shape == x.shape]
+            if glue.changed and alike and _on_its_own(alike[-1], [x, *made]):
+                alike[-1].mul_(0.5)
+            if alike and glue.added:
+                x = x.transpose(0, 1).mul(0.5).transpose(0, 1) + torch.tanh(alike[-1])
+            else:
+                x = x + torch.stack([torch.tanh(t).mean() for t in made]).sum()
+            x = x if before is None else x + before
+            x = x + earlier[0].detach().cos() + earlier[-1] if glue.from_before else x
+            earlier.append(x)
+        return x.square().mean() if self.alone else (x, *made)
+
+
+@dataclass
+class Glue:
+    """What lies between two programs."""
+
+    added: bool  # a result of the same shape is added; else a number of all results
+    read_before: bool  # the input is read by others, too
+    twice: bool  # the program is called twice
+    changed: bool  # a result is changed in place
+    from_before: bool  # what came before the last program is read again
+    skipped: bool  # now and then
+
+
+def _on_its_own(tensor: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    """Whether none of the others shares its memory: torch lets no such result of a region be changed in place."""
+    place = tensor.untyped_storage().data_ptr()
+    return [t.untyped_storage().data_ptr() for t in others].count(place) == 1
+
+
+def _differentiable(results: Any) -> list[torch.Tensor]:
+    return [t for t in flatten(results)[0] if t.is_floating_point()]
+
+
+def draw_model(pick: Pick, blocks: bool) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """A random model, of blocks or of one program, and its sample.
+
+    Raises:
+        Rejected: the draw does not train plainly.
+    """
+    if not blocks:
+        program = draw_program(pick)
+        return program.model, program.sample
+    shape = draw_shape(pick)
+    programs = [draw_program(pick, 5, shape) for _ in range(pick(2, 4))]
+    glue = [Glue(bool(pick(0, 2)), *(pick(0, 3) == 3 for _ in range(4)), pick(0, 5) == 5) for _ in programs]
+    model = Blocks(programs, glue, bool(pick(0, 2))).train()
+    for program in programs[: pick(0, len(programs) - 1)] if pick(0, 3) == 0 else ():
+        program.model.requires_grad_(False)
+    return model, (programs[0].sample[0], *(x for p in programs for x in p.sample[1:]))

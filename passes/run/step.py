@@ -130,6 +130,8 @@ class _Run:
     """One execution of a step: what its forward kept, and its backward as far as it got.
 
     Attributes:
+        others: as of the step, but for those with a hook or a custom function before them: autograd would call that
+            with no gradient, where eager does not call it.
         owned: the primals of each node of the chain, in the order of the backward.
         token: what chains the nodes: an empty tensor on the device on which autograd is to run them.
         program: the backward, which yields the gradients of one node after another.
@@ -141,7 +143,8 @@ class _Run:
 
     def __init__(self, step: Step, fallback: Fallback | None, primals: Sequence[torch.Tensor]) -> None:
         self.step, self.fallback, self.primals = step, fallback, primals
-        self.owned = (*step.leaves[:-1], (*step.leaves[-1], *step.others))
+        self.others = tuple(i for i in step.others if not _has_listener(primals[i]))
+        self.owned = (*step.leaves[:-1], (*step.leaves[-1], *self.others))
         self.token = torch.empty(0, device=next((p.device for p in primals if p.requires_grad), None))
         ask_for(step.arena, self.token.device, step.forward)
         self.versions = [p._version for p in primals]
@@ -184,6 +187,9 @@ class _Run:
         self._check()
         present = tuple(i for i, g in enumerate(gradients) if g is not None)
         given = [g for g in gradients if g is not None]
+        if not given:  # autograd passes this node on its way to others
+            self.replayed = [None] * len(self.primals)
+            return
         planned = present == step.expected and active_autocast() == step.autocast
         alike = not (planned and step.exact) or all(map(is_laid_out, given, step.tangent_strides))
         if not planned or (not alike and self.fallback is not None):
@@ -232,7 +238,16 @@ class _Run:
         self._check_primals(i for i in range(len(self.primals)) if i not in self.step.mutated)
         old = {i: as_tensor(value, self.primals[i]) for i, value in self.overwritten.items()}
         self.saved = None
-        return self.fallback([old.get(i, p) for i, p in enumerate(self.primals)], self.generators, gradients)
+        found = self.fallback([old.get(i, p) for i, p in enumerate(self.primals)], self.generators, gradients)
+        owned = {i for part in self.owned for i in part}
+        for i, gradient in enumerate(found):
+            if (gradient is None) == (i in owned) and _has_listener(self.primals[i]):
+                raise PlannerError(
+                    f"{self.step.names[i]} has a hook, or comes from a custom autograd function, and whether it gets a "
+                    "gradient depends on the outputs that the backward starts from. The plan expected others; call the "
+                    "module again: it is then planned for these."
+                )
+        return found
 
     def _check_primals(self, indices: Iterable[int]) -> None:
         for i in indices:
@@ -269,8 +284,24 @@ class _Run:
         handed.clear()
         if place == len(self.owned) - 1:
             self.program, self.held, self.read = None, None, {}
-            return (*found, *(None for _ in self.step.others))
+            return (*found, *(None for _ in self.others))
         return found
+
+
+def _has_listener(primal: torch.Tensor) -> bool:
+    """Whether something of the caller's hears of a gradient on its way to the leaves, even that there is none."""
+    seen, waiting = set(), [primal.grad_fn]
+    heard = bool(primal._backward_hooks)
+    while waiting and not heard:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        ours = getattr(node, "_forward_cls", None)
+        heard = isinstance(node, torch.autograd.function.BackwardCFunction) and ours not in (_Owner, _Result)
+        heard = heard or bool(getattr(getattr(node, "variable", None), "_backward_hooks", None))
+        waiting += [before for before, _ in node.next_functions]
+    return heard
 
 
 class _Owner(torch.autograd.Function):

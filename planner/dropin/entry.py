@@ -192,8 +192,6 @@ class Fallback:
     ) -> list[Any]:
         wanted = {leaf.index: leaf for leaf in self.traced.outputs if leaf.index in gradients}
         paths = tuple(leaf.path for leaf in wanted.values())
-        if not paths:
-            return [None] * len(primals)
         expected = paths == starts_of(self.traced)
         autocast = active_autocast() != self.traced.backward_autocast
         learned = self._learn({wanted[i].path: g for i, g in gradients.items()}, autocast)

@@ -43,6 +43,7 @@ from tests.planner.history_models import Blocks, draw_model
 from tests.zoo.compare import same_bits
 
 STEPS = 8
+NAMED = {"PlannerError", "ExportError", "UserWarning"}  # an export has classes of its own
 WAYS = ("whole", "regions", "applied", "exported")
 
 
@@ -116,7 +117,7 @@ class _Pair:
         try:
             got = self._take_planned(course)
         except Exception as error:
-            if not isinstance(error, (PlannerError, UserWarning)) and type(error).__name__ != "ExportError":
+            if NAMED.isdisjoint(t.__name__ for t in type(error).__mro__):
                 raise WrongStep(f"step {number} fails: {type(error).__name__}: {error}\n{course}") from error
             history.refused.append(_first_words(error))
             before.restore(self.plain)

@@ -1,0 +1,121 @@
+"""What autograd would call with no gradient, which eager does not call: hooks, and custom functions before the model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from planner import Plan, PlannerError, auto_checkpoint
+from tests.planner.steps import assert_same_gradients
+
+
+class Scaled(torch.autograd.Function):
+    """Called with no gradient it would make one of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = Scaled.apply(x, self.weight)
+        return scaled
+
+
+class TwoHeads(nn.Module):
+    """Its second output alone needs the second input."""
+
+    def __init__(self, scalar: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.scalar = nn.Linear(8, 8), nn.Linear(8, 8), scalar
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        other = self.second(y).tanh()
+        return self.first(x).tanh().square().mean(), other.mean() if self.scalar else other
+
+
+class WithEncoder(nn.Module):
+    """By regions: a custom function lies between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.heads = Encoder(), TwoHeads(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.heads(x * 2, self.encoder(x))[0]
+        return loss
+
+
+def planned(scalar: bool) -> tuple[Plan, nn.Module, nn.Module]:
+    """The first output is where the backward is expected to start from; both, where both are scalars."""
+    torch.manual_seed(0)
+    model = TwoHeads(scalar)
+    plain = copy.deepcopy(model)
+    sample = tuple(torch.randn(4, 8).requires_grad_() for _ in range(2))
+    return auto_checkpoint(model, sample, progress=False, check=False), model, plain
+
+
+def backward(module: nn.Module, encoder: nn.Module) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(4, 8).requires_grad_()
+    module(x * 1, encoder(x))[0].backward()
+
+
+def test_a_custom_function_before_the_model_is_not_called_with_no_gradient() -> None:
+    plan, model, plain = planned(False)
+    encoders = Encoder(), Encoder()
+    for module, encoder in zip((plan.module, plain), encoders, strict=True):
+        backward(module, encoder)
+    assert_same_gradients(model, plain)
+    assert [encoder.weight.grad for encoder in encoders] == [None, None]  # it was zeros
+
+
+def test_a_custom_function_between_regions_is_not_called_with_no_gradient() -> None:
+    torch.manual_seed(0)
+    model, x = WithEncoder(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False, check=False, regions="heads")
+    for module in (plan.module, plain):
+        module(x).backward()
+    assert [run.path for run in plan.runs] == ["heads"]
+    assert_same_gradients(model, plain)
+
+
+def test_a_hook_is_not_called_with_no_gradient() -> None:
+    plan, model, plain = planned(False)
+    for module, owner in ((plan.module, model), (plain, plain)):
+        handle = owner.get_parameter("second.weight").register_hook(lambda gradient: gradient * 2)
+        backward(module, nn.Identity())
+        handle.remove()
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("hook", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_a_replay_that_would_call_one_is_refused_and_the_next_call_is_planned_for_it(hook: bool) -> None:
+    plan, model, plain = planned(True)
+    encoders = (nn.Identity(), nn.Identity()) if hook else (Encoder(), Encoder())
+    if hook:
+        for owner in (model, plain):
+            owner.get_parameter("second.weight").register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(PlannerError, match="has a hook, or comes from a custom autograd function"):
+        backward(plan.module, encoders[0])
+    for module, encoder in zip((plan.module, plain), encoders, strict=True):
+        backward(module, encoder)
+    assert_same_gradients(model, plain)
+    assert_same_gradients(*encoders)

@@ -1,4 +1,4 @@
-"""What autograd would call with no gradient, which eager does not call: hooks, and custom functions before the model."""
+"""What autograd would call with no gradient, and eager does not: hooks, and custom functions before the model."""
 
 from __future__ import annotations
 

@@ -589,7 +589,6 @@ def _fake_inputs(
     tensors: list[torch.Tensor], layouts: Layouts | None
 ) -> list[torch.Tensor]:
     mode = EagerFakes(layouts, allow_non_fake_inputs=True)
-    mode.cache_enabled = False  # a cached answer forgets that two results are one tensor (the LSTM's bias gradients)
     fakes = []
     for tensor in tensors:
         if tensor.device.type == "meta":

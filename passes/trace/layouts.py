@@ -13,6 +13,7 @@ another way or of another dtype (`learned`). The step is then traced again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -150,9 +151,17 @@ def _of_batch_norm_backward(args: Sequence[Any]) -> Strides:
 def _of_view(func: Callable[..., torch.Tensor], args: Sequence[Any]) -> Strides:
     """The rules disagree where a dimension has one index; a convolution may look at its stride all the same."""
     source, *rest = args
+    sizes = (source.shape, source.stride(), *(tuple(r) if isinstance(r, list) else r for r in rest))
+    try:
+        return _strides_of_view(func, *sizes)
+    except TypeError:  # symbols have no hash
+        return _strides_of_view.__wrapped__(func, *sizes)
+
+
+@functools.lru_cache(4096)
+def _strides_of_view(func: Callable[..., torch.Tensor], shape: Any, strides: Strides, *rest: Any) -> Strides:
     with native_kernels():
-        alike = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="meta")
-        return func(alike, *rest).stride()
+        return func(torch.empty_strided(shape, strides, device="meta"), *rest).stride()
 
 
 # What the CPU's kernels do, for the first result.
@@ -179,7 +188,7 @@ class EagerFakes(FakeTensorMode):
 
     def __init__(self, layouts: Layouts | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self.layouts, self.constants = layouts or {}, Constants()
+        self.layouts, self.constants, self.caches = layouts or {}, Constants(), self.cache_enabled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         interrupt_point()
@@ -199,6 +208,8 @@ class EagerFakes(FakeTensorMode):
             options = {"dtype": dtype, "device": args[0].device}
             made = tuple(dispatch(aten.empty.memory_format, types, (shape,), options) for shape in shapes)
             return made if len(made) > 1 else made[0]
+        # A cached answer forgets that two results are one tensor (the LSTM's bias gradients).
+        self.cache_enabled = self.caches and [str(r.type) for r in func._schema.returns] == ["Tensor"]
         result: Any = dispatch(func, types, args, kwargs)
         results = list(result) if isinstance(result, (tuple, list)) else [result]
         if not results or not isinstance(results[0], FakeTensor):

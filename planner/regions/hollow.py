@@ -281,7 +281,7 @@ class _HollowOwner(torch.autograd.Function):
             returned = [_stand_in(n, ctx, run.given, made) for n in run.part.gradients]
         run.given.clear()
         hollow.mark("backward out", ctx.index)
-        return None, None, None, *returned
+        return None, None, None, *_apart(run.part, returned)
 
 
 class _HollowResult(torch.autograd.Function):
@@ -358,6 +358,15 @@ def _stand_in(node: fx.Node | None, ctx: Any, given: list[torch.Tensor], made: d
     return torch.empty(0, dtype=value.dtype, device=memory.device).set_(
         memory, start + offset, value.size(), value.stride()
     )
+
+
+def _apart(part: Part, returned: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
+    """As `passes.run.tensors.apart`: a gradient in the memory of another is copied when the region hands it over."""
+    seen: set[Any] = set()
+    for node, gradient in zip(part.gradients, returned, strict=True):
+        storage = None if node is None else part.aliases.of[node]
+        yield gradient.clone() if gradient is not None and storage in seen else gradient
+        seen.add(storage)
 
 
 # The step ------------------------------------------------------------------------------------------------------------

@@ -223,8 +223,32 @@ class ChangesWhatIsTurned(ReadsWhatIsTurned):
         return self.last(x + result).pow(2).sum()
 
 
+class RecurrentPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x.tanh())[0]
+        return found
+
+
+class SharedGradients(nn.Module):
+    """Both biases of a recurrent layer have one gradient: each gets a copy, which waits for the second call's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(RecurrentPart() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.parts[0]((x + self.parts[1](x[:1])).repeat(16, 1, 1))
+        x = self.parts[1](x[:1])
+        assert bool(x.isfinite().all())
+        return x.pow(2).sum()
+
+
 KINDS = (ChangesInPlace, ManyReaders, UsesCache, Collects, Recurrent, HasHooks, Expands, ReadsWhatIsTurned,
-         ChangesWhatIsTurned)  # fmt: skip
+         ChangesWhatIsTurned, SharedGradients)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

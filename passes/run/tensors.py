@@ -44,9 +44,8 @@ def memory_of(tensor: torch.Tensor) -> int:
 
     Its storage is not asked: autograd adds nothing in place to a tensor whose storage Python has once seen.
     """
-    if not tensor.numel() or tensor._is_zerotensor():
-        return 0
-    return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
+    place = tensor.data_ptr()
+    return place and place - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def laid_out(gradient: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

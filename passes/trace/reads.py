@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from operator import is_, itemgetter
+from operator import call, is_, itemgetter
 from typing import Any
 
 import torch
@@ -150,7 +150,7 @@ class Matched:
         return self.tensors() if self._holds() else None
 
     def _holds(self) -> bool:
-        found = [get(name, MISSING) for get, name in zip(self.getters, self.names, strict=True)]
+        found = list(map(call, self.getters, self.names, repeat(MISSING)))
         if not all(map(is_, found, self.found)):
             if not all(map(same_value, found, self.found)):
                 return False

@@ -33,7 +33,7 @@ from planner.options import BUCKET
 from planner.pipeline import Replan
 from solvers.errors import MIB, BudgetError, PlannerError
 
-from .entry import Entry, Fallback, Losses, Watched, starts_of, trained_of
+from .entry import Entry, Fallback, Losses, Watched, are_trained, starts_of
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
 from .regions import are_of, regions_of, running_regions
 
@@ -88,7 +88,7 @@ class PlanState:
         starts = starts_of(planned.prepared.traced) if starts is None else starts
         entry = Entry(
             key, list(map(state_key, state)), planned, starts, sharded=has_sharded(self.model),
-            trained=trained_of(self.model),
+            trained=are_trained(self.model.parameters()),
         )  # fmt: skip
         self.latest = planned
         self.cache = [entry, *self.cache]
@@ -107,7 +107,7 @@ class PlanState:
         if entry is None:
             return plain(bound)
         if entry.planned.runs:
-            return self._by_regions(entry, bound, tensors, plain)
+            return self._by_regions(entry, bound, state, plain)
         return self._execute(entry, [*state, *tensors])
 
     def _look(
@@ -168,11 +168,11 @@ class PlanState:
             self.before_hooks = None
 
     def _by_regions(
-        self, entry: Entry, bound: Mapping[str, Any], tensors: Sequence[torch.Tensor],
+        self, entry: Entry, bound: Mapping[str, Any], state: Sequence[torch.Tensor],
         plain: Callable[[Mapping[str, Any]], Any],
     ) -> Any:  # fmt: skip
         traced = entry.planned.prepared.traced
-        self._notice_gradients(entry.planned, self.model.parameters())
+        self._notice_gradients(entry.planned, state)
         if not entry.regions or not are_of(entry.regions, self.model):
             named = dict([*self.model.named_parameters(), *self.model.named_buffers()])
             _check_materialized(named.values(), lambda: list(named))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,7 +81,8 @@ class Entry:
     def holds(self, model: nn.Module, loss_fn: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The model's parameters and buffers where the plan holds for a call now; its key is compared before."""
         if self.planned.runs:  # each region looks for itself
-            return [] if self.trained == trained_of(model) else None
+            parameters: list[torch.Tensor] = list(model.parameters())
+            return parameters if self.trained == are_trained(parameters) else None
         tensors = self._state(model, loss_fn)
         if tensors is None or not (_PLAIN.issuperset(map(type, tensors)) or all(map(_is_planned_for, tensors))):
             return None
@@ -103,9 +104,9 @@ class Entry:
         return tensors
 
 
-def trained_of(model: nn.Module) -> list[bool]:
-    """Which parameters require a gradient, in the model's order."""
-    return [p.requires_grad for p in model.parameters()]
+def are_trained(parameters: Iterable[torch.Tensor]) -> list[bool]:
+    """Which of them require a gradient."""
+    return [p.requires_grad for p in parameters]
 
 
 class Losses:

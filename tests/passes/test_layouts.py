@@ -47,7 +47,7 @@ def test_batch_norms_are_laid_out_as_the_kernels_do(shape: tuple[int, ...]) -> N
             with mode:
                 fake = aten.native_batch_norm.default(*(fakes(mode, a) for a in arguments))[0]
             assert fake.stride() == real.stride(), values.stride()
-        for gradient in all_of_them[:8] + all_of_them[-3:]:
+        for gradient in all_of_them[:3] + all_of_them[-3:]:
             arguments = (gradient, values, weight, mean, scale, mean, scale, True, 1e-5, [True, True, True])
             real = aten.native_batch_norm_backward.default(*arguments)[0]
             with mode:

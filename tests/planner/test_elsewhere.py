@@ -91,6 +91,7 @@ plan(0.6, cost="device").save(sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_plan_files_of_two_processes_are_equal_under_one_calibration(tmp_path: Path) -> None:
     texts = []
     for seed in ("1", "2"):

@@ -54,10 +54,9 @@ print(plan_at(mlp(), 0.3).save(sys.argv[1]))
 
 
 def test_other_processes_write_the_same_bytes(saved: tuple[Plan, Path], tmp_path: Path) -> None:
-    for seed in ("1", "77"):
-        done = python(WRITE, str(tmp_path / seed), seed=seed)
-        assert done.returncode == 0, done.stderr
-        assert (tmp_path / seed).read_bytes() == saved[1].read_bytes()
+    done = python(WRITE, str(tmp_path / "other"), seed="77")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "other").read_bytes() == saved[1].read_bytes()
 
 
 def test_saving_twice_changes_nothing(saved: tuple[Plan, Path], tmp_path: Path) -> None:

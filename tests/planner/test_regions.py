@@ -576,8 +576,10 @@ def test_a_backward_under_autocast_is_learned() -> None:
     assert_learned(plan, model, plain, step, 3)
 
 
-@pytest.mark.parametrize("regions", ["auto", "whole"])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("regions", "autocast"),
+    [("auto", False), pytest.param("auto", True, marks=pytest.mark.slow), ("whole", False), ("whole", True)],
+)
 def test_what_one_plan_of_a_step_learned_others_learn_too(regions: str, autocast: bool) -> None:
     torch.manual_seed(0)
     model, x = Outside(blocks=4 if regions == "auto" else 0), torch.randn(2, 16, 32)

@@ -269,7 +269,7 @@ def test_garbage_of_a_block_cut_short_goes_where_interrupts_wait(heard: list[int
         gc.enable()
 
 
-@pytest.mark.parametrize("of", ["plan", "backend"])
+@pytest.mark.parametrize("of", ["plan", pytest.param("backend", marks=pytest.mark.slow)])
 def test_real_interrupts_leave_nothing_behind(of: str) -> None:
     stages, wrong = interrupts.send(4, of=of)
     assert wrong == [] and sum(stages.values()) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,25 +14,41 @@ from tests.passes.program_ops import Pick
 from tests.passes.programs import Program, draw_program, draw_shape
 
 
+class Backwards(torch.autograd.Function):
+    """Its gradient has the other sign; called with none it makes one of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return -gradient
+
+
 class Blocks(nn.Module):
     """Random programs one after another, each on what the one before has made of the first input.
 
     Args:
-        glue: for each program how it is called and what becomes of its results.
+        glue: for each call of a program how it is called and what becomes of its results.
+        alone: whether the loss is all that is returned.
     """
 
     def __init__(self, programs: list[Program], glue: list[Glue], alone: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(p.model for p in programs)
-        self.extra, self.glue, self.alone = [len(p.sample) - 1 for p in programs], glue, alone
+        ends = list(accumulate(len(p.sample) - 1 for p in programs))
+        self.inputs = [slice(end - len(p.sample) + 1, end) for end, p in zip(ends, programs, strict=True)]
+        self.glue, self.alone = glue, alone
 
     def forward(self, x: torch.Tensor, *more: torch.Tensor) -> Any:
-        given, made, earlier = list(more), [], [x]
-        for block, extra, glue in zip(self.blocks, self.extra, self.glue, strict=True):
-            mine, given = given[:extra], given[extra:]
+        made, earlier = [], [x]
+        for glue in self.glue:
+            block, mine = self.blocks[glue.program], more[self.inputs[glue.program]]
             if glue.skipped and torch.rand([]) < 0.3:
                 continue
             before = x.sin() if glue.read_before else None
+            x = Backwards.apply(x) if glue.custom else x
             made = _differentiable(block(x, *mine))
             if glue.twice:
                 made += _differentiable(block(x * 0.5, *mine))
@@ -52,11 +69,13 @@ class Blocks(nn.Module):
 class Glue:
     """What lies between two programs."""
 
+    program: int  # that is called
     added: bool  # a result of the same shape is added; else a number of all results
     read_before: bool  # the input is read by others, too
     twice: bool  # the program is called twice
     changed: bool  # a result is changed in place
     from_before: bool  # what came before the last program is read again
+    custom: bool  # a custom autograd function comes before
     skipped: bool  # now and then
 
 
@@ -70,6 +89,14 @@ def _differentiable(results: Any) -> list[torch.Tensor]:
     return [t for t in flatten(results)[0] if t.is_floating_point()]
 
 
+def _tie(model: nn.Module) -> None:
+    """Let the first linear layers of one shape have one weight."""
+    layers = [m for m in model.modules() if type(m) is nn.Linear]
+    for layer in layers[1:]:
+        if layer.weight.shape == layers[0].weight.shape:
+            layer.weight = layers[0].weight
+
+
 def draw_model(pick: Pick, blocks: bool) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """A random model, of blocks or of one program, and its sample.
 
@@ -81,8 +108,14 @@ def draw_model(pick: Pick, blocks: bool) -> tuple[nn.Module, tuple[torch.Tensor,
         return program.model, program.sample
     shape = draw_shape(pick)
     programs = [draw_program(pick, 5, shape) for _ in range(pick(2, 4))]
-    glue = [Glue(bool(pick(0, 2)), *(pick(0, 3) == 3 for _ in range(4)), pick(0, 5) == 5) for _ in programs]
+    again = [pick(0, len(programs) - 1)] if pick(0, 3) == 0 else []
+    glue = [
+        Glue(i, bool(pick(0, 2)), *(pick(0, 3) == 3 for _ in range(5)), pick(0, 5) == 5)
+        for i in (*range(len(programs)), *again)
+    ]
     model = Blocks(programs, glue, bool(pick(0, 2))).train()
     for program in programs[: pick(0, len(programs) - 1)] if pick(0, 3) == 0 else ():
         program.model.requires_grad_(False)
+    if pick(0, 3) == 0:
+        _tie(model)
     return model, (programs[0].sample[0], *(x for p in programs for x in p.sample[1:]))

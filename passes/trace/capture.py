@@ -589,6 +589,8 @@ def _fake_inputs(
     tensors: list[torch.Tensor], layouts: Layouts | None
 ) -> list[torch.Tensor]:
     mode = EagerFakes(layouts, allow_non_fake_inputs=True)
+    # A cached answer forgets that two results are one tensor (the LSTM's bias gradients), or parts of a larger one.
+    mode.cache_enabled = False
     fakes = []
     for tensor in tensors:
         if tensor.device.type == "meta":

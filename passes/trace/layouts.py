@@ -188,7 +188,7 @@ class EagerFakes(FakeTensorMode):
 
     def __init__(self, layouts: Layouts | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self.layouts, self.constants, self.caches = layouts or {}, Constants(), self.cache_enabled
+        self.layouts, self.constants = layouts or {}, Constants()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         interrupt_point()
@@ -208,8 +208,6 @@ class EagerFakes(FakeTensorMode):
             options = {"dtype": dtype, "device": args[0].device}
             made = tuple(dispatch(aten.empty.memory_format, types, (shape,), options) for shape in shapes)
             return made if len(made) > 1 else made[0]
-        # A cached answer forgets that two results are one tensor (the LSTM's bias gradients).
-        self.cache_enabled = self.caches and [str(r.type) for r in func._schema.returns] == ["Tensor"]
         result: Any = dispatch(func, types, args, kwargs)
         results = list(result) if isinstance(result, (tuple, list)) else [result]
         if not results or not isinstance(results[0], FakeTensor):

@@ -945,8 +945,8 @@ def gpt2() -> Any:
     [
         (setting("config.output_hidden_states", True), False),
         (setting("config.use_cache", False), False),
-        (lambda m: m.resize_token_embeddings(40), False),
-        (lambda m: setattr(m.transformer.h[0].mlp, "act", nn.ReLU()), False),
+        pytest.param(lambda m: m.resize_token_embeddings(40), False, marks=pytest.mark.slow),
+        pytest.param(lambda m: setattr(m.transformer.h[0].mlp, "act", nn.ReLU()), False, marks=pytest.mark.slow),
         (lambda m: setattr(m.transformer.h[0].attn, "scaling", 0.5), False),
         (lambda m: setattr(m.lm_head, "weight", nn.Parameter(torch.randn(32, 16))), False),
         (lambda m: (setattr(m, "global_step", 3), setattr(m.config, "run", 3), setattr(m, "_is_x", 1)), True),

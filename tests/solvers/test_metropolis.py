@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,6 +40,7 @@ def test_a_state_that_fits_is_a_schedule_of_that_peak_and_cost(data: st.DataObje
     assert seen.added_cost == live.cost
 
 
+@pytest.mark.slow
 def test_far_below_the_plain_peak_it_is_cheaper_than_descents() -> None:
     """Descents come to 37.8 % of the step, eight seeds to 31.0 to 37.0."""
     problem = FAMILIES["layered-small"]()

@@ -184,12 +184,13 @@ class _Run:
         """Begin the backward from the gradients of the outputs; it runs when it is resumed."""
         step = self.step
         _refuse_transform(gradients)
+        self.replayed = None
+        if all(g is None for g in gradients):  # autograd passes this node on its way to others
+            self.replayed = [None] * len(self.versions)
+            return
         self._check()
         present = tuple(i for i, g in enumerate(gradients) if g is not None)
         given = [g for g in gradients if g is not None]
-        if not given:  # autograd passes this node on its way to others
-            self.replayed = [None] * len(self.primals)
-            return
         planned = present == step.expected and active_autocast() == step.autocast
         alike = not (planned and step.exact) or all(map(is_laid_out, given, step.tangent_strides))
         if not planned or (not alike and self.fallback is not None):

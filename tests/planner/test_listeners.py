@@ -105,6 +105,21 @@ def test_a_hook_is_not_called_with_no_gradient() -> None:
     assert_same_gradients(model, plain)
 
 
+@pytest.mark.filterwarnings("ignore:planning anew")
+def test_a_plan_that_a_backward_passes_without_gradients_can_still_have_its_own() -> None:
+    plan, model, plain = planned(False)
+    before = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    plain_before, first = copy.deepcopy(before), auto_checkpoint(before, torch.randn(4, 8), progress=False, check=False)
+    for module, encoder in ((plan.module, first.module), (plain, plain_before)):
+        torch.manual_seed(1)
+        x = torch.randn(4, 8).requires_grad_()
+        encoded = encoder(x.detach())
+        module(x * 1, encoded)[0].backward()
+        encoded.square().sum().backward()
+    assert_same_gradients(model, plain)
+    assert_same_gradients(before, plain_before)
+
+
 @pytest.mark.parametrize("hook", [True, False])
 @pytest.mark.filterwarnings("ignore")
 def test_a_replay_that_would_call_one_is_refused_and_the_next_call_is_planned_for_it(hook: bool) -> None:

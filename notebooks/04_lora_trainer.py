@@ -60,8 +60,8 @@ model().print_trainable_parameters()
 # %%
 def trainer(model, *callbacks, **changes):
     options = {
-        "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 24, "learning_rate": 5e-3,
-        "bf16": True, "use_cpu": True, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 8,
+        "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 12, "learning_rate": 5e-3,
+        "bf16": True, "use_cpu": True, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 4,
         "save_strategy": "no", "report_to": [], "disable_tqdm": True, **changes,
     }
     arguments = TrainingArguments(output_dir=tempfile.mkdtemp(), **options)

@@ -22,7 +22,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
 LARGEST_BYTES = 300_000
-CELL_SECONDS = 300
+CELL_SECONDS = 600
 MACHINE_PATH = re.compile(rf"{re.escape(str(ROOT))}\b|/home/|/root/|/Users/|/tmp/|site-packages")
 KERNEL = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
 

@@ -156,7 +156,7 @@ READS = (
     *MADE, convolution, whole_root, root, power, branch, branch_on_type, branch_on_values, name, constant, loop,
     divisible, custom,
 )  # fmt: skip
-LENGTHS = (4, 6, 5, 12, 1)
+LENGTHS = (4, 6, 5, 12, 1, 7, 11)
 
 
 def differs(a: Traced, b: Traced) -> str:

@@ -27,8 +27,12 @@ atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 SOLVER_TESTS = "tests/solvers/"
 
 
-def pytest_collection_finish() -> None:
-    """What was imported is garbage to nobody: collections after it, one for each refusal, need not look at it."""
+@pytest.fixture(autouse=True, scope="module")
+def _settled() -> None:
+    """What is alive between files (modules, torch's caches) is garbage to nobody: collections need not look at it.
+
+    There is one for each refusal.
+    """
     gc.collect()
     gc.freeze()
 

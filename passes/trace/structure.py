@@ -15,6 +15,7 @@ from passes._torch import pytree
 
 MAX_DEPTH = 8
 LONGEST = 60
+_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ def _take_apart(node: Any, tensors: list[torch.Tensor], positions: dict[int, int
             positions[id(node)] = len(tensors)
             tensors.append(node)
         return Slot(positions[id(node)])
+    if type(node) in _ATOMS:
+        return Constant(node)
     leaves, spec = pytree.tree_flatten(node)
     if not (len(leaves) == 1 and leaves[0] is node):
         return Tree(spec, tuple(_take_apart(leaf, tensors, positions, depth + 1) for leaf in leaves))

@@ -67,23 +67,30 @@ def viewed(target: Any, shown: torch.Tensor, args: tuple[Any, ...], kwargs: Any)
 
 
 def shortest(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """A view as the value that it is already, or as its own op on the earliest value that gives the same with it."""
-    if node.target not in VIEWS:
-        return node, None
-    chain = [_source(node)]
+    """A view as the value that it is already, or as its own op on the earliest value that gives the same with it.
+
+    Where each of the views before lies is computed anew: where a dimension has one index, traces disagree on its
+    stride, which a kernel may look at all the same.
+    """
+    chain = [node]
     while chain[-1].target in VIEWS:
         chain.append(_source(chain[-1]))
-    root = stand_in(chain[-1].meta["val"])
+    root = stand_in(chain[-1].meta["val"]) if len(chain) > 1 else None
     if root is None:
         return node, None
-    start, own = chain[-1].meta["val"].storage_offset(), geometry(node.meta["val"])
-    for earlier in reversed(chain):
-        if geometry(earlier.meta["val"]) == own:
+    shown = [root]
+    for view in reversed(chain[:-1]):
+        found = viewed(view.target, shown[-1], view.args[1:], view.kwargs)
+        if found is None:
+            return node, None
+        shown.append(found)
+    own, before = geometry(shown.pop()), list(zip(reversed(chain[1:]), shown, strict=True))
+    for earlier, value in before:
+        if geometry(value) == own:
             return earlier, None
-    for earlier in reversed(chain[1:]):
-        size, stride, offset = geometry(earlier.meta["val"])
-        found = viewed(node.target, root.as_strided(size, stride, offset - start), node.args[1:], node.kwargs)
-        if found is not None and geometry(found) == (*own[:2], own[2] - start):
+    for earlier, value in before[:-1]:
+        found = viewed(node.target, value, node.args[1:], node.kwargs)
+        if found is not None and geometry(found) == own:
             return node, earlier
     return node, None
 

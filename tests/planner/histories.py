@@ -3,7 +3,9 @@
 A history is a model of random ops, its plans (of one session, whole or by regions, applied or exported), and steps in
 which something is drawn each time (`tests.planner.courses`): which plan runs, frozen parameters, autocast, two forwards
 at once, hooks, another batch, where the backward starts from. Every step has the plain model's bits, or is refused by
-name.
+name. With `--way compiled` the model is compiled by our backend under budgets: where torch's own `aot_eager` has other
+bits than the plain model, or fails, ours may have these, or fail too; where Dynamo draws other random numbers than the
+plain model, nothing is compared.
 """
 
 from __future__ import annotations
@@ -43,8 +45,11 @@ from tests.planner.history_models import Blocks, draw_model
 from tests.zoo.compare import same_bits
 
 STEPS = 8
+DRAWN = "generator state"
 NAMED = {"PlannerError", "ExportError", "UserWarning"}  # an export has classes of its own
 WAYS = ("whole", "regions", "applied", "exported")
+COMPILED = "compiled"
+OF_AUTOGRAD = ("modified by an inplace operation", "non-empty donated buffers")  # of what a compiled step saves
 
 
 class WrongStep(AssertionError):
@@ -65,22 +70,24 @@ class History:
     refused: list[str] = field(default_factory=list)
 
 
-def run(seed: int, steps: int = STEPS) -> History:
+def run(seed: int, steps: int = STEPS, way: str | None = None) -> History:
     """The history of a seed; raises WrongStep."""
     pick: Pick = random.Random(seed).randint
-    way = WAYS[seed % len(WAYS)]
+    way = way or WAYS[seed % len(WAYS)]
     torch.manual_seed(seed)
     try:
-        model, sample = draw_model(pick, way == "regions")
+        model, sample = draw_model(pick, way == "regions" or (way == COMPILED and bool(pick(0, 1))))
         plain, frozen = copy.deepcopy(model), {n: not p.requires_grad for n, p in model.named_parameters()}
         for trial in range(seed, seed + 4):  # blocks are skipped by chance
             take(draw_course(pick, frozen, trial, 1, 0), *[copy.deepcopy(plain)] * 2, sample)
     except (Rejected, RuntimeError, ValueError) as error:
         return History(f"rejected: {_first_words(error)}")
     try:
-        pair = _Pair(model, plain, sample, way, list(_plans(pick, model, sample, way)))
+        plans = list(_plans(pick, model, sample, way)) if way != COMPILED else []
+        modules, owner = _modules(plans, model, way) if plans else (_compiled(pick, model), model)
     except PlannerError as error:
         return History(f"{way}, refused: {_first_words(error)}")
+    pair = _Pair(plain, sample, way, plans, modules, owner)
     history, skips = History(way), isinstance(model, Blocks) and any(glue.skipped for glue in model.glue)
     if way in ("whole", "regions") and not skips:
         found = [_is_exact(plan, model, sample) for plan in pair.plans]
@@ -100,10 +107,13 @@ class _Pair:
     """A plain model and the plans of its twin, which take the same steps."""
 
     def __init__(
-        self, model: nn.Module, plain: nn.Module, sample: tuple[torch.Tensor, ...], way: str, plans: list[Plan]
-    ) -> None:
+        self, plain: nn.Module, sample: tuple[torch.Tensor, ...], way: str, plans: list[Plan],
+        planned: list[nn.Module], owner: nn.Module,
+    ) -> None:  # fmt: skip
         self.plain, self.sample, self.way, self.plans = plain, sample, way, plans
-        self.planned, self.owner = _modules(plans, model, way)
+        self.planned, self.owner = planned, owner
+        self.known = copy.deepcopy(plain)
+        self.torchs = torch.compile(self.known, backend="aot_eager")
 
     def take(self, course: Course, number: int, history: History) -> None:
         """One step of both, where plain takes it."""
@@ -114,19 +124,41 @@ class _Pair:
         except (RuntimeError, ValueError, IndexError):
             before.restore(self.plain)
             return
+        of_torch = self._of_torch(course, before)
         try:
             got = self._take_planned(course)
         except Exception as error:
-            if NAMED.isdisjoint(t.__name__ for t in type(error).__mro__):
+            error = getattr(error, "inner_exception", error)  # of a backend, in Dynamo's own
+            kinds = {t.__name__ for t in type(error).__mro__}
+            named = not NAMED.isdisjoint(kinds) and "VerificationError" not in kinds
+            if self.way == COMPILED:
+                named = named or of_torch is None or any(words in str(error) for words in OF_AUTOGRAD)
+            if not named:
                 raise WrongStep(f"step {number} fails: {type(error).__name__}: {error}\n{course}") from error
             history.refused.append(_first_words(error))
+            if self.way == COMPILED and isinstance(error, BudgetError) and error.minimum_bytes is not None:
+                self.planned[course.which] = _compiled_under(self.owner, error.minimum_bytes / 2**20)
             before.restore(self.plain)
             before.restore(self.owner)
             return
-        wrong = [n for (n, a), (_, b) in zip(expected, got, strict=True) if not same_bits(a, b)]
-        if wrong:
+        wrong = _differing(expected, got)
+        others = [] if of_torch is None else _differing(expected, of_torch)
+        if wrong and DRAWN not in others and (not others or _differing(of_torch, got)):
             raise WrongStep(f"step {number} differs in {', '.join(wrong[:6])}\n{course}")
-        history.steps += 1
+        if wrong:
+            _State(self.plain).restore(self.owner)
+        history.steps += not wrong or DRAWN not in others
+
+    def _of_torch(self, course: Course, before: _State) -> list[Any] | None:
+        """What torch's own `aot_eager` makes of the step; None where that fails."""
+        if self.way != COMPILED:
+            return None
+        before.restore(self.known)
+        try:
+            with redirect_stderr(io.StringIO()):
+                return take(course, self.torchs, self.known, self.sample)
+        except Exception:  # noqa: BLE001 - whatever torch raises
+            return None
 
     def _take_planned(self, course: Course) -> list[Any]:
         if self.way == "applied":
@@ -138,6 +170,10 @@ class _Pair:
         finally:
             if self.way == "applied":
                 self.plans[course.which].remove()
+
+
+def _differing(expected: list[Any], got: Any) -> list[str]:
+    return [n for (n, a), (_, b) in zip(expected, got, strict=True) if not same_bits(a, b)]
 
 
 def _is_exact(plan: Plan, model: nn.Module, sample: tuple[torch.Tensor, ...]) -> bool:
@@ -197,6 +233,19 @@ def _modules(plans: list[Plan], model: nn.Module, way: str) -> tuple[list[nn.Mod
     return [model if way == "applied" else plan.module for plan in plans], model
 
 
+def _compiled(pick: Pick, model: nn.Module) -> list[nn.Module]:
+    """The model compiled by our backend, under one budget or two."""
+    torch.compiler.reset()
+    torch._dynamo.config.recompile_limit = 100  # beyond it Dynamo runs plain code
+    budgets = [None if pick(0, 2) == 0 else f"{pick(60, 100)}%" for _ in range(pick(1, 2))]
+    return [_compiled_under(model, budget) for budget in budgets]
+
+
+def _compiled_under(model: nn.Module, budget: float | str | None) -> Any:
+    options = {"inner": "eager", "solver": "greedy", "time_limit": 1.0, "budget_mb": budget}
+    return torch.compile(model, backend="checkpoint_planner", options=options)
+
+
 def _plans(pick: Pick, model: nn.Module, sample: tuple[torch.Tensor, ...], way: str) -> Iterator[Plan]:
     hints = ["*"] if pick(0, 2) else []  # with no budget, all that can be is computed again
     session = open_session(
@@ -220,6 +269,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500, help="histories that are not rejected")
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--way", choices=(*WAYS, COMPILED), help="how all are planned; each in turn where not given")
     options = parser.parse_args()
     kinds: dict[str, list[int]] = defaultdict(list)
     exact: list[bool | None] = []
@@ -228,7 +278,7 @@ def main() -> int:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                history = run(seed)
+                history = run(seed, way=options.way)
         except Exception as error:  # noqa: BLE001 - every failure is counted and told, with its seed
             history = History(f"FAILED: {type(error).__name__}")
             failures.append(seed)

@@ -149,6 +149,27 @@ def test_views_of_views_are_split_while_a_compilation_is_under_way(capfd: pytest
     assert "Error" not in capfd.readouterr().err
 
 
+class Products(nn.Module):
+    """An einsum whose result has dimensions of one index, on whose strides traces and kernels disagree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.einsum("bij,jk->bki", x.reshape(1, 1, -1), self.weight)
+        return torch.tanh(found @ found.transpose(1, 2)).sum()
+
+
+def test_a_view_is_shortened_only_where_the_kernels_lay_it_out_alike() -> None:
+    torch.manual_seed(0)
+    model, x = Products(), torch.randn(3, 4)
+    loss, expected = _step(model, x), _gradients(model)
+    compiled = torch.compile(model, backend=checkpoint_planner, options={"inner": "eager"}, fullgraph=True)
+    assert torch.equal(_step(compiled, x), loss)
+    assert all(map(torch.equal, _gradients(model), expected))
+
+
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_gradient_of_dropout_is_that_of_what_was_drawn(inner: str) -> None:
     """For loss = sum(dropout(x) * exp(a)), the sum of a's gradient is the loss, whatever was drawn."""

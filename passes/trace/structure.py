@@ -13,9 +13,10 @@ import torch
 
 from passes._torch import pytree
 
+from .expected import LITERALS
+
 MAX_DEPTH = 8
 LONGEST = 60
-_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def _take_apart(node: Any, tensors: list[torch.Tensor], positions: dict[int, int
             positions[id(node)] = len(tensors)
             tensors.append(node)
         return Slot(positions[id(node)])
-    if type(node) in _ATOMS:
+    if type(node) in LITERALS:
         return Constant(node)
     leaves, spec = pytree.tree_flatten(node)
     if not (len(leaves) == 1 and leaves[0] is node):

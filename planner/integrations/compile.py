@@ -1,7 +1,7 @@
 """`torch.compile(model, backend="checkpoint_planner", options={"budget_mb": 4000})`.
 
 Dynamo captures, AOT autograd traces forward and backward, the planner splits them under the budget, and Inductor
-compiles both halves (or, with `"inner": "eager"`, they run op by op, with the bits of `backend="aot_eager"`). Options:
+compiles both halves (or, with `"inner": "eager"`, they run op by op, with the bits of AOT autograd's graphs). Options:
 
     budget_mb    MiB of the whole step's peak, a size ("12GB"), or a share of its plain peak ("50%"); None recomputes
                  nothing

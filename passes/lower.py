@@ -217,8 +217,8 @@ class _Lowering:
             replay = (self._add_rng_state(node),)
         outputs = [self._add_tensor(node.name, s, forward) for s in self.aliases.storages(node)]
         profiled = self.profiles[node]
-        # Replaying keeps the generator's own state and the lent one beside each other for a moment.
-        workspace = profiled.workspace_bytes + (3 * self._rng_bytes() if replay else 0)
+        # Running again holds the generator's own state beside the lent one (`run_with_rng_state`).
+        workspace = profiled.workspace_bytes + (self._rng_bytes() if replay else 0)
         self._add_op(
             Op(node.name, inputs, tuple(outputs), round(self.cost(profiled)), workspace,
                recomputable, replay, reuse=self._reuse(node, outputs)),

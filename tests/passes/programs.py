@@ -276,7 +276,7 @@ def _slack_bytes(problem: Problem) -> int:
     copied = sum(problem.tensors[t].bytes for op in handed_on for t in op.outputs)
     norms = [op for op in problem.ops if op.name.startswith("batch_norm_statistics")]
     numbers = max((sum(problem.tensors[t].bytes for t in op.outputs) for op in norms), default=0)
-    return copied + numbers + (3 * kind_of(torch.device("cpu")).rng_state_bytes if draws else 0)
+    return copied + numbers + (kind_of(torch.device("cpu")).rng_state_bytes if draws else 0)
 
 
 def _compare(program: Program, module: nn.Module, model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from passes.profile import _even_groups
 from planner import auto_checkpoint
-from tests.zoo.compare import measured_peak_bytes
+from tests.zoo.compare import measured_peak_bytes, plan_at
 
 GROUPED = torch.ops.aten._grouped_mm.default
 
@@ -48,4 +48,24 @@ class Warped(nn.Module):
 def test_a_result_that_is_not_asked_for_is_workspace() -> None:
     model, x = Warped(), torch.randn(4, 3, 32, 32)
     plan = auto_checkpoint(model, x, progress=False)
+    assert measured_peak_bytes(plan.module, model, x, plan.static_bytes) == plan.peak_bytes
+
+
+class Dropped(nn.Module):
+    """Six layers whose dropouts run again where memory is short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.2)) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def test_a_dropout_that_runs_again_holds_one_generator_state_beside_the_lent_one() -> None:
+    model, x = Dropped(), torch.randn(256, 64)
+    plan = plan_at(model, x, 30)
+    assert any(name.startswith("native_dropout") for name in plan.recomputed)
     assert measured_peak_bytes(plan.module, model, x, plan.static_bytes) == plan.peak_bytes

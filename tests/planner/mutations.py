@@ -49,7 +49,7 @@ class Case:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model, self.sample = mlp(), torch.randn(8, 32)
+        self.model, self.sample = mlp(), torch.randn(16, 32)
         self.plan = tight(self.model, self.sample, 0.5)
         assert self.plan.recomputed
         self.data = planfile.to_data(self.plan)

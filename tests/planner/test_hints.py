@@ -105,7 +105,7 @@ def test_what_may_never_be_recomputed_is_not() -> None:
 
 
 def test_what_must_be_saved_is_handed_to_the_backward() -> None:
-    free, held = hinted(0.6), hinted(0.6, save=["gelu", "native_layer_norm_2"])
+    free, held = hinted(0.55), hinted(0.55, save=["gelu", "native_layer_norm_2"])
     assert {"gelu", "native_layer_norm_2"} <= set(free.recomputed)
     assert {"gelu", "native_layer_norm_2[0]"} <= set(held.saved)
     assert not {"gelu", "native_layer_norm_2"} & set(held.recomputed)
@@ -174,7 +174,7 @@ def test_what_should_be_recomputed_comes_first_under_a_budget() -> None:
 def test_what_the_budget_has_no_room_to_recompute_is_kept_and_said() -> None:
     chosen = hinted(0.6, recompute=["aten.native_dropout"])  # what a dropout reads is larger than the mask it saves
     assert chosen.peak_bytes <= chosen.budget_bytes  # type: ignore[operator]
-    assert "the budget leaves no room to recompute 3 of the 3 ops of the recompute hints" in chosen.notes
+    assert "the budget leaves no room to recompute 2 of the 3 ops of the recompute hints" in chosen.notes
     told = chosen.explain("native_dropout_1")
     assert "The hint recompute='aten.native_dropout' prefers to drop it, but the budget leaves no room" in told
 

@@ -110,8 +110,8 @@ def test_200_adam_steps(make: Callable[[], nn.Module], sample: Callable[[], Any]
 
 
 def test_gradient_accumulation() -> None:
-    chosen, model, plain = planned_twins(mlp(), batch(8, 32))
-    data = [batch(8, 32) for _ in range(4)]
+    chosen, model, plain = planned_twins(mlp(), batch(16, 32))
+    data = [batch(16, 32) for _ in range(4)]
     for module in (chosen.module, plain):
         torch.manual_seed(1)
         for x in data:
@@ -120,8 +120,8 @@ def test_gradient_accumulation() -> None:
 
 
 def test_zero_grad_that_keeps_the_buffers() -> None:
-    chosen, model, plain = planned_twins(mlp(), batch(8, 32))
-    x = batch(8, 32)
+    chosen, model, plain = planned_twins(mlp(), batch(16, 32))
+    x = batch(16, 32)
     for module in (chosen.module, plain):
         torch.manual_seed(1)
         squares(module(x)).backward()
@@ -165,8 +165,8 @@ def test_gradients_that_share_no_memory_after_accumulation() -> None:
 
 
 def test_several_forwards_before_one_backward() -> None:
-    chosen, model, plain = planned_twins(mlp(), batch(8, 32))
-    data = [batch(8, 32) for _ in range(3)]
+    chosen, model, plain = planned_twins(mlp(), batch(16, 32))
+    data = [batch(16, 32) for _ in range(3)]
     for module in (chosen.module, plain):
         torch.manual_seed(1)
         sum(squares(module(x)) for x in data).backward()  # type: ignore[union-attr]
@@ -174,8 +174,8 @@ def test_several_forwards_before_one_backward() -> None:
 
 
 def test_backwards_in_the_other_order() -> None:
-    chosen, model, plain = planned_twins(mlp(), batch(8, 32))
-    data = [batch(8, 32) for _ in range(3)]
+    chosen, model, plain = planned_twins(mlp(), batch(16, 32))
+    data = [batch(16, 32) for _ in range(3)]
     for module in (chosen.module, plain):
         torch.manual_seed(1)
         losses = [squares(module(x)) for x in data]
@@ -185,8 +185,8 @@ def test_backwards_in_the_other_order() -> None:
 
 
 def test_two_planned_modules_in_one_loss() -> None:
-    x = batch(8, 32)
-    first, second = planned_twins(mlp(), x), planned_twins(mlp(), x)
+    x = batch(16, 32)
+    first, second = planned_twins(mlp(), x, share=0.95), planned_twins(mlp(), x, share=0.95)
     for a, b in ((first[0].module, second[0].module), (first[2], second[2])):
         torch.manual_seed(1)
         (squares(b(a(x))) + squares(a(x) * b(x))).backward()
@@ -195,10 +195,10 @@ def test_two_planned_modules_in_one_loss() -> None:
 
 
 def test_a_planned_module_as_a_layer_of_another() -> None:
-    chosen, model, plain = planned_twins(mlp(), batch(8, 32))
+    chosen, model, plain = planned_twins(mlp(), batch(16, 32))
     head, plain_head = twins(nn.Linear(32, 4))
     outer, plain_outer = nn.Sequential(chosen.module, head), nn.Sequential(plain, plain_head)
-    data = [batch(8, 32) for _ in range(3)]
+    data = [batch(16, 32) for _ in range(3)]
     assert train(outer, outer, data, adam) == train(plain_outer, plain_outer, data, adam)
     assert_same_state(model, plain)
     outer.eval()
@@ -208,9 +208,9 @@ def test_a_planned_module_as_a_layer_of_another() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize("rows", [16, 5])
 def test_a_planned_module_inside_a_checkpoint(reentrant: bool, rows: int) -> None:
-    chosen, model, plain = planned_twins(mlp(), batch(8, 32))
+    chosen, model, plain = planned_twins(mlp(), batch(16, 32), share=0.95)
     x = batch(rows, 32).requires_grad_()
     got = []
     for module in (chosen.module, plain):
@@ -225,8 +225,8 @@ def test_a_planned_module_inside_a_checkpoint(reentrant: bool, rows: int) -> Non
 
 
 def test_the_last_smaller_batch_of_an_epoch() -> None:
-    chosen, model, plain = planned_twins(mlp(), batch(8, 32))
-    epoch = [batch(8, 32), batch(8, 32), batch(3, 32)]
+    chosen, model, plain = planned_twins(mlp(), batch(16, 32))
+    epoch = [batch(16, 32), batch(16, 32), batch(3, 32)]
     with pytest.warns(UserWarning, match="planning anew") as said:
         planned_losses = train(chosen.module, model, epoch * 2, adam)
     assert len([w for w in said if "planning anew" in str(w.message)]) == 1
@@ -240,8 +240,9 @@ def test_an_unexpected_start_of_backward_is_replayed_then_planned() -> None:
         hidden = self.body(x)
         return {"loss": squares(hidden), "hidden": hidden}
 
-    chosen, model, plain = planned_twins(Wrap(forward, body=nn.Sequential(mlp(0.3), nn.BatchNorm1d(32))), batch(8, 32))
-    data = [batch(8, 32) for _ in range(3)]
+    body = nn.Sequential(mlp(0.3), nn.BatchNorm1d(32))
+    chosen, model, plain = planned_twins(Wrap(forward, body=body), batch(16, 32), share=0.95)
+    data = [batch(16, 32) for _ in range(3)]
 
     def run(module: nn.Module) -> None:
         torch.manual_seed(1)
@@ -276,8 +277,8 @@ class Stateful(nn.Module):
 
 
 def test_a_replay_starts_from_the_old_values() -> None:
-    chosen, model, plain = planned_twins(Stateful(), batch(8, 32))
-    x = batch(8, 32)
+    chosen, model, plain = planned_twins(Stateful(), batch(16, 32))
+    x = batch(16, 32)
     torch.manual_seed(1)
     with pytest.warns(UserWarning, match="replays the plain forward"):
         chosen.module(x)["hidden"].sin().sum().backward()
@@ -296,11 +297,11 @@ def hidden_of(self: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_replay_of_one_output_starts_from_the_old_values_too(autocast: bool) -> None:
     """In other strides than planned for, or under autocast."""
-    chosen, model, plain = planned_twins(Wrap(hidden_of, body=Stateful()), batch(8, 32))
-    gradient = batch(8, 32) if autocast else batch(32, 8).t()
+    chosen, model, plain = planned_twins(Wrap(hidden_of, body=Stateful()), batch(16, 32))
+    gradient = batch(16, 32) if autocast else batch(32, 16).t()
     for module in (chosen.module, plain):
         torch.manual_seed(1)
-        hidden = module(batch(8, 32))
+        hidden = module(batch(16, 32))
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             hidden.backward(gradient)
@@ -338,7 +339,7 @@ def test_a_loss_whose_old_values_were_not_kept_is_not_replayed() -> None:
         return self.body(x)["loss"]
 
     model, plain = twins(Wrap(loss, body=Stateful()))
-    x = batch(8, 32)
+    x = batch(16, 32)
     planned = plan(model, x).module
     torch.manual_seed(1)
     found, told = planned(x), r"overwrote body.steps, whose old value was not kept. Call the model"
@@ -364,16 +365,16 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_a_replay_reads_must_be_as_in_the_forward(change: str) -> None:
     act, told = CHANGES[change]
-    chosen, model, _ = planned_twins(Wrap(lambda self, x: self.body(x), body=mlp(0.3)), batch(8, 32))
-    output = chosen.module(batch(8, 32))
+    chosen, model, _ = planned_twins(Wrap(lambda self, x: self.body(x), body=mlp(0.3)), batch(16, 32))
+    output = chosen.module(batch(16, 32))
     act(model)
     with pytest.raises(runtime.ChangedInPlace, match=f"between forward and backward: .*{told}"):
         output.backward(batch(*output.shape[::-1]).t())
 
 
 def test_torchs_switches_must_be_as_in_the_forward_for_a_replay() -> None:
-    chosen, *_ = planned_twins(Wrap(lambda self, x: self.body(x), body=mlp(0.3)), batch(8, 32))
-    output = chosen.module(batch(8, 32))
+    chosen, *_ = planned_twins(Wrap(lambda self, x: self.body(x), body=mlp(0.3)), batch(16, 32))
+    output = chosen.module(batch(16, 32))
     torch.use_deterministic_algorithms(True)
     try:
         with pytest.raises(runtime.ChangedInPlace, match="torch's deterministic algorithms is True"):
@@ -385,7 +386,7 @@ def test_torchs_switches_must_be_as_in_the_forward_for_a_replay() -> None:
 def test_a_replay_has_the_forwards_autocast() -> None:
     """Its type too, which outside of its block is another again."""
     model, plain = twins(Wrap(lambda self, x: self.body(x), body=mlp(0.3)))
-    x, gradient = batch(8, 32), batch(32, 8).t().half()
+    x, gradient = batch(16, 32), batch(32, 16).t().half()
     with torch.autocast("cpu", torch.float16):
         planned = plan(model, x).module
     for module in (planned, plain):
@@ -402,7 +403,7 @@ def test_replays_of_several_forwards_with_statistics() -> None:
     """Each forward of a batch norm overwrites them; the plain backward does not read them."""
     body = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32))
     model, plain = twins(Wrap(lambda self, x: self.body(x), body=body))
-    x, gradient = batch(8, 32), batch(32, 8).t()
+    x, gradient = batch(16, 32), batch(32, 16).t()
     for module in (plan(model, x).module, plain):
         outputs = [module(x + i) for i in range(2)]
         with warnings.catch_warnings():
@@ -418,20 +419,20 @@ def kept_for_replay(chosen: Plan) -> list[int]:
 
 
 def test_what_a_replay_needs_is_counted_where_there_can_be_one() -> None:
-    chosen, model, _ = planned_twins(Stateful(), batch(8, 32))
+    chosen, model, _ = planned_twins(Stateful(), batch(16, 32))
     assert kept_for_replay(chosen) == [4 * 32]  # `average`; counter and generator are kept as no tensor
-    measured = measured_peak_bytes(chosen.module, model, batch(8, 32), chosen.static_bytes)
+    measured = measured_peak_bytes(chosen.module, model, batch(16, 32), chosen.static_bytes)
     assert measured == chosen.peak_bytes
 
     def loss(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.body(x)["loss"]
 
-    assert kept_for_replay(tight(Wrap(loss, body=Stateful()), batch(8, 32))) == []
+    assert kept_for_replay(tight(Wrap(loss, body=Stateful()), batch(16, 32))) == []
 
 
 def test_inputs_get_their_gradients() -> None:
-    chosen, model, plain = planned_twins(mlp(), batch(8, 32).requires_grad_())
-    leaf = batch(8, 32).requires_grad_()
+    chosen, model, plain = planned_twins(mlp(), batch(16, 32).requires_grad_())
+    leaf = batch(16, 32).requires_grad_()
     found = []
     for module in (chosen.module, plain):
         torch.manual_seed(1)
@@ -452,7 +453,7 @@ def test_an_input_that_requires_grad_later_is_noticed() -> None:
 
 
 def test_a_loss_function_with_its_target() -> None:
-    x, y = batch(8, 32), torch.randint(0, 32, (8,))
+    x, y = batch(16, 32), torch.randint(0, 32, (16,))
     loss_fn = nn.CrossEntropyLoss(label_smoothing=0.1)
     chosen, model, plain = planned_twins(mlp(), (x, y), loss_fn=loss_fn)
     torch.manual_seed(1)
@@ -470,8 +471,8 @@ def test_a_loss_function_with_its_target() -> None:
 
 
 def test_a_loss_function_of_the_output_alone() -> None:
-    chosen, model, plain = planned_twins(mlp(), batch(8, 32), loss_fn=squares)
-    x = batch(8, 32)
+    chosen, model, plain = planned_twins(mlp(), batch(16, 32), loss_fn=squares)
+    x = batch(16, 32)
     torch.manual_seed(1)
     chosen.module(x).backward()
     torch.manual_seed(1)
@@ -518,7 +519,7 @@ def test_it_is_a_drop_in_graph_module() -> None:
 @pytest.mark.parametrize("before", [False, True])
 def test_optimizers_made_before_and_after(before: bool) -> None:
     model, plain = twins(mlp())
-    x = batch(8, 32)
+    x = batch(16, 32)
     optimizer = adam(model.parameters()) if before else None
     chosen = tight(model, x)
     optimizer = optimizer or adam(chosen.module.parameters())
@@ -533,10 +534,10 @@ def test_optimizers_made_before_and_after(before: bool) -> None:
 
 
 def test_deepcopy_is_independent_and_trains_the_same() -> None:
-    chosen, model, plain = planned_twins(mlp(), batch(8, 32))
+    chosen, model, plain = planned_twins(mlp(), batch(16, 32))
     other = copy.deepcopy(chosen.module)
     assert not {id(p) for p in other.parameters()} & {id(p) for p in model.parameters()}
-    data = [batch(8, 32) for _ in range(3)]
+    data = [batch(16, 32) for _ in range(3)]
     expected = train(plain, plain, data, adam)
     with no_warning():
         assert train(other, other, data, adam) == expected
@@ -560,9 +561,9 @@ def test_a_deepcopy_plans_for_its_own_model() -> None:
 
 
 def test_a_shallow_copy_shares_the_model() -> None:
-    chosen, model, _ = planned_twins(mlp(), batch(8, 32))
+    chosen, model, _ = planned_twins(mlp(), batch(16, 32))
     other = copy.copy(chosen.module)
-    squares(other(batch(8, 32))).backward()
+    squares(other(batch(16, 32))).backward()
     assert model[0].weight.grad is not None
 
 
@@ -619,7 +620,7 @@ def test_a_hook_that_changes_the_gradient() -> None:
 
 def test_an_optimizer_step_inside_the_backward() -> None:
     """A hook that updates each parameter as its gradient arrives, and drops the gradient."""
-    chosen, model, plain = planned_twins(mlp(), batch(8, 32))
+    chosen, model, plain = planned_twins(mlp(), batch(16, 32))
     for each in (model, plain):
         optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in each.parameters()}
 
@@ -629,7 +630,7 @@ def test_an_optimizer_step_inside_the_backward() -> None:
 
         for parameter in each.parameters():
             parameter.register_post_accumulate_grad_hook(update)
-    data = [batch(8, 32) for _ in range(3)]
+    data = [batch(16, 32) for _ in range(3)]
     for module in (chosen.module, plain):
         torch.manual_seed(1)
         for x in data:
@@ -680,10 +681,10 @@ def saved_of(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]
 
 
 def test_saved_activations_die_during_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen, model, _ = planned_twins(mlp(), batch(8, 32))
+    chosen, model, _ = planned_twins(mlp(), batch(16, 32))
     references = saved_of(monkeypatch)
     alive: list[int] = []
-    loss = squares(chosen.module(batch(8, 32)))
+    loss = squares(chosen.module(batch(16, 32)))
     assert references and all(r() is not None for r in references)
     gc.disable()
     try:
@@ -728,11 +729,11 @@ def _spy_on_backward(chosen: Plan, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def test_saved_activations_die_with_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen, _, _ = planned_twins(mlp(), batch(8, 32))
+    chosen, _, _ = planned_twins(mlp(), batch(16, 32))
     references = saved_of(monkeypatch)
     gc.disable()
     try:
-        output = chosen.module(batch(8, 32))
+        output = chosen.module(batch(16, 32))
         assert any(r() is not None for r in references)
         del output
         assert all(r() is None for r in references)
@@ -741,10 +742,10 @@ def test_saved_activations_die_with_the_output(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_input_dies_with_the_output() -> None:
-    chosen, _, _ = planned_twins(mlp(), batch(8, 32))
+    chosen, _, _ = planned_twins(mlp(), batch(16, 32))
     gc.disable()
     try:
-        x = batch(8, 32)
+        x = batch(16, 32)
         watched = weakref.ref(x)
         output = chosen.module(x)
         squares(output).backward()
@@ -810,7 +811,7 @@ class Fails(nn.Module):
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.filterwarnings("ignore:forward sets self")
 def test_planning_leaves_no_residue(fails: bool, mode: str) -> None:
-    model, x = Fails(fails), batch(8, 32)
+    model, x = Fails(fails), batch(16, 32)
     model.train(mode != "eval")
     model.norm.train(mode == "train")
     values = copy.deepcopy(model.state_dict())
@@ -826,14 +827,14 @@ def test_planning_leaves_no_residue(fails: bool, mode: str) -> None:
 
 
 def test_planning_draws_nothing_from_the_generator() -> None:
-    model, x = mlp(), batch(8, 32)
+    model, x = mlp(), batch(16, 32)
     before = torch.get_rng_state()
     tight(model, x)
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_planning_under_no_grad_leaves_it_off() -> None:
-    model, x = mlp(), batch(8, 32)
+    model, x = mlp(), batch(16, 32)
     with torch.no_grad():
         chosen = plan(model, x)
         assert not torch.is_grad_enabled()
@@ -847,7 +848,7 @@ def test_an_interrupt_leaves_no_residue(monkeypatch: pytest.MonkeyPatch) -> None
             super().forward(x)
             raise KeyboardInterrupt
 
-    model, x = Interrupted(False), batch(8, 32)
+    model, x = Interrupted(False), batch(16, 32)
     before, rng = snapshot(model), torch.get_rng_state()
     with pytest.raises(KeyboardInterrupt):
         plan(model, x)
@@ -862,7 +863,7 @@ STAGES = ("capture", "alias", "resolve", "profile", "lower", "solve_step", "rewr
 def test_an_interrupt_in_any_stage_leaves_no_residue(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from planner import fit, pipeline, prepared, session, sizes
 
-    model, x = mlp(), batch(8, 32)
+    model, x = mlp(), batch(16, 32)
     budget = tight(model, x).budget_bytes
     assert budget is not None
     places = [m for m in (session, prepared, sizes, fit, pipeline) if hasattr(m, stage)]

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
+from passes._torch import as_distributed
 from passes.trace.structure import flatten
 from tests.passes.program_ops import Pick
 
@@ -41,6 +44,7 @@ class Course:
     asked: bool = False  # `torch.autograd.grad` instead
     twice: bool = False  # the backward, of a graph that is retained
     learn: bool = True
+    unsummed: bool = False  # ranks keep their gradients to themselves
 
 
 def draw_course(pick: Pick, frozen: Mapping[str, bool], seed: int, plans: int, wild: int) -> Course:
@@ -58,7 +62,7 @@ def draw_course(pick: Pick, frozen: Mapping[str, bool], seed: int, plans: int, w
         frozen=frozenset(n for n, always in frozen.items() if always or n in also), before=one(4), clear=not rarely(4),
         forwards=2 if rarely(5) else 1, rows=one(2), given=one(5), autocast=rarely(5), no_grad=rarely(10),
         hooks=one(5), touched=one(4), last_first=rarely(2), start=one(2, 4), layout=one(3, 4), inside=rarely(3),
-        asked=rarely(), twice=rarely(10), learn=rarely(3),
+        asked=rarely(), twice=rarely(10), learn=rarely(3), unsummed=rarely(4),
     )  # fmt: skip
 
 
@@ -68,7 +72,7 @@ def take(course: Course, module: nn.Module, owner: nn.Module, sample: tuple[torc
     _before(course, owner)
     found: list[Any] = []
     pending, leaves = [], []
-    with _hooks(course, owner):
+    with _hooks(course, owner), _unsummed(owner) if course.unsummed else nullcontext():
         for _ in range(course.forwards):
             own, inputs = _batch(sample, course)
             leaves += own
@@ -98,8 +102,7 @@ def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def _before(course: Course, owner: nn.Module) -> None:
     """Mode, freezing and cleared gradients; and the parameters get other values, other memory or are others."""
     if course.before == 1:
-        noisy = {n: t + torch.randn(t.shape) if t.is_floating_point() else t for n, t in owner.state_dict().items()}
-        owner.load_state_dict(noisy)
+        owner.load_state_dict({n: t + _noise(t) if t.is_floating_point() else t for n, t in owner.state_dict().items()})
     elif course.before == 2:
         for parameter in owner.parameters():
             parameter.data = parameter.data.clone()
@@ -112,6 +115,10 @@ def _before(course: Course, owner: nn.Module) -> None:
         parameter.requires_grad_(name not in course.frozen)
         if course.clear:
             parameter.grad = None
+
+
+def _noise(tensor: torch.Tensor) -> torch.Tensor:
+    return as_distributed(torch.randn(tensor.shape), tensor)
 
 
 def _replace_parameters(owner: nn.Module) -> None:
@@ -145,6 +152,18 @@ def _hooks(course: Course, owner: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _unsummed(owner: nn.Module) -> Iterator[None]:
+    """As when gradients of several batches are accumulated; nothing where there is one process."""
+    sharded: list[Any] = [m for m in owner.modules() if isinstance(m, FSDPModule)]
+    for module in sharded:
+        module.set_requires_gradient_sync(False, recurse=False)
+    with owner.no_sync() if isinstance(owner, DistributedDataParallel) else nullcontext():
+        yield
+    for module in sharded:
+        module.set_requires_gradient_sync(True, recurse=False)
 
 
 def _doubled(_: nn.Module, inputs: Any, __: Any) -> Any:

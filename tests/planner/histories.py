@@ -5,7 +5,8 @@ which something is drawn each time (`tests.planner.courses`): which plan runs, f
 at once, hooks, another batch, where the backward starts from. Every step has the plain model's bits, or is refused by
 name. With `--way compiled` the model is compiled by our backend under budgets: where AOT autograd has other bits than
 the plain model, or fails, ours may have these, or fail too; where Dynamo draws other random numbers than the
-plain model, nothing is compared.
+plain model, nothing is compared. With `--way replicated` DistributedDataParallel is around both models, with `--way
+sharded` `fully_shard` was called on parts of both, in a process group of one rank.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from functorch.compile import min_cut_rematerialization_partition, nop
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
+from passes._torch import local_part
 from passes.memory import measure_peak
 from passes.trace.structure import flatten
 from planner import BudgetError, Plan
@@ -44,6 +46,7 @@ from tests.passes.program_ops import Pick
 from tests.passes.programs import Rejected, fresh
 from tests.planner.courses import HOOKS_OF_LAYERS, Course, copied, draw_course, take
 from tests.planner.history_models import Blocks, draw_model
+from tests.planner.history_ranks import REPLICATED, SHARDED, draw_spread
 from tests.zoo.compare import same_bits
 
 STEPS = 8
@@ -52,6 +55,7 @@ AOT: Any = aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=min_cut_r
 NAMED = {"PlannerError", "ExportError", "UserWarning"}  # an export has classes of its own
 WAYS = ("whole", "regions", "applied", "exported")
 COMPILED = "compiled"
+RANKS = (REPLICATED, SHARDED)
 SUM = "is a sum, as the planned step reads it more than once"
 CHANGED = "modified by an inplace operation"  # autograd's, of what a compiled step saves
 
@@ -80,10 +84,18 @@ def run(seed: int, steps: int = STEPS, way: str | None = None) -> History:
     way = way or WAYS[seed % len(WAYS)]
     torch.manual_seed(seed)
     try:
-        model, sample = draw_model(pick, way == "regions" or (way == COMPILED and bool(pick(0, 1))))
+        model, sample = draw_model(pick, way == "regions" or (way in (COMPILED, *RANKS) and bool(pick(0, 3))))
         plain, frozen = copy.deepcopy(model), {n: not p.requires_grad for n, p in model.named_parameters()}
         for trial in range(seed, seed + 4):  # blocks are skipped by chance
             take(draw_course(pick, frozen, trial, 1, 0), *[copy.deepcopy(plain)] * 2, sample)
+        if way in RANKS:
+            if isinstance(model, Blocks) and any(glue.skipped for glue in model.glue):
+                raise Rejected("what plain skips by chance, planning runs")
+            spread = draw_spread(pick, model, way)
+            plain, model = spread(plain), spread(model)
+            frozen, before = {n: not p.requires_grad for n, p in model.named_parameters()}, _State(plain)
+            take(draw_course(pick, frozen, seed, 1, 0), plain, plain, sample)
+            before.restore(plain)
     except (Rejected, RuntimeError, ValueError) as error:
         return History(f"rejected: {_first_words(error)}")
     try:
@@ -93,18 +105,23 @@ def run(seed: int, steps: int = STEPS, way: str | None = None) -> History:
         return History(f"{way}, refused: {_first_words(error)}")
     pair = _Pair(plain, sample, way, plans, modules, owner)
     history, skips = History(way), isinstance(model, Blocks) and any(glue.skipped for glue in model.glue)
-    if way in ("whole", "regions") and not skips:
-        found = [_is_exact(plan, model, sample) for plan in pair.plans]
-        history.exact = all(found)
+    if way in ("whole", "regions", SHARDED) and not skips:
+        # Ranks that accumulate keep whole gradients, which a step from gradients of parts does not.
+        alike = way != SHARDED or pair.plans[0].prepared.options.gradients == "fresh"
+        found = [_is_exact(plan, model, sample) for plan in pair.plans if alike]
+        history.exact = all(found) if found else None
         _State(plain).restore(model)
     wild = pick(0, 3 if way == "exported" else 9)
     for i in range(steps):
         course = draw_course(pick, frozen, seed * 1000 + i, len(pair.planned), wild)
         course.rows *= not skips  # plain skips what would refuse them, planning takes the sample's course
         course.twice &= way != COMPILED  # AOT autograd wants to know whether a graph is retained
+        if way in RANKS:
+            course.before %= 2  # what they know of parameters is found once
         if way == "exported" and course.hooks in HOOKS_OF_LAYERS:
             course.hooks = 0  # it has none of the layers
-        pair.take(course, i, history)
+        if not pair.take(course, i, history) and way in RANKS:
+            break  # a step that failed leaves its parameters gathered
     return history
 
 
@@ -122,15 +139,16 @@ class _Pair:
             self.known = copy.deepcopy(plain)
             self.known.compile(backend=AOT)
 
-    def take(self, course: Course, number: int, history: History) -> None:
-        """One step of both, where plain takes it."""
+    def take(self, course: Course, number: int, history: History) -> bool:
+        """One step of both, where plain takes it; whether both took it."""
         before = _State(self.plain)
+        self.owner.state_dict()  # as that of plain: FSDP2 scatters what an evaluation left gathered
         try:
             with redirect_stderr(io.StringIO()):  # a GraphModule prints where it fails
                 expected = take(course, self.plain, self.plain, self.sample)
         except (RuntimeError, ValueError, IndexError):
             before.restore(self.plain)
-            return
+            return False
         of_torch = self._of_torch(course, before)
         try:
             got = self._take_planned(course)
@@ -143,14 +161,15 @@ class _Pair:
             history.refused.append(_first_words(error))
             if self.way == COMPILED and isinstance(error, BudgetError) and error.minimum_bytes is not None:
                 self.planned[course.which] = _compiled_under(self.owner, error.minimum_bytes / MIB)
-            before.restore(self.plain)
-            before.restore(self.owner)
-            return
+            if self.way not in RANKS:
+                before.restore(self.plain)
+                before.restore(self.owner)
+            return False
         wrong = _differing(expected, got)
         if wrong and SUM in self.told and all(_is_a_sum(*w, course.autocast) for w in wrong):
             history.refused.append("the last bits of a sum differ, which is said")
             self._go_on()
-            return
+            return True
         others = [] if of_torch is None else _differing(expected, of_torch)
         drawn = any(name == DRAWN for name, *_ in others)
         if wrong and not drawn and (not others or _differing(of_torch, got)):
@@ -158,6 +177,7 @@ class _Pair:
         if wrong:
             self._go_on()
         history.steps += not (wrong and drawn)
+        return True
 
     def _go_on(self) -> None:
         """From the plain model's state."""
@@ -190,7 +210,8 @@ class _Pair:
 
 def _differing(expected: list[Any], got: Any) -> list[tuple[str, Any, Any]]:
     """What does not have the same bits: its name, and both."""
-    return [(n, a, b) for (n, a), (_, b) in zip(expected, got, strict=True) if not same_bits(a, b)]
+    pairs = [(n, local_part(a), local_part(b)) for (n, a), (_, b) in zip(expected, got, strict=True)]
+    return [(n, a, b) for n, a, b in pairs if not same_bits(a, b)]
 
 
 def _is_a_sum(name: str, expected: torch.Tensor | None, got: torch.Tensor | None, autocast: bool) -> bool:
@@ -278,7 +299,8 @@ def _plans(pick: Pick, model: nn.Module, sample: tuple[torch.Tensor, ...], way: 
     hints = ["*"] if pick(0, 2) else []  # with no budget, all that can be is computed again
     session = open_session(
         model, sample, time_limit=1, progress=False, solver="greedy", recompute=hints, check=False,
-        regions=["blocks.*"] if way == "regions" else "whole", keep_outputs=bool(pick(0, 3)),
+        regions=["blocks.*"] if way == "regions" else "auto" if way in RANKS else "whole",
+        keep_outputs=bool(pick(0, 3)),
         gradients=("fresh", "fresh", "accumulated")[pick(0, 2)],
     )  # fmt: skip
     if hints:
@@ -297,7 +319,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500, help="histories that are not rejected")
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--way", choices=(*WAYS, COMPILED), help="how all are planned; each in turn where not given")
+    ways = (*WAYS, COMPILED, *RANKS)
+    parser.add_argument("--way", choices=ways, help="how all are planned; each in turn where not given")
     options = parser.parse_args()
     kinds: dict[str, list[int]] = defaultdict(list)
     exact: list[bool | None] = []

@@ -10,7 +10,6 @@ from torch import nn
 from passes.trace.arguments import bind_call, split_sample
 from passes.trace.structure import flatten
 from planner.dropin.module import PlannedModule
-from planner.dropin.plan_key import call_key
 from planner.errors import ModelMismatch
 from planner.ranks.wrapper import inner_module
 from solvers.errors import PlannerError
@@ -34,7 +33,7 @@ def check_plan(module: PlannedModule, model: nn.Module | None, sample: Any) -> C
     own = applied.state if getattr(applied, "runs_plan", False) else own
     with own.set_aside() if own.model is model else contextlib.nullcontext():
         tensors, template = flatten(arguments)
-        key = call_key(tensors, template)
+        key = own.key_of(tensors, template)
         entry, _ = own.find(key, tensors)
         if entry is None:
             differs = str(own.difference(key))

@@ -7,7 +7,7 @@ import random
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -166,6 +166,23 @@ def gradients_aside(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         for tensor, gradient in before:
             tensor.grad = gradient
+
+
+@contextlib.contextmanager
+def hooks_aside(parameters: Iterable[Any], instead: Callable[[Any], None] | None) -> Iterator[None]:
+    """No hooks hear of the parameters' gradients in the block, but for `instead` of each once it is accumulated."""
+    hooks = [(p, p._post_accumulate_grad_hooks) for p in parameters if p.requires_grad and p.is_leaf]
+    before = [(held, dict(held)) for _, held in hooks if held]
+    for held, _ in before:
+        held.clear()
+    handles = [p.register_post_accumulate_grad_hook(instead) for p, _ in hooks] if instead else []
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for held, hooks_then in before:
+            held.update(hooks_then)
 
 
 def _leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -31,11 +31,12 @@ from planner.decided import Decided
 from planner.errors import NothingTrained
 from planner.options import BUCKET
 from planner.pipeline import Replan
+from planner.ranks.sharded import input_dtype
 from solvers.errors import MIB, BudgetError, PlannerError
 
 from .entry import Entry, Fallback, Losses, Watched, are_trained, starts_of
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
-from .regions import are_of, regions_of, running_regions
+from .regions import are_of, regions_of, running_regions, set_forward
 
 CACHE_BYTES = 1 << 30  # of host memory, for the plans that are kept
 SLOW_REPLANS = 5  # after so many, and each time they have doubled, it is said what they cost
@@ -72,7 +73,7 @@ class PlanState:
         """Remember the first plan, made for calls that look like `bound`."""
         self.still_eval = not self.model.training
         self.traced_forward = self.model.__dict__.get("forward")
-        self.first = replace(self._add(call_key(*flatten(dict(bound))), planned))  # a copy, never bound to the model
+        self.first = replace(self._add(self.key_of(*flatten(dict(bound))), planned))  # a copy, never bound to the model
 
     def around(self, model: nn.Module) -> PlanState:
         """The same plans for another instance of the model; whether they hold for it is seen when it is called."""
@@ -81,6 +82,10 @@ class PlanState:
         new.first, new.latest, new.traced_forward = self.first, self.latest, None
         new.losses.expected = self.losses.expected
         return new
+
+    def key_of(self, tensors: Sequence[torch.Tensor], template: Any) -> Key:
+        """The same before and after the model's own hooks have cast the inputs, which `fully_shard` does."""
+        return call_key(tensors, template, input_dtype(self.model))
 
     def _add(self, key: Key, planned: Decided, starts: tuple[str, ...] | None = None) -> Entry:
         """Remember a plan; those used longest ago are dropped when all take too much memory, but for two losses'."""
@@ -115,7 +120,7 @@ class PlanState:
     ) -> tuple[Entry | None, list[torch.Tensor]]:
         """The plan for such a call, made now where there is none and one may be made."""
         self._look_back()
-        key, starts = call_key(tensors, template), self.losses.predict()
+        key, starts = self.key_of(tensors, template), self.losses.predict()
         entry, state = self.find(key, tensors, starts)
         if entry is None or entry.outdated or entry.starts != (starts or entry.starts) or self._sharded_since(entry):
             trained = [t.requires_grad for t in (*self.model.parameters(), *tensors)]
@@ -402,13 +407,11 @@ class PlanState:
         if applied is None:
             yield
             return
-        own.pop("forward")
-        if applied.previous is not None:
-            own["forward"] = applied.previous
+        set_forward(self.model, applied.previous)
         try:
             yield
         finally:
-            own["forward"] = current
+            set_forward(self.model, current)  # None where it was there only while a wrapper's forward ran
 
 
 def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from passes.trace.arguments import bind_call, run_model
 
 from .cache import OPAQUE, PlanState
+from .regions import set_forward
 
 
 class PlannedForward:
@@ -65,18 +66,14 @@ class PlannedForward:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Be the model's forward in the block; nothing where it runs the plan anyway."""
-        own = self.model.__dict__
         if getattr(self.previous, "runs_plan", False):
             yield
             return
-        own["forward"] = self
+        set_forward(self.model, self)
         try:
             yield
         finally:
-            if self.previous is None:
-                own.pop("forward", None)
-            else:
-                own["forward"] = self.previous
+            set_forward(self.model, self.previous)
 
     @property
     def original(self) -> Callable[..., Any]:

@@ -24,9 +24,12 @@ class Key:
     template: Template = field(default=Constant(None), compare=False, repr=False)
 
 
-def call_key(tensors: Sequence[torch.Tensor], template: Template) -> Key:
-    """The key of a call with these arguments, made now."""
-    inputs = (template_key(template), *((*state_key(t), t.stride()) for t in tensors))
+def call_key(tensors: Sequence[torch.Tensor], template: Template, cast: torch.dtype | None = None) -> Key:
+    """The key of a call with these arguments, made now; `cast` is to what those of floating point are cast before."""
+    inputs: tuple[Any, ...] = (template_key(template), *((*state_key(t), t.stride()) for t in tensors))
+    if cast is not None:
+        floats = [t.is_floating_point() for t in tensors]
+        inputs = (inputs[0], *((k[0], cast, *k[2:]) if f else k for k, f in zip(inputs[1:], floats, strict=True)))
     return Key(inputs, active_autocast(), torch_defaults(), template)
 
 

@@ -82,14 +82,11 @@ class RegionForward:
         """Be the module's forward."""
         current = self.model.__dict__.get("forward")
         self.calls, self.previous = 0, self.previous if current is self else current
-        self.model.__dict__["forward"] = self
+        set_forward(self.model, self)
 
     def end(self) -> None:
         """Undo `start`."""
-        if self.previous is None:
-            self.model.__dict__.pop("forward", None)
-        else:
-            self.model.__dict__["forward"] = self.previous
+        set_forward(self.model, self.previous)
 
     def _notice(self, number: int) -> None:
         if not self.noticed:
@@ -99,6 +96,14 @@ class RegionForward:
                 "the budget.",
                 stacklevel=3,
             )
+
+
+def set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    """Give the module a `forward` of its own, or its class's where that is None."""
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward
 
 
 @contextmanager

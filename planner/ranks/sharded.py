@@ -49,6 +49,26 @@ def without_talking(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def scattered(model: nn.Module) -> Iterator[None]:
+    """Let no sharded module hold whole parameters as the block begins, nor once it has ended.
+
+    A forward without a backward leaves those that are kept for it, whole parameters in the places of their parts.
+    What sharded modules set up when they first run (hooks that scatter for `state_dict`) is set up before.
+    """
+    groups = _groups(model)
+    for state in _states(model):
+        for group in _groups_of(state) if state._is_root is None else ():
+            group.lazy_init()
+    for group in groups:
+        group.reshard()
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.reshard()
+
+
+@contextmanager
 def without_reducing(model: nn.Module) -> Iterator[None]:
     """Let gradients accumulate where they are, as `set_requires_gradient_sync(False)` does."""
     before = [(group, group.reduce_grads) for group in _groups(model)]
@@ -70,11 +90,23 @@ def gathered_gradient_bytes(model: nn.Module) -> int:
     return sum(round_up(g.nbytes, granule(g.device)) for g in each.values())
 
 
+def input_dtype(model: nn.Module) -> torch.dtype | None:
+    """What `fully_shard` casts inputs of floating point to before the model's forward; None where it does not."""
+    policy = model._get_fsdp_state()._mp_policy if is_sharded(model) else None  # type: ignore[operator]
+    return policy.param_dtype if policy is not None and policy.cast_forward_inputs else None
+
+
+def _states(model: nn.Module) -> list[Any]:
+    return [m._get_fsdp_state() for m in model.modules() if is_sharded(m)]  # type: ignore[operator]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one or none
+    return [group for group in several or [state._fsdp_param_group] if group is not None]
+
+
 def _groups(model: nn.Module) -> list[Any]:
-    states = [m._get_fsdp_state() for m in model.modules() if is_sharded(m)]  # type: ignore[operator]
-    several = [getattr(state, "_fsdp_param_groups", None) for state in states]  # torch 2.11 has one or none
-    groups = [g for found, s in zip(several, states, strict=True) for g in found or [s._fsdp_param_group]]
-    return [group for group in groups if group is not None]
+    return [group for state in _states(model) for group in _groups_of(state)]
 
 
 class _Alone:

@@ -28,8 +28,8 @@ from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.refuse import has_sharded, is_sharded
 from passes.trace.structure import flatten, slots, unflatten
 from passes.trace.value_guards import KnownValues
-from planner.check.restore import Generators, Snapshot, gradients_aside, put_back, strangers_kept
-from planner.ranks.sharded import gathered_gradient_bytes, without_reducing, without_talking
+from planner.check.restore import Generators, Snapshot, gradients_aside, hooks_aside, put_back, strangers_kept
+from planner.ranks.sharded import gathered_gradient_bytes, scattered, without_reducing, without_talking
 
 from .losses import LOSS, looking_at_losses, losses_set_aside
 from .parts import Part, Parts
@@ -400,6 +400,10 @@ class Sample:
         Args:
             counting: adds up what glue costs. Ops that are looked at may allocate otherwise: it shows no events.
         """
+        with scattered(self.model):
+            return self._run(candidates, parts, counting)
+
+    def _run(self, candidates: Mapping[str, nn.Module], parts: Parts, counting: Counting | None) -> Hollow:
         entries = state_entries(self.model)
         originals = state_tensors(self.model, entries)
         inputs, template = flatten(dict(self.arguments))
@@ -423,7 +427,9 @@ class Sample:
         numbered = {str(i): t for i, t in enumerate(inputs)}
         first_look = nullcontext() if parts.known else undone_writes({**own, **numbered}, self.written)
         states = put_back(snapshot, generators), swapped_state(self.model, swapped)
-        with gradients_aside(self.model.parameters()), states[0], states[1], alone, without_data, first_look:
+        consumes = _consume if self.gradients == "consumed" else None
+        hooks = hooks_aside(own.values(), consumes) if sharded else nullcontext()  # others are stand-ins without any
+        with gradients_aside(self.model.parameters()), hooks, states[0], states[1], alone, without_data, first_look:
             generators.set(self.draws)
             if not self.model.training:
                 self.model.train()

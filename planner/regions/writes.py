@@ -45,6 +45,6 @@ class _Writes(TorchDispatchMode):
     def _note(self, written: Any) -> None:
         for tensor in pytree.tree_leaves(written):
             if isinstance(tensor, torch.Tensor):
-                name, whole = self.known.get(place(tensor.untyped_storage()), ("", None))
+                name, whole = self.known.get(place(local_part(tensor).untyped_storage()), ("", None))
                 if whole is not None and name not in self.before:
                     self.before[name] = whole.clone()

@@ -1,0 +1,130 @@
+"""Wrapped and sharded models in a process group of one rank, which gathers and reduces as several do."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from planner import Plan, auto_checkpoint
+from tests.planner.histories import RANKS, run
+
+QUICK: dict[str, Any] = {"solver": "greedy", "time_limit": 2, "progress": False}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+
+
+def sharded(root: bool = True, **options: Any) -> nn.Sequential:
+    model, mesh = blocks(), init_device_mesh("cpu", (1,))
+    for block in model:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options) if root else model
+
+
+def planned(model: nn.Module, x: torch.Tensor, **options: Any) -> Plan:
+    plan = auto_checkpoint(model, x, "95%", **{**QUICK, **options})
+    assert plan.recomputed
+    return plan
+
+
+def parts(model: nn.Module) -> list[torch.Tensor]:
+    return [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+
+
+def assert_same_training(module: nn.Module, model: nn.Module, plain: nn.Module, batches: list[torch.Tensor]) -> None:
+    for each, owner in ((module, model), (plain, plain)):
+        optimizer = torch.optim.AdamW(owner.parameters(), 1e-2, foreach=False)
+        for batch in batches:
+            each(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, parts(model), parts(plain)))
+
+
+def test_planning_leaves_what_scatters_for_state_dict() -> None:
+    model, x = sharded(), torch.randn(64, 16)
+    planned(model, x)
+    with torch.no_grad():
+        model(x)  # leaves the parameters of the root's own gathered
+    assert all(isinstance(t, DTensor) for t in model.state_dict().values())
+
+
+def test_planning_steps_no_optimizer_in_the_backward() -> None:
+    model, x = sharded(), torch.randn(64, 16)
+    called = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(called.append)
+    before = [p.clone() for p in parts(model)]
+    plan = planned(model, x, gradients="consumed")
+    assert called == [] and all(map(torch.equal, before, parts(model)))
+    plan.module(x).square().mean().backward()
+    assert len(called) == len(before)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_whole_parameters_that_an_evaluation_leaves_are_in_no_ones_way(reshard: bool) -> None:
+    options = {"root": False, "reshard_after_forward": reshard}
+    (model, plain), x = (sharded(**options) for _ in range(2)), torch.randn(64, 16)
+    plan = planned(model, x, on_new_shape="replan")
+    with torch.no_grad():
+        model(x), plain(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # another shape
+        assert_same_training(plan.module, model, plain, [torch.randn(32, 16), x, torch.randn(32, 16)])
+
+
+def test_inputs_that_fully_shard_casts_are_those_of_the_plan() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    (model, plain), x = (sharded(mp_policy=policy) for _ in range(2)), torch.randn(64, 16)
+    plan = planned(model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a call that is not planned for says so
+        assert_same_training(plan.module, model, plain, [x, torch.randn(64, 16)])
+        plan.apply(model)
+        assert_same_training(model, model, plain, [x, torch.randn(64, 16)])
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = blocks()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.body(x)
+        return {"loss": hidden.square().mean(), "hidden": hidden}
+
+
+def test_another_start_of_the_backward_of_a_wrapped_model_is_replayed() -> None:
+    model, x = Two(), torch.randn(64, 16)
+    plain = copy.deepcopy(model)
+    plan = planned(DistributedDataParallel(model), x)
+    with pytest.warns(UserWarning, match="replays the plain forward"):
+        plan.module(x)["hidden"].sin().sum().backward()
+    plain(x)["hidden"].sin().sum().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("way", RANKS)
+@pytest.mark.filterwarnings("ignore")
+def test_random_models_train_for_random_steps(way: str) -> None:
+    assert sum(run(seed, way=way).steps for seed in range(150_346, 150_358)) > 8

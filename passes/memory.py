@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .device import kind_of, round_up
 
-__all__ = ["granule", "high_water", "measure_peak", "place", "round_up", "span"]
+T = TypeVar("T")
+
+__all__ = ["granule", "high_water", "measure_peak", "place", "round_up", "span", "without_collections"]
 
 
 def granule(device: torch.device) -> int:
@@ -31,13 +34,24 @@ def span(value: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
+def without_collections(run: Callable[[], T]) -> T:
+    """Let nothing from before be freed while `run()` is measured, which would count as freed by it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return run()
+    finally:
+        if collects:
+            gc.enable()
+
+
 def measure_peak(run: Callable[[], Any], device: torch.device | None = None) -> int:
     """Bytes of the highest point of memory *above its level at the start* while `run()` executes.
 
     Without a device, on the CPU: exact there, by allocator events; on CUDA by `max_memory_allocated`.
     """
     device = torch.device("cpu") if device is None else device
-    return kind_of(device).peak_bytes(run, device)
+    return without_collections(lambda: kind_of(device).peak_bytes(run, device))
 
 
 def high_water(

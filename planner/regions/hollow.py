@@ -6,7 +6,6 @@ lies in memory of a size of its own, by which it is recognised among the allocat
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -19,7 +18,7 @@ from torch import fx, nn
 from passes._torch import StorageWeakRef, active_saving_hooks, disable_current_modes, local_part, swapped_state
 from passes.alias import Storage
 from passes.device import kind_of
-from passes.memory import place
+from passes.memory import place, without_collections
 from passes.profile import Counting
 from passes.run._torch import backward_number, under_autocast
 from passes.trace.arguments import bind_call, call_bound, call_signature, run_model, state_entries, state_tensors
@@ -449,7 +448,7 @@ class Sample:
             with _hollowed(hollow, candidates):
                 hollow.accumulated_bytes = gathered_gradient_bytes(self.model)
                 if counting is None:
-                    events = _without_collections(lambda: kind_of(self.device).allocations(step, self.device))
+                    events = without_collections(lambda: kind_of(self.device).allocations(step, self.device))
                     hollow.events = [size for size in events if -size not in left]
                     parts.ordinary |= hollow.ordinary_sizes()
                 else:
@@ -557,17 +556,6 @@ def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor]) -> bool:
                 why = OTHER_SUM.format(name=name)
                 new = hollow.parts.refuse(node.owner.path, why) or new
     return new
-
-
-def _without_collections(run: Callable[[], list[int]]) -> list[int]:
-    """Let nothing from before be freed meanwhile, which would look like glue's own."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return run()
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _consume(parameter: torch.Tensor) -> None:

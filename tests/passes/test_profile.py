@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from passes.memory import measure_peak
 from passes.profile import _even_groups
 from planner import auto_checkpoint
 from tests.zoo.compare import measured_peak_bytes, plan_at
@@ -69,3 +71,9 @@ def test_a_dropout_that_runs_again_holds_one_generator_state_beside_the_lent_one
     plan = plan_at(model, x, 30)
     assert any(name.startswith("native_dropout") for name in plan.recomputed)
     assert measured_peak_bytes(plan.module, model, x, plan.static_bytes) == plan.peak_bytes
+
+
+def test_garbage_from_before_is_not_collected_while_something_is_measured() -> None:
+    collects: list[bool] = []
+    measure_peak(lambda: collects.append(gc.isenabled()))
+    assert collects == [False] and gc.isenabled()

@@ -101,6 +101,14 @@ def call_bound(function: Callable[..., Any], signature: inspect.Signature, bound
     return function(*arguments.args, **arguments.kwargs)
 
 
+def set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    """Give the module a `forward` of its own, or its class's where that is None."""
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward
+
+
 def run_model(
     model: nn.Module, loss_fn: Callable[..., Any] | None, signature: inspect.Signature, bound: Mapping[str, Any]
 ) -> Any:

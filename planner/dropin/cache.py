@@ -21,7 +21,7 @@ from torch import nn
 from passes._torch import TORCH_FOLDER, active_saving_hooks, global_hooks, local_part
 from passes.errors import InputMismatch, NoBackward, Unsupported
 from passes.run._torch import Autocast
-from passes.trace.arguments import argument_names, bind_call, run_model, state_tensors
+from passes.trace.arguments import argument_names, bind_call, run_model, set_forward, state_tensors
 from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match
 from passes.trace.reads import Matched, Reads
@@ -36,7 +36,7 @@ from solvers.errors import MIB, BudgetError, PlannerError
 
 from .entry import Entry, Fallback, Losses, Watched, are_trained, starts_of
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
-from .regions import are_of, regions_of, running_regions, set_forward
+from .regions import are_of, regions_of, running_regions
 
 CACHE_BYTES = 1 << 30  # of host memory, for the plans that are kept
 SLOW_REPLANS = 5  # after so many, and each time they have doubled, it is said what they cost

@@ -12,10 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from passes.trace.arguments import bind_call, run_model
+from passes.trace.arguments import bind_call, run_model, set_forward
 
 from .cache import OPAQUE, PlanState
-from .regions import set_forward
 
 
 class PlannedForward:

@@ -12,7 +12,7 @@ from torch import nn
 
 from passes._torch import active_saving_hooks
 from passes.run._torch import Autocast
-from passes.trace.arguments import bind_call, call_bound, call_signature
+from passes.trace.arguments import bind_call, call_bound, call_signature, set_forward
 from passes.trace.matching import match
 from passes.trace.reads import Matched, Reads
 from passes.trace.structure import flatten
@@ -96,14 +96,6 @@ class RegionForward:
                 "the budget.",
                 stacklevel=3,
             )
-
-
-def set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Give the module a `forward` of its own, or its class's where that is None."""
-    if forward is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = forward
 
 
 @contextmanager

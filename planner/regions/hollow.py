@@ -21,7 +21,15 @@ from passes.device import kind_of
 from passes.memory import place, without_collections
 from passes.profile import Counting
 from passes.run._torch import backward_number, under_autocast
-from passes.trace.arguments import bind_call, call_bound, call_signature, run_model, state_entries, state_tensors
+from passes.trace.arguments import (
+    bind_call,
+    call_bound,
+    call_signature,
+    run_model,
+    set_forward,
+    state_entries,
+    state_tensors,
+)
 from passes.trace.capture import OutputLeaf, choose_differentiated
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.refuse import has_sharded, is_sharded
@@ -253,14 +261,11 @@ class HollowForward:
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Let the region's forward be its own in the block."""
-        own = self.module.__dict__
-        del own["forward"]
-        if self.previous is not None:
-            own["forward"] = self.previous
+        set_forward(self.module, self.previous)
         try:
             yield
         finally:
-            own["forward"] = self
+            set_forward(self.module, self)
 
 
 class _HollowOwner(torch.autograd.Function):
@@ -574,13 +579,7 @@ def _hollowed(hollow: Hollow, candidates: Mapping[str, nn.Module]) -> Iterator[N
     with ExitStack() as stack:
         for path, module in candidates.items():
             forward = HollowForward(hollow, path, module)
-            module.__dict__["forward"] = forward
-            stack.callback(_put_back, module, forward.previous)
+            set_forward(module, forward)
+            stack.callback(set_forward, module, forward.previous)
         stack.enter_context(looking_at_losses(candidates.get(LOSS)))
         yield
-
-
-def _put_back(module: nn.Module, previous: Any) -> None:
-    del module.__dict__["forward"]
-    if previous is not None:
-        module.__dict__["forward"] = previous

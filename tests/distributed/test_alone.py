@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from passes._torch import local_part
 from planner import Plan, auto_checkpoint
 from tests.planner.histories import RANKS, run
 
@@ -48,7 +49,7 @@ def planned(model: nn.Module, x: torch.Tensor, **options: Any) -> Plan:
 
 
 def parts(model: nn.Module) -> list[torch.Tensor]:
-    return [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return [local_part(p) for p in model.parameters()]
 
 
 def assert_same_training(module: nn.Module, model: nn.Module, plain: nn.Module, batches: list[torch.Tensor]) -> None:

@@ -55,6 +55,7 @@ except (ImportError, AttributeError) as error:
         f"needs: {error}"
     ) from error
 
+from .errors import Unsupported
 from .run._torch import Autocast
 
 __all__ = [
@@ -101,6 +102,7 @@ __all__ = [
     "outside_tracing",
     "plain_class",
     "private_generator",
+    "profiler_runs",
     "pytree",
     "quiet_fake_errors",
     "refer_weakly",
@@ -339,12 +341,22 @@ def mutation_count(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
+def profiler_runs() -> bool:
+    """Whether a profiler of torch's is on in this thread."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
 def allocator_events(run: Callable[[], Any]) -> list[int]:
     """Signed sizes of the CPU allocator's events while `run()` executes, in order.
 
     The legacy profiler reports the same events as `torch.profiler.profile(profile_memory=True)`, starts in
     microseconds and prints nothing; where a release has dropped it, the latter is used.
     """
+    if profiler_runs():
+        raise Unsupported(
+            "a profiler of torch's that is running", "the call", "planning measures memory with one of its own, and a "
+            "thread can have one", "Plan, or run a step of this shape, before it starts.",
+        )  # fmt: skip
     enable = getattr(torch.autograd, "_enable_profiler_legacy", None)
     if enable is None:  # pragma: no cover - depends on the installed torch
         return _kineto_events(run)

@@ -318,7 +318,7 @@ class StepTracer:
         bound = unflatten(self.input_template, flat[len(self.entries) :])
         known = self._known_values(flat[len(self.entries) :])
         with ExitStack() as stack:
-            first = (_casts_kept(self.keeps_casts), swapped_state(self.model, state), *self.below)
+            first = (casts_kept(self.keeps_casts), swapped_state(self.model, state), *self.below)
             entered: list[AbstractContextManager[Any]] = [*first, known, EagerLayouts(self.remembered), *modes]
             for mode in entered:
                 stack.enter_context(mode)
@@ -399,8 +399,11 @@ def _make_leaves(parameters: Sequence[torch.Tensor]) -> None:
 
 
 @contextmanager
-def _casts_kept(enabled: bool) -> Iterator[None]:
-    """Let autocast cast a weight once per forward, as in eager: the gradients of its uses are added up in that type."""
+def casts_kept(enabled: bool) -> Iterator[None]:
+    """Let autocast cast a weight once per forward, as in eager: the gradients of its uses are added up in that type.
+
+    None of its copies from before is used, and none stays.
+    """
     before = torch.is_autocast_cache_enabled()  # tracers of torch's own turn it off
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(enabled)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import TORCH_FOLDER, active_saving_hooks, global_hooks, local_part
+from passes._torch import TORCH_FOLDER, active_saving_hooks, global_hooks, local_part, profiler_runs
+from passes.device import kind_of
 from passes.errors import InputMismatch, NoBackward, Unsupported
 from passes.run._torch import Autocast
 from passes.trace.arguments import argument_names, bind_call, run_model, set_forward, state_tensors
@@ -128,6 +129,8 @@ class PlanState:
                 return None, []
             if entry is None and not self._may_plan(key, tensors):
                 return None, []
+            if entry is not None and self._is_profiled:
+                return entry, state
             if entry is not None and self._in_hooks:
                 if self.before_hooks is None and self._sharded_since(entry):
                     warnings.warn(
@@ -160,6 +163,11 @@ class PlanState:
     def _in_hooks(self) -> bool:
         """Whether hooks of the model have gathered its parameters for this call, in which nothing can be measured."""
         return not self.looking and has_sharded(self.model)
+
+    @property
+    def _is_profiled(self) -> bool:
+        """Whether a profiler runs that hears of memory, of which there can be one: nothing can be measured."""
+        return not kind_of(self.first.planned.prepared.device).caches and profiler_runs()
 
     def plan_before_hooks(self) -> None:
         """From now on look for a call's plan before hooks of the model gather parameters for it."""
@@ -241,9 +249,12 @@ class PlanState:
             raise mismatch
         self.replans[mismatch.argument] += 1
         wanted = self.on_new_shape in ("replan", BUCKET)
-        planned = wanted and not self._in_hooks
+        profiled = self._is_profiled
+        planned = wanted and not self._in_hooks and not profiled
         said = "planning anew" if planned else "planned step not used"
-        if wanted and not planned and self.loss_fn is None and self.before_hooks is None:
+        if wanted and profiled:
+            said = "planned step not used while a profiler runs (planning measures memory with one of its own)"
+        elif wanted and not planned and self.loss_fn is None and self.before_hooks is None:
             said = "planned from the next call on"
             self.plan_before_hooks()
         warnings.warn(f"{said}: {mismatch}", stacklevel=_user_frame())

@@ -12,7 +12,8 @@ from torch import nn
 from passes.errors import Unsupported
 from passes.memory import granule, round_up
 from passes.trace.refuse import is_sharded
-from solvers.errors import PlannerError
+
+GATHERED = "unsharded_accumulated_grad"
 
 
 @contextmanager
@@ -23,11 +24,6 @@ def without_talking(model: nn.Module) -> Iterator[None]:
         Unsupported: the parameters are replicated as well as sharded, or lie on the host.
     """
     groups = _groups(model)
-    if gathered_gradient_bytes(model):
-        raise PlannerError(
-            "the model holds gradients that were accumulated without being reduced, which measuring a step would lose: "
-            "plan before the first backward, or after optimizer.step() and zero_grad()."
-        )
     if any(group._is_hsdp for group in groups):
         raise Unsupported(
             "fully_shard over a mesh of two dimensions", "the model", "its replicas are summed up in a way that cannot "
@@ -81,9 +77,28 @@ def without_reducing(model: nn.Module) -> Iterator[None]:
             group.reduce_grads = reduces
 
 
+@contextmanager
+def gathered_gradients_aside(model: nn.Module) -> Iterator[None]:
+    """No whole gradients wait to be reduced in the block; at its end those from before do."""
+    held: list[tuple[Any, str]] = []
+    for parameter in _parameters(model):
+        if hasattr(parameter, "_unsharded_param"):
+            held.append((parameter._unsharded_param, "grad"))
+        if GATHERED in vars(parameter):  # since torch 2.15 that is the other's gradient
+            held.append((parameter, GATHERED))
+    before = [(place, name, getattr(place, name)) for place, name in held]
+    for place, name in held:
+        setattr(place, name, None)
+    try:
+        yield
+    finally:
+        for place, name, gradient in before:
+            setattr(place, name, gradient)
+
+
 def gathered_gradient_bytes(model: nn.Module) -> int:
     """Whole gradients that sharded modules keep until they are reduced."""
-    parameters = [p for group in _groups(model) for p in group.fsdp_params]
+    parameters = _parameters(model)
     found = [p.unsharded_accumulated_grad for p in parameters]
     found += [p.unsharded_param.grad for p in parameters if hasattr(p, "_unsharded_param")]
     each = {id(g): g for g in found if g is not None}  # since torch 2.15 both are the same
@@ -107,6 +122,10 @@ def _groups_of(state: Any) -> list[Any]:
 
 def _groups(model: nn.Module) -> list[Any]:
     return [group for state in _states(model) for group in _groups_of(state)]
+
+
+def _parameters(model: nn.Module) -> list[Any]:
+    return [parameter for group in _groups(model) for parameter in group.fsdp_params]
 
 
 class _Alone:

@@ -30,13 +30,19 @@ from passes.trace.arguments import (
     state_entries,
     state_tensors,
 )
-from passes.trace.capture import OutputLeaf, choose_differentiated
+from passes.trace.capture import OutputLeaf, casts_kept, choose_differentiated
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.refuse import has_sharded, is_sharded
 from passes.trace.structure import flatten, slots, unflatten
 from passes.trace.value_guards import KnownValues
 from planner.check.restore import Generators, Snapshot, gradients_aside, hooks_aside, put_back, strangers_kept
-from planner.ranks.sharded import gathered_gradient_bytes, scattered, without_reducing, without_talking
+from planner.ranks.sharded import (
+    gathered_gradient_bytes,
+    gathered_gradients_aside,
+    scattered,
+    without_reducing,
+    without_talking,
+)
 
 from .losses import LOSS, looking_at_losses, losses_set_aside
 from .parts import Part, Parts
@@ -295,7 +301,7 @@ class _HollowResult(torch.autograd.Function):
     def forward(ctx: Any, of: HollowForward, run: Run, bound: Mapping[str, Any], token: torch.Tensor) -> Any:
         hollow, traced = of.hollow, run.part.traced
         index = len(hollow.runs) - 1
-        with hollow.within(), torch.enable_grad():
+        with hollow.within(), torch.enable_grad(), _casts_dropped():
             found = run.part.output_values if hollow.imagined else _flat_call(of, bound)
         outputs: list[Any] = [None] * traced.num_outputs
         made: dict[int, torch.UntypedStorage] = {}
@@ -319,6 +325,17 @@ class _HollowResult(torch.autograd.Function):
         hollow.again = hollow.parts.learn(run.path, run.number, part, gradients) or hollow.again
         run.given = given if part.returns_tangents else []
         return None, None, None, ctx.token
+
+
+@contextmanager
+def _casts_dropped() -> Iterator[None]:
+    """Let autocast keep no copies of parameters in the block: those of a region are the region's own."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _flat_call(of: HollowForward, bound: Any) -> list[torch.Tensor]:
@@ -404,7 +421,8 @@ class Sample:
         Args:
             counting: adds up what glue costs. Ops that are looked at may allocate otherwise: it shows no events.
         """
-        with scattered(self.model):
+        kept = casts_kept(torch.is_autocast_cache_enabled())  # a copy of what one rank gathers alone is a wrong one
+        with scattered(self.model), gathered_gradients_aside(self.model), kept:
             return self._run(candidates, parts, counting)
 
     def _run(self, candidates: Mapping[str, nn.Module], parts: Parts, counting: Counting | None) -> Hollow:
@@ -447,7 +465,7 @@ class Sample:
             elif self.gradients == "accumulated":
                 first = Hollow(self.model, [*own.values(), *inputs], parts, self.device)
                 with _hollowed(first, candidates), without_reducing(self.model):
-                    step(first)
+                    kind_of(self.device).allocations(lambda: step(first), self.device)  # known by size when it is freed
                 hollow.sizes |= first.sizes  # what is left of it is told from this run's by its size
             left = frozenset(hollow.sizes)
             with _hollowed(hollow, candidates):
@@ -492,6 +510,8 @@ class Sample:
         hollow.mark("backward")
         starts, started = [_start(t, path, layouts) for path, t in chosen.items()], list(chosen.values())
         sharded = has_sharded(self.model)  # what hooks gather has gradients of its own
+        if BACKWARD_AUTOCAST not in layouts:
+            torch.clear_autocast_cache()  # as at its end, which comes before the backward
         others = nullcontext() if sharded else strangers_kept(started, hollow.static)
         with others, under_autocast(layouts.get(BACKWARD_AUTOCAST, ())):
             torch.autograd.backward(started, starts)

@@ -88,18 +88,25 @@ def peak(model: nn.Module, step: Call, given: Iterator[torch.Tensor] | tuple[tor
 
 
 def compared(
-    plain: nn.Module, model: nn.Module, plan: Plan, call: nn.Module, batch: torch.Tensor, **loop: Any
-) -> Compared:
+    plain: nn.Module, model: nn.Module, plan: Plan, call: nn.Module, batch: torch.Tensor, autocast: bool = False,
+    **loop: Any,
+) -> Compared:  # fmt: skip
     """Train `plain`, and `model` by calling `call`."""
-    want = train(plain, lambda: plain(batch, batch), **loop)
-    got = train(model, lambda: call(batch, batch), **loop)
+
+    def loss_of(module: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss: torch.Tensor = module(batch, batch)
+        return loss
+
+    want = train(plain, lambda: loss_of(plain), **loop)
+    got = train(model, lambda: loss_of(call), **loop)
     buckets = _size(model) if isinstance(model, DistributedDataParallel) else 0
 
     def step() -> None:
         count = loop.get("micro_batches", 1)
         for i in range(count):
             with loop["sync"](i == count - 1) if "sync" in loop else nullcontext():
-                call(batch, batch).backward()
+                loss_of(call).backward()
 
     # What is gathered ahead is sometimes freed before the peak, sometimes after it.
     measured = max(peak(model, step, (batch,)) for _ in range(3)) + buckets
@@ -181,19 +188,21 @@ def fsdp_before(rank: int, share: str = "85%") -> Compared:
     return compared_anew(models.shard(models.language()), model, plan, model, batch)
 
 
-def fsdp_other_shape(rank: int, applied: bool = True) -> Compared:
+def fsdp_other_shape(rank: int, applied: bool = True, autocast: bool = False, share: str = "70%") -> Compared:
     """The sharded model is planned for another batch than it is trained on."""
     batch, model = models.tokens(rank, rows=6), models.shard(models.language())
-    plan = auto_checkpoint(model, (models.tokens(rank),) * 2, "70%", **QUICK)
+    plan = auto_checkpoint(model, (models.tokens(rank),) * 2, share, **QUICK)
     call = plan.apply(model) if applied else plan.module
-    return compared_anew(models.shard(models.language()), model, plan, call, batch)
+    return compared_anew(models.shard(models.language()), model, plan, call, batch, autocast=autocast)
 
 
-def compared_anew(plain: nn.Module, model: nn.Module, plan: Plan, call: nn.Module, batch: torch.Tensor) -> Compared:
+def compared_anew(
+    plain: nn.Module, model: nn.Module, plan: Plan, call: nn.Module, batch: torch.Tensor, autocast: bool = False
+) -> Compared:
     """As `compared`, with the figures of the plan that was made while the model was trained."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = compared(plain, model, plan, call, batch)
+        found = compared(plain, model, plan, call, batch, autocast)
     latest = plan.module._plan_state.latest
     assert latest is not plan.module._plan_state.first.planned
     return replace(found, overhead=latest.overhead, predicted=latest.peak_bytes)

@@ -35,8 +35,8 @@ def blocks() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
 
 
-def sharded(root: bool = True, **options: Any) -> nn.Sequential:
-    model, mesh = blocks(), init_device_mesh("cpu", (1,))
+def sharded(root: bool = True, model: nn.Sequential | None = None, **options: Any) -> nn.Sequential:
+    model, mesh = model or blocks(), init_device_mesh("cpu", (1,))
     for block in model:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options) if root else model
@@ -94,6 +94,23 @@ def test_whole_parameters_that_an_evaluation_leaves_are_in_no_ones_way(reshard: 
         assert_same_training(plan.module, model, plain, [torch.randn(32, 16), x, torch.randn(32, 16)])
 
 
+@pytest.mark.parametrize("reduce", [None, torch.float64])
+def test_a_new_length_among_micro_batches_loses_none_of_what_they_accumulated(reduce: torch.dtype | None) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce)
+    (model, plain), x = (sharded(mp_policy=policy) for _ in range(2)), torch.randn(64, 16)
+    plan = planned(model, x, on_new_shape="replan")
+    plan.apply(model)
+    batches = [x, torch.randn(32, 16), torch.randn(48, 16)]
+    for each in (model, plain):
+        for i, batch in enumerate(batches):
+            each.set_requires_gradient_sync(i == len(batches) - 1)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # another shape
+                each(batch).square().mean().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(local_part(p.grad), local_part(q.grad)) for p, q in pairs)
+
+
 def test_inputs_that_fully_shard_casts_are_those_of_the_plan() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     (model, plain), x = (sharded(mp_policy=policy) for _ in range(2)), torch.randn(64, 16)
@@ -103,6 +120,16 @@ def test_inputs_that_fully_shard_casts_are_those_of_the_plan() -> None:
         assert_same_training(plan.module, model, plain, [x, torch.randn(64, 16)])
         plan.apply(model)
         assert_same_training(model, model, plain, [x, torch.randn(64, 16)])
+
+
+def test_a_model_that_is_sharded_under_a_policy_once_it_is_planned_is_planned_anew() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    plan = planned(model := blocks(), x := torch.randn(64, 16), regions="*", on_new_shape="replan")
+    plan.apply(model)
+    sharded(model=model, mp_policy=policy)
+    with pytest.warns(UserWarning, match="planning anew"):
+        assert_same_training(model, model, sharded(mp_policy=policy), [x, x, torch.randn(64, 16)])
+    assert plan.module._plan_state.latest is not plan.module._plan_state.first.planned
 
 
 class Two(nn.Module):

@@ -29,6 +29,7 @@ CASES: dict[str, Callable[[int], cases.Compared]] = {
     "FSDP2, a plan file loaded": cases.fsdp_loaded,
     "FSDP2, another shape": cases.fsdp_other_shape,
     "FSDP2, another shape, plan.module": partial(cases.fsdp_other_shape, applied=False),
+    "FSDP2, another shape, autocast": partial(cases.fsdp_other_shape, autocast=True, share="60%"),
     "FSDP2, accumulated": cases.fsdp_accumulated,
     "FSDP2, the root alone": partial(cases.fsdp_after, shard=models.shard_whole),
     "DDP, first batch": partial(cases.first_batch, sharded=False),

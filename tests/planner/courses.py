@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from passes._torch import as_distributed
+from passes._torch import as_distributed, local_part
 from passes.trace.structure import flatten
 from tests.passes.program_ops import Pick
+from tests.planner.history_ranks import own_seed
 
 HOOKS_OF_LAYERS = (4, 5)
 
@@ -68,15 +69,15 @@ def draw_course(pick: Pick, frozen: Mapping[str, bool], seed: int, plans: int, w
 
 def take(course: Course, module: nn.Module, owner: nn.Module, sample: tuple[torch.Tensor, ...]) -> list[Any]:
     """Run the step; everything that can be seen afterwards, by name."""
-    torch.manual_seed(course.seed)
+    torch.manual_seed(own_seed(course.seed))
     _before(course, owner)
     found: list[Any] = []
     pending, leaves = [], []
-    with _hooks(course, owner), _unsummed(owner) if course.unsummed else nullcontext():
+    with _hooks(course, owner), unsummed(owner) if course.unsummed else nullcontext():
         for _ in range(course.forwards):
             own, inputs = _batch(sample, course)
             leaves += own
-            with torch.no_grad() if course.no_grad else nullcontext(), _autocast(course.autocast):
+            with torch.no_grad() if course.no_grad else nullcontext(), autocast(course.autocast):
                 tensors, _ = flatten(module(*inputs))
             found += [(f"output {i}", t.detach().clone()) for i, t in enumerate(tensors)]
             found += [(f"requires_grad of output {i}", torch.tensor(t.requires_grad)) for i, t in enumerate(tensors)]
@@ -118,7 +119,7 @@ def _before(course: Course, owner: nn.Module) -> None:
 
 
 def _noise(tensor: torch.Tensor) -> torch.Tensor:
-    return as_distributed(torch.randn(tensor.shape), tensor)
+    return as_distributed(torch.randn(local_part(tensor).shape), tensor)
 
 
 def _replace_parameters(owner: nn.Module) -> None:
@@ -155,7 +156,7 @@ def _hooks(course: Course, owner: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _unsummed(owner: nn.Module) -> Iterator[None]:
+def unsummed(owner: nn.Module) -> Iterator[None]:
     """As when gradients of several batches are accumulated; nothing where there is one process."""
     sharded: list[Any] = [m for m in owner.modules() if isinstance(m, FSDPModule)]
     for module in sharded:
@@ -178,7 +179,7 @@ def _learn(parameters: Any, clear: bool = False) -> None:
                 parameter.grad = None if clear else parameter.grad
 
 
-def _autocast(on: bool) -> Any:
+def autocast(on: bool) -> Any:
     return torch.autocast("cpu", dtype=torch.bfloat16) if on else nullcontext()
 
 
@@ -231,7 +232,7 @@ def _backward(course: Course, owner: nn.Module, tensors: list[torch.Tensor], pic
         return []
     gradients = [_gradient(t, course.layout) for t in starts]
     found: list[Any] = []
-    with _autocast(course.autocast and course.inside):
+    with autocast(course.autocast and course.inside):
         for last in (False, True) if course.twice else (True,):
             if course.asked:
                 asked = [p for p in owner.parameters() if p.requires_grad]

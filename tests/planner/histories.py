@@ -6,7 +6,8 @@ at once, hooks, another batch, where the backward starts from. Every step has th
 name. With `--way compiled` the model is compiled by our backend under budgets: where AOT autograd has other bits than
 the plain model, or fails, ours may have these, or fail too; where Dynamo draws other random numbers than the
 plain model, nothing is compared. With `--way replicated` DistributedDataParallel is around both models, with `--way
-sharded` `fully_shard` was called on parts of both, in a process group of one rank.
+sharded` `fully_shard` was called on parts of both, in a process group of one rank; with `--ranks 2` of two, in two
+processes that are started for each history.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ import uuid
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from functorch.compile import min_cut_rematerialization_partition, nop
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -39,12 +41,13 @@ from torch._dynamo.backends.common import aot_autograd
 from passes._torch import local_part
 from passes.memory import measure_peak
 from passes.trace.structure import flatten
-from planner import BudgetError, Plan
+from planner import BudgetError, Plan, RankError, auto_checkpoint
 from planner.session import open_session
 from solvers.errors import MIB, PlannerError
+from tests.distributed.harness import Failed, try_ranks
 from tests.passes.program_ops import Pick
 from tests.passes.programs import Rejected, fresh
-from tests.planner.courses import HOOKS_OF_LAYERS, Course, copied, draw_course, take
+from tests.planner.courses import HOOKS_OF_LAYERS, Course, autocast, copied, draw_course, take, unsummed
 from tests.planner.history_models import Blocks, draw_model
 from tests.planner.history_ranks import REPLICATED, SHARDED, draw_spread
 from tests.zoo.compare import same_bits
@@ -57,7 +60,7 @@ WAYS = ("whole", "regions", "applied", "exported")
 COMPILED = "compiled"
 RANKS = (REPLICATED, SHARDED)
 SUM = "is a sum, as the planned step reads it more than once"
-CHANGED = "modified by an inplace operation"  # autograd's, of what a compiled step saves
+CHANGED = "modified by an inplace operation"  # autograd's
 
 
 class WrongStep(AssertionError):
@@ -98,24 +101,29 @@ def run(seed: int, steps: int = STEPS, way: str | None = None) -> History:
             before.restore(plain)
     except (Rejected, RuntimeError, ValueError) as error:
         return History(f"rejected: {_first_words(error)}")
+    cast = pick(0, 3) == 0
     try:
-        plans = list(_plans(pick, model, sample, way)) if way != COMPILED else []
+        with autocast(cast):
+            of_way = _plans_of_ranks if way in RANKS else _plans
+            plans = [] if way == COMPILED else list(of_way(pick, model, sample, way))
         modules, owner = _modules(plans, model, way) if plans else (_compiled(pick, model), model)
     except PlannerError as error:
         return History(f"{way}, refused: {_first_words(error)}")
     pair = _Pair(plain, sample, way, plans, modules, owner)
     history, skips = History(way), isinstance(model, Blocks) and any(glue.skipped for glue in model.glue)
     if way in ("whole", "regions", SHARDED) and not skips:
-        # Ranks that accumulate keep whole gradients, which a step from gradients of parts does not.
-        alike = way != SHARDED or pair.plans[0].prepared.options.gradients == "fresh"
-        found = [_is_exact(plan, model, sample) for plan in pair.plans if alike]
-        history.exact = all(found) if found else None
+        try:
+            history.exact = all(_is_exact(plan, model, sample, way == SHARDED, cast) for plan in pair.plans)
+        except PlannerError as error:
+            return History(f"{way}, refused: {_first_words(error)}")
         _State(plain).restore(model)
     wild = pick(0, 3 if way == "exported" else 9)
     for i in range(steps):
         course = draw_course(pick, frozen, seed * 1000 + i, len(pair.planned), wild)
         course.rows *= not skips  # plain skips what would refuse them, planning takes the sample's course
         course.twice &= way != COMPILED  # AOT autograd wants to know whether a graph is retained
+        if course.asked and course.hooks == 1:
+            course.hooks = 0  # a gradient that the plan did not expect is not found, where the parameter has a hook
         if way in RANKS:
             course.before %= 2  # what they know of parameters is found once
         if way == "exported" and course.hooks in HOOKS_OF_LAYERS:
@@ -155,7 +163,9 @@ class _Pair:
         except Exception as error:
             error = getattr(error, "inner_exception", error)  # of a backend, in Dynamo's own
             kinds = {t.__name__ for t in type(error).__mro__}
-            of_autograd = self.way == COMPILED and (of_torch is None or CHANGED in str(error))
+            of_autograd = self.way == COMPILED and of_torch is None
+            if CHANGED in str(error):  # of a compiled step; of statistics that a plain forward and a planned one wrote
+                of_autograd = of_autograd or self.way == COMPILED or (self.way in RANKS and course.forwards > 1)
             if "VerificationError" in kinds or (NAMED.isdisjoint(kinds) and not of_autograd):
                 raise WrongStep(f"step {number} fails: {type(error).__name__}: {error}\n{course}") from error
             history.refused.append(_first_words(error))
@@ -221,28 +231,43 @@ def _is_a_sum(name: str, expected: torch.Tensor | None, got: torch.Tensor | None
     return bool((got - expected).abs().max() <= (2.0**-7 if autocast else 1e-5) * expected.abs().max())
 
 
-def _is_exact(plan: Plan, model: nn.Module, sample: tuple[torch.Tensor, ...]) -> bool:
-    """Whether a step like the sample's takes what was predicted, to the byte; WrongStep where it takes more."""
-    options, kept = plan.prepared.options, list[Any]()
-    for _ in range(2):  # the first makes what is made once
+def _is_exact(plan: Plan, model: nn.Module, sample: tuple[torch.Tensor, ...], sharded: bool, cast: bool) -> bool:
+    """Whether a step like the sample's, under autocast where that is `cast`, takes what was predicted, to the byte.
+
+    Raises:
+        WrongStep: it takes more.
+    """
+    options, kept, measured = plan.prepared.options, list[Any](), list[int]()
+    accumulated = options.gradients == "accumulated"
+    with warnings.catch_warnings(record=True) as told, unsummed(model) if sharded and accumulated else nullcontext():
+        warnings.simplefilter("always")
+        for _ in range(5 if _is_one_of_several() else 2):  # the first makes what is made once
+            kept.clear()
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if accumulated and not sharded else None
+            step = partial(_step_like_the_sample, plan.module, fresh(sample), kept, options.keep_outputs, cast)
+            measured.append(plan.static_bytes + measure_peak(step))
+    if sharded and accumulated:
         kept.clear()
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if options.gradients == "accumulated" else None
-        step = partial(_step_like_the_sample, plan.module, fresh(sample), kept, options.keep_outputs)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            measured = plan.static_bytes + measure_peak(step)
-        if any("replays the plain forward" in str(w.message) for w in told):
-            return False  # other gradients than those of the sample: the next step is planned anew
-    if measured > plan.peak_bytes:
-        raise WrongStep(f"{measured} bytes measured where {plan.peak_bytes} were predicted ({options.gradients})")
-    return measured == plan.peak_bytes
+        _step_like_the_sample(plan.module, fresh(sample), kept, True, cast)  # sums what the others have left
+    if any("replays the plain forward" in str(w.message) for w in told):
+        return False  # other gradients than those of the sample: the next step is planned anew
+    least = min(measured[1:])
+    copies = sum(p.nbytes for p in model.parameters()) if _is_one_of_several() else 0  # gloo's, freed by its own thread
+    if least > plan.peak_bytes + copies:
+        raise WrongStep(f"{least} bytes measured where {plan.peak_bytes} were predicted ({options.gradients})")
+    return least == plan.peak_bytes
+
+
+def _is_one_of_several() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _step_like_the_sample(
-    module: nn.Module, inputs: tuple[torch.Tensor, ...], kept: list[Any], keep_outputs: bool
+    module: nn.Module, inputs: tuple[torch.Tensor, ...], kept: list[Any], keep_outputs: bool, cast: bool
 ) -> None:
-    outputs = flatten(module(*inputs))[0]
+    with autocast(cast):
+        outputs = flatten(module(*inputs))[0]
     differentiable = [t for t in outputs if t.grad_fn is not None]
     starts = [t for t in differentiable if t.dim() == 0] or differentiable
     kept.append(outputs if keep_outputs else starts)
@@ -299,7 +324,7 @@ def _plans(pick: Pick, model: nn.Module, sample: tuple[torch.Tensor, ...], way: 
     hints = ["*"] if pick(0, 2) else []  # with no budget, all that can be is computed again
     session = open_session(
         model, sample, time_limit=1, progress=False, solver="greedy", recompute=hints, check=False,
-        regions=["blocks.*"] if way == "regions" else "auto" if way in RANKS else "whole",
+        regions=["blocks.*"] if way == "regions" else "whole",
         keep_outputs=bool(pick(0, 3)),
         gradients=("fresh", "fresh", "accumulated")[pick(0, 2)],
     )  # fmt: skip
@@ -313,6 +338,37 @@ def _plans(pick: Pick, model: nn.Module, sample: tuple[torch.Tensor, ...], way: 
             yield session.plan(error.minimum_bytes)
 
 
+def _plans_of_ranks(pick: Pick, model: nn.Module, sample: tuple[torch.Tensor, ...], way: str) -> Iterator[Plan]:
+    del way
+    plan = partial(
+        auto_checkpoint, model, sample, time_limit=1, progress=False, solver="greedy", check=False,
+        keep_outputs=bool(pick(0, 3)), gradients=("fresh", "fresh", "accumulated")[pick(0, 2)],
+    )  # fmt: skip
+    if pick(0, 1):
+        yield plan(recompute=["*"])
+    for _ in range(pick(1, 2)):
+        try:
+            yield plan(f"{pick(60, 100)}%")
+        except (BudgetError, RankError):  # of this rank, or of the first one
+            yield plan()
+
+
+def _on_rank(rank: int, seed: int, way: str) -> History:
+    del rank
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return run(seed, way=way)
+
+
+def run_on_ranks(seed: int, way: str, ranks: int) -> History:
+    """The history of a seed in so many processes: the first rank's; raises WrongStep where one of them does."""
+    answers = try_ranks(_on_rank, seed, way, ranks=ranks, seconds=90)
+    failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, Failed)]
+    if failed:
+        raise WrongStep("\n".join(failed))
+    return answers[0]
+
+
 def main() -> int:
     """Run seeds; print what was found; exit 1 where a number was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -321,7 +377,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     ways = (*WAYS, COMPILED, *RANKS)
     parser.add_argument("--way", choices=ways, help="how all are planned; each in turn where not given")
+    parser.add_argument("--ranks", type=int, default=1, help="processes, where the model is replicated or sharded")
     options = parser.parse_args()
+    if options.ranks > 1 and options.way not in RANKS:
+        parser.error("--ranks is for --way replicated and --way sharded")
     kinds: dict[str, list[int]] = defaultdict(list)
     exact: list[bool | None] = []
     failures, done, steps, seed, start = [], 0, 0, options.first, time.monotonic()
@@ -329,7 +388,8 @@ def main() -> int:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                history = run(seed, way=options.way)
+                spread = options.ranks > 1
+                history = run_on_ranks(seed, options.way, options.ranks) if spread else run(seed, way=options.way)
         except Exception as error:  # noqa: BLE001 - every failure is counted and told, with its seed
             history = History(f"FAILED: {type(error).__name__}")
             failures.append(seed)

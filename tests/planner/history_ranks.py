@@ -1,4 +1,4 @@
-"""Models of random programs spread over ranks, of which there is one: for `tests.planner.histories`."""
+"""Models of random programs spread over ranks, for `tests.planner.histories`: a group of one, where none is there."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ def draw_spread(pick: Pick, model: nn.Module, way: str) -> Spread:
     return _draw_replicated(pick) if way == REPLICATED else _draw_sharded(pick, model)
 
 
+def own_seed(seed: int) -> int:
+    """Another one on each rank, as batches of ranks differ."""
+    return seed + 7919 * dist.get_rank() if dist.is_initialized() else seed
+
+
 def _draw_replicated(pick: Pick) -> Spread:
     options: dict[str, Any] = {
         "find_unused_parameters": bool(pick(0, 2)), "gradient_as_bucket_view": bool(pick(0, 1)),
@@ -46,7 +51,7 @@ def _draw_sharded(pick: Pick, model: nn.Module) -> Spread:
         options["reshard_after_forward"] = bool(pick(0, 1))
 
     def spread(plain: nn.Module) -> nn.Module:
-        mesh = init_device_mesh("cpu", (1,))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for name in blocks:
             fully_shard(plain.get_submodule(name), mesh=mesh, **options)
         return fully_shard(plain, mesh=mesh, **options) if root else plain

@@ -535,6 +535,21 @@ def test_another_shape_is_planned_anew_and_cached() -> None:
         chosen.module(batch(8, 32))
 
 
+@pytest.mark.filterwarnings("ignore:Profiler clears events")
+def test_nothing_is_planned_while_a_profiler_runs() -> None:
+    model, plain = twins(mlp(0.0))
+    chosen, x = plan(model, batch(8, 32)), batch(3, 32)
+    with torch.profiler.profile(profile_memory=True):
+        with pytest.raises(Unsupported, match="a profiler of torch's that is running"):
+            plan(model, x)
+        with pytest.warns(UserWarning, match="planned step not used while a profiler runs"):
+            squares(chosen.module(x)).backward()
+    squares(plain(x)).backward()
+    assert_same_gradients(model, plain)
+    with pytest.warns(UserWarning, match="planning anew"):
+        chosen.module(x)
+
+
 @pytest.mark.parametrize("plans", [0, 5])
 def test_the_cache_is_bounded_in_bytes(plans: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = plan(linear(), batch())

@@ -84,6 +84,21 @@ def test_blocks_under_one_budget(share: float) -> None:
         assert_equal_and_exact(plan, plain, loss_inside(x))
 
 
+@pytest.mark.parametrize("share", SHARES)
+def test_blocks_under_autocast(share: float) -> None:
+    model, x = small_gpt()
+
+    def run(module: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss: torch.Tensor = module(x)
+        loss.backward()
+        return loss
+
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = planned_at(model, x, share, regions="blocks.*")
+    assert_equal_and_exact(plan, copy.deepcopy(model), run)
+
+
 def test_equal_regions_are_captured_once() -> None:
     model, x = small_gpt()
     regions = open_session(model, x, regions="blocks.*", progress=False).prepared.regions

@@ -198,10 +198,16 @@ class Decided:
             f"temporaries {show_bytes(update.step_bytes)})",
         )
 
-    def run(self, primals: Sequence[torch.Tensor], fallback: Fallback) -> Any:
-        """Run the planned step on parameters, buffers and inputs; its output, built like the model's."""
+    def run(
+        self, primals: Sequence[torch.Tensor], fallback: Fallback, sources: Sequence[torch.Tensor] | None = None
+    ) -> Any:
+        """Run the planned step on parameters, buffers and inputs; its output, built like the model's.
+
+        Args:
+            sources: as for `Step`.
+        """
         traced = self.prepared.traced
-        results = self.step(local_parts(primals), fallback)
+        results = self.step(local_parts(primals), fallback, sources)
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in traced.outputs]
         return unflatten(traced.output_template, leaves)
 

@@ -98,18 +98,22 @@ class Step:
     arena: Arena = ()
     exact: bool = True
 
-    def __call__(self, primals: Sequence[torch.Tensor], fallback: Fallback | None) -> tuple[Any, ...]:
+    def __call__(
+        self, primals: Sequence[torch.Tensor], fallback: Fallback | None,
+        sources: Sequence[torch.Tensor] | None = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
         """Run the forward; gradients flow when `backward` is called on an output.
 
         Args:
             fallback: the backward from other outputs than planned for, or for gradients in another layout; without one
                 the first is refused, and the second are copied into the planned layout.
+            sources: for each primal the tensor whose changes in place are changes of it, where that is another one.
 
         Raises:
             PlannerError: under a transform of `torch.func`.
         """
         _refuse_transform(primals)
-        run = _Run(self, fallback, primals)
+        run = _Run(self, fallback, primals, primals if sources is None else sources)
         token = run.token
         for place in reversed(range(len(run.owned))):
             token = _Owner.apply(run, place, token, *(primals[i] for i in run.owned[place]))
@@ -141,13 +145,15 @@ class _Run:
         replayed: all gradients, where the fallback found them.
     """
 
-    def __init__(self, step: Step, fallback: Fallback | None, primals: Sequence[torch.Tensor]) -> None:
-        self.step, self.fallback, self.primals = step, fallback, primals
+    def __init__(
+        self, step: Step, fallback: Fallback | None, primals: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> None:
+        self.step, self.fallback, self.primals, self.sources = step, fallback, primals, sources
         self.others = tuple(i for i in step.others if not _has_listener(primals[i]))
         self.owned = (*step.leaves[:-1], (*step.leaves[-1], *self.others))
         self.token = torch.empty(0, device=next((p.device for p in primals if p.requires_grad), None))
         ask_for(step.arena, self.token.device, step.forward)
-        self.versions = [p._version for p in primals]
+        self.versions = [p._version for p in sources]
         self.given: Sequence[torch.Tensor] = [p.detach() for p in primals]
         self.sums = {i for i in step.sums if not primals[i]._backward_hooks}
         self.generators = {device: copy_generator(device) for device in step.rng_devices}
@@ -168,7 +174,7 @@ class _Run:
         with torch.no_grad():
             for i, value in zip(step.mutated, results[:count], strict=True):
                 primals[i].copy_(value)
-                self.versions[i] = primals[i]._version
+                self.versions[i] = self.sources[i]._version
         outputs = distinct(results[count : count + step.num_outputs])
         callers = [(t, t.untyped_storage().data_ptr()) for t in (*outputs, *primals)]
         held = {place for _, place in callers}
@@ -205,10 +211,10 @@ class _Run:
             )
         tangents = [laid_out(g, s) for g, s in zip(given, step.tangent_strides, strict=True)]
         self._check_primals(i for i in step.saved_primals if i not in step.mutated)
-        self.read = {i: self.primals[i] for part in step.reads for i in part}
+        self.read = {i: self.sources[i] for part in step.reads for i in part}
         values = (self.given[i] for i in step.saved_primals)
         self.program = step.backward.forward([*(self.saved or ()), *values, *tangents])
-        self.saved, self.primals, self.given, self.overwritten = None, (), (), {}
+        self.saved, self.primals, self.sources, self.given, self.overwritten = None, (), (), (), {}
 
     def _check(self) -> None:
         if self.saved is None:
@@ -253,7 +259,7 @@ class _Run:
     def _check_primals(self, indices: Iterable[int]) -> None:
         for i in indices:
             primal, given = self.primals[i], self.given[i]
-            if primal._version != self.versions[i]:
+            if self.sources[i]._version != self.versions[i]:
                 how = "changed in place"
             elif memory_of(primal) != memory_of(given) and not torch.equal(primal, given):
                 how = "given other data (.data = ...)"

@@ -17,6 +17,7 @@ from passes.trace.matching import match
 from passes.trace.reads import Matched, Reads
 from passes.trace.structure import flatten
 from planner.decided import Decided, PlannedRun
+from planner.ranks.sharded import gathered_parameters, sources_of
 from planner.regions.losses import LOSS, looking_at_losses, region_module
 
 from .entry import Entry, Fallback, Losses, starts_of
@@ -29,14 +30,17 @@ class RegionForward:
     Attributes:
         traced: the module's own `forward` when it was planned (None: its class's); `previous` is the one of now.
         surprise: the autocast of a backward that was not one that was planned for; None where each was.
+        scattered: parameters that `fully_shard` gathers for it, or for another module of the model.
 
     Dynamo does not see it: it is there only while a planned model's forward runs, which Dynamo leaves alone.
     """
 
     runs_plan = True
 
-    def __init__(self, module: nn.Module, path: str, runs: Sequence[PlannedRun]) -> None:
-        self.model, self.path = module, path
+    def __init__(
+        self, module: nn.Module, path: str, runs: Sequence[PlannedRun], scattered: Sequence[Any] = ()
+    ) -> None:
+        self.model, self.path, self.scattered = module, path, scattered
         self.traced = self.previous = module.__dict__.get("forward")
         self.signature = call_signature(module)
         self.__signature__ = self.signature
@@ -62,7 +66,9 @@ class RegionForward:
             key = call_key(inputs, template)
             for entry in (*self.cache[number : number + 1], *self.cache):
                 if entry.key == key and (state := entry.holds(self.model, None, inputs)) is not None:
-                    return entry.planned.run([*state, *inputs], Fallback(self, entry))
+                    primals = [*state, *inputs]
+                    sources = sources_of(self.scattered, primals) if self.scattered else None
+                    return entry.planned.run(primals, Fallback(self, entry), sources)
         self._notice(number)
         return self.original(*args, **kwargs)
 
@@ -128,7 +134,8 @@ def regions_of(model: nn.Module, planned: Decided) -> list[RegionForward]:
         kind = type(_module_at(model, path))
         found[path] = [run for run in frugal if type(_module_at(model, run.path)) is kind]
     modules = {path: _module_at(model, path) for path in found}
-    return [RegionForward(module, path, found[path]) for path, module in modules.items() if module is not None]
+    scattered = gathered_parameters(model)
+    return [RegionForward(m, path, found[path], scattered) for path, m in modules.items() if m is not None]
 
 
 def _module_at(model: nn.Module, path: str) -> nn.Module | None:

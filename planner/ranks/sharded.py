@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,7 +81,7 @@ def without_reducing(model: nn.Module) -> Iterator[None]:
 def gathered_gradients_aside(model: nn.Module) -> Iterator[None]:
     """No whole gradients wait to be reduced in the block; at its end those from before do."""
     held: list[tuple[Any, str]] = []
-    for parameter in _parameters(model):
+    for parameter in gathered_parameters(model):
         if hasattr(parameter, "_unsharded_param"):
             held.append((parameter._unsharded_param, "grad"))
         if GATHERED in vars(parameter):  # since torch 2.15 that is the other's gradient
@@ -98,11 +98,22 @@ def gathered_gradients_aside(model: nn.Module) -> Iterator[None]:
 
 def gathered_gradient_bytes(model: nn.Module) -> int:
     """Whole gradients that sharded modules keep until they are reduced."""
-    parameters = _parameters(model)
+    parameters = gathered_parameters(model)
     found = [p.unsharded_accumulated_grad for p in parameters]
     found += [p.unsharded_param.grad for p in parameters if hasattr(p, "_unsharded_param")]
     each = {id(g): g for g in found if g is not None}  # since torch 2.15 both are the same
     return sum(round_up(g.nbytes, granule(g.device)) for g in each.values())
+
+
+def gathered_parameters(model: nn.Module) -> list[Any]:
+    """What `fully_shard` knows of each parameter that it scatters."""
+    return [parameter for group in _groups(model) for parameter in group.fsdp_params]
+
+
+def sources_of(parameters: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """For each of the tensors that was gathered the scattered one, which an optimizer changes; else itself."""
+    parts = {id(p._unsharded_param): p.sharded_param for p in parameters if hasattr(p, "_unsharded_param")}
+    return [parts.get(id(t), t) for t in tensors]
 
 
 def input_dtype(model: nn.Module) -> torch.dtype | None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from passes._torch import local_part
+from passes.run.step import ChangedInPlace
 from planner import Plan, auto_checkpoint
 from tests.planner.histories import RANKS, run
 
@@ -130,6 +131,17 @@ def test_a_model_that_is_sharded_under_a_policy_once_it_is_planned_is_planned_an
     with pytest.warns(UserWarning, match="planning anew"):
         assert_same_training(model, model, sharded(mp_policy=policy), [x, x, torch.randn(64, 16)])
     assert plan.module._plan_state.latest is not plan.module._plan_state.first.planned
+
+
+def test_an_optimizer_that_steps_between_forward_and_backward_is_refused_by_name() -> None:
+    model, x = sharded(), torch.randn(64, 16)
+    plan = planned(model, x)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    first, second = (plan.module(x).square().mean() for _ in range(2))
+    second.backward()
+    optimizer.step()
+    with pytest.raises(ChangedInPlace, match="weight was changed in place between forward and backward"):
+        first.backward()
 
 
 class Two(nn.Module):

@@ -143,6 +143,7 @@ class _Run:
         sums: as of the step, but for tensors with hooks, after which a gradient is another tensor.
         given: the primals as they came, without autograd: assigning to a parameter's `data` does not change them.
         replayed: all gradients, where the fallback found them.
+        sources: of each primal the tensor whose version tells of changes.
     """
 
     def __init__(

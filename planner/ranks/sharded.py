@@ -135,10 +135,6 @@ def _groups(model: nn.Module) -> list[Any]:
     return [group for state in _states(model) for group in _groups_of(state)]
 
 
-def _parameters(model: nn.Module) -> list[Any]:
-    return [parameter for group in _groups(model) for parameter in group.fsdp_params]
-
-
 class _Alone:
     """In the place of what talks to other ranks: the same memory, as if all ranks had this one's numbers."""
 

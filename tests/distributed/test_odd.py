@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.planner.histories import RANKS, run_on_ranks
+
 from .harness import run_ranks
 from .odd import ODD
 
@@ -13,3 +15,9 @@ from .odd import ODD
 def test_training_is_that_without_a_plan(name: str) -> None:
     for same, overhead in run_ranks(ODD[name]):
         assert same and overhead > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", RANKS)
+def test_random_models_train_for_random_steps(way: str) -> None:
+    assert sum(run_on_ranks(seed, way, 2).steps for seed in range(190_000, 190_027)) > 20

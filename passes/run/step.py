@@ -312,6 +312,26 @@ def _has_listener(primal: torch.Tensor) -> bool:
     return heard
 
 
+def _silence(node: Any) -> None:
+    """Let hooks that follow the accumulation of a gradient not be called where there is none: torch would call them."""
+    hooks = getattr(getattr(node, "variable", None), "_post_accumulate_grad_hooks", None)
+    if not hooks:
+        return
+    waiting: dict[int, Any] = {}
+
+    def before(gradients: Any) -> None:
+        if gradients[0] is None:  # nor did anything else than the planned step give one
+            waiting.update(hooks)
+            hooks.clear()
+
+    def after(*_: Any) -> None:
+        hooks.update(waiting)
+        for handle in handles:
+            handle.remove()
+
+    handles = node.register_prehook(before), node.register_hook(after)
+
+
 class _Owner(torch.autograd.Function):
     """A node of the chain: it hands over the gradients of the primals that it owns."""
 
@@ -328,6 +348,8 @@ class _Owner(torch.autograd.Function):
             if i in run.sums and found[place] is not None:
                 found[place] = alone(found[place])
                 watch_sum(ctx.next_functions[1 + place], found[place], run.step.names[i])
+            if found[place] is None:
+                _silence(ctx.next_functions[1 + place][0])
         return (None, None, token, *found)
 
 

@@ -143,7 +143,7 @@ def _hooks(course: Course, owner: nn.Module) -> Iterator[None]:
     elif course.hooks == 2:
         handles = [p.register_post_accumulate_grad_hook(lambda p: _learn([p], clear=True)) for p in trained]
     elif course.hooks == 3:
-        handles = [p.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.1, 0.1)) for p in trained]
+        handles = [p.register_post_accumulate_grad_hook(_clamp) for p in trained]
     elif course.hooks == 4:
         handles = [m.register_forward_hook(lambda m, args, out: out * 0.5) for m in inner]
     elif course.hooks == 5:
@@ -169,6 +169,11 @@ def unsummed(owner: nn.Module) -> Iterator[None]:
 
 def _doubled(_: nn.Module, inputs: Any, __: Any) -> Any:
     return tuple(None if g is None else g * 2 for g in inputs)
+
+
+def _clamp(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-0.1, 0.1)
 
 
 def _learn(parameters: Any, clear: bool = False) -> None:

@@ -154,7 +154,7 @@ class _Pair:
         try:
             with redirect_stderr(io.StringIO()):  # a GraphModule prints where it fails
                 expected = take(course, self.plain, self.plain, self.sample)
-        except (RuntimeError, ValueError, IndexError):
+        except (RuntimeError, ValueError, IndexError, AssertionError):  # FSDP2 has the last
             before.restore(self.plain)
             return False
         of_torch = self._of_torch(course, before)

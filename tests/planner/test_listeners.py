@@ -134,3 +134,17 @@ def test_a_replay_that_would_call_one_is_refused_and_the_next_call_is_planned_fo
         backward(module, encoder)
     assert_same_gradients(model, plain)
     assert_same_gradients(*encoders)
+
+
+def test_a_hook_after_accumulation_is_not_called_where_there_is_no_gradient() -> None:
+    torch.manual_seed(0)
+    model, x = nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 4)]), torch.randn(3, 6)
+    model.forward = lambda x: (model[0](x).sin().mean(), model[1](x).sin().mean())  # type: ignore[method-assign]
+    called: list[Any] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(called.append)
+    planned = auto_checkpoint(model, x, None, progress=False).module
+    for i in (0, 1, 0):
+        called.clear()
+        planned(x)[i].backward()
+        assert len(called) == 2 and set(called) == set(model[i].parameters())

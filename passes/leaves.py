@@ -69,15 +69,40 @@ def sums(traced: Traced) -> dict[int, str]:
     return {i: name for i, (name, reads) in enumerate(counts) if reads > 1}
 
 
+def read_views(traced: Traced) -> tuple[int, ...]:
+    """The outputs (by `OutputLeaf.index`) that are views in the plain step, of memory that it reads twice itself.
+
+    A view that is changed in place gets another node in autograd's graph, below which the step's own readers are: their
+    terms are added up before the caller's is, and not after it.
+    """
+    outputs = _differentiable(traced)
+    ahead = ancestors(outputs.values())
+    of_views = {leaf.index for leaf in traced.outputs if leaf.is_view}
+    found = ((i, _before_views(o)) for i, o in outputs.items() if i in of_views)
+    return tuple(i for i, base in found if _reads(base, ahead, list(outputs.values())) > 2)
+
+
+def _before_views(value: fx.Node) -> fx.Node:
+    while is_view(value):
+        value = value.all_input_nodes[0]
+    return value
+
+
 def _counts(traced: Traced) -> list[int]:
     """How often each primal is read on the way to an output that requires a gradient."""
-    results: Any = traced.pristine.output_node().args[0]
-    returned = [leaf for leaf in traced.outputs if leaf.input is None]
-    outputs = results[len(traced.mutated) : traced.num_forward_outputs]
-    differentiable = [_before_detach(o) for o, leaf in zip(outputs, returned, strict=True) if leaf.requires_grad]
+    differentiable = list(_differentiable(traced).values())
     ahead = ancestors(differentiable)
     primals = traced.pristine.find_nodes(op="placeholder")[: traced.num_primals]
     return [_reads(primal, ahead, differentiable) for primal in primals]
+
+
+def _differentiable(traced: Traced) -> dict[int, fx.Node]:
+    """The outputs that require a gradient in the plain step, by their index."""
+    results: Any = traced.pristine.output_node().args[0]
+    outputs = results[len(traced.mutated) : traced.num_forward_outputs]
+    returned = [leaf for leaf in traced.outputs if leaf.input is None]
+    pairs = zip(outputs, returned, strict=True)
+    return {leaf.index: _before_detach(o) for o, leaf in pairs if leaf.requires_grad}
 
 
 def _before_detach(output: Any) -> Any:

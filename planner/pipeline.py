@@ -13,7 +13,7 @@ from torch import nn
 from passes.alias import device_of
 from passes.errors import CaptureError, NoBackward, Unsupported
 from passes.exclusive import exclusive
-from passes.leaves import casts, sums
+from passes.leaves import casts, read_views, sums
 from passes.lower import kept_primals
 from passes.ops import is_random
 from passes.rewrite import Rewritten, reads, rewrite
@@ -224,6 +224,7 @@ def bind_step(prepared: Prepared, rewritten: Rewritten, arena: Arena = ()) -> St
         leaves=rewritten.leaves,
         reads=reads(traced, rewritten),
         sums=tuple(dict.fromkeys([*sums(traced), *list(casts(traced))[:1]])),  # one cast tells of all
+        views=read_views(traced),
         names=traced.primal_names,
         autocast=traced.backward_autocast,
         others=tuple(without) if elsewhere else (),

@@ -1,4 +1,4 @@
-"""Sums that continue outside of a step are noticed. Needs torch alone: exports hold a copy.
+"""Sums that continue outside of a step, or in another order, are noticed. Needs torch alone: exports hold a copy.
 
 Autograd adds the gradients of a tensor that is read in several places term by term, in the order in which they come. A
 step hands over the sum of its own terms. Where autograd has others by then, of a penalty on the parameters, say, or of
@@ -8,6 +8,7 @@ a second call of the model, it so adds up in another order than in the plain ste
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,35 @@ import torch
 
 from ._torch import after_backward
 from .tensors import memory_of
+
+
+class Versions:
+    """Which of some tensors are changed in place from now on. Keeps none of their memory."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.seen = [(_counter_of(t), t._version) for t in tensors]
+
+    @property
+    def changed(self) -> bool:
+        """Whether one was."""
+        return any(counter._version != version for counter, version in self.seen)
+
+
+def _counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor with the version of that one: changes in place count for both."""
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)
+    return counter
+
+
+def warn_of_changed_view() -> None:
+    """Say that a view that the step returns and reads was changed in place."""
+    warnings.warn(
+        "a result of the planned step was changed in place. In the plain step it is a view that other parts of the step "
+        "read, too, and autograd then adds up their gradients before the caller's: in another order than here, which "
+        "shows in the last bits. For the same bits change a clone() of it, or use the out-of-place form.",
+        stacklevel=2,
+    )
 
 
 def watch_sum(reader: tuple[Any, int], gradient: torch.Tensor, name: str) -> None:

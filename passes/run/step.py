@@ -21,7 +21,7 @@ import torch
 from ._torch import Autocast, active_autocast, below_autograd, under_transform
 from .arena import Arena, ask_for
 from .errors import PlannerError
-from .mixing import watch_sum
+from .mixing import Versions, warn_of_changed_view, watch_sum
 from .replay import as_tensor, copy_generator, old_value
 from .tensors import alone, apart, distinct, is_laid_out, laid_out, memory_of
 
@@ -68,6 +68,7 @@ class Step:
         leaves: groups of primals whose gradients the backward hands over together, in this order, the last at its end.
         reads: which parameters the backward reads on its way to each of the groups.
         sums: primals that the forward reads more than once, so that their gradients are sums.
+        views: outputs that are views in the plain step, which reads their memory more than once itself.
         names: what the primals are called.
         others: primals that get a gradient only where the backward starts from other outputs than planned for.
         starts: what to call the `expected` outputs.
@@ -91,6 +92,7 @@ class Step:
     leaves: tuple[tuple[int, ...], ...] = ((),)
     reads: tuple[tuple[int, ...], ...] = ((),)
     sums: tuple[int, ...] = ()
+    views: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
     others: tuple[int, ...] = ()
     starts: tuple[str, ...] = ()
@@ -162,6 +164,7 @@ class _Run:
         self.saved: list[torch.Tensor] | None = None
         self.held: list[torch.Tensor] | None = None
         self.shared: list[tuple[torch.Tensor, int]] = []
+        self.views = Versions(())
         self.program: Iterator[list[Any]] | None = None
         self.replayed: list[Any] | None = None
         self.read: dict[int, torch.Tensor] = {}
@@ -185,6 +188,7 @@ class _Run:
         self.held = [o.detach() for o in outputs] if step.hold_outputs else None
         kept = set(places)
         self.shared = [(t.detach(), t._version) for t, place in callers if place in kept]
+        self.views = Versions(outputs[i] for i in step.views)
         return outputs
 
     def start(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -196,6 +200,8 @@ class _Run:
             self.replayed = [None] * len(self.versions)
             return
         self._check()
+        if self.views.changed:
+            warn_of_changed_view()
         present = tuple(i for i, g in enumerate(gradients) if g is not None)
         given = [g for g in gradients if g is not None]
         planned = present == step.expected and active_autocast() == step.autocast

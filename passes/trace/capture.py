@@ -90,6 +90,7 @@ class OutputLeaf:
         index: its position among the graph's outputs otherwise (-1 when `input` is set).
         requires_grad: whether the plain model's output requires a gradient.
         differentiated: whether the traced backward starts from it (its tangent is an input of the backward).
+        is_view: whether the plain model's output is a view, of whatever memory.
     """
 
     path: str
@@ -97,6 +98,7 @@ class OutputLeaf:
     index: int
     requires_grad: bool
     differentiated: bool
+    is_view: bool = False
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,7 @@ class StepTracer:
             same = next((k for k, t in enumerate(flat) if t is tensor), None)
             chosen = i in wanted and same is None
             index = -1 if same is not None else len(returned)
-            self.leaves.append(OutputLeaf(paths[i], same, index, tensor.requires_grad, chosen))
+            self.leaves.append(OutputLeaf(paths[i], same, index, tensor.requires_grad, chosen, tensor._is_view()))
             if id(tensor) in of_given and same is None:
                 returned.append(tensor)  # refused in `_traced`, which has to see it
             elif same is None:

@@ -21,6 +21,7 @@ from passes.device import kind_of
 from passes.memory import place, without_collections
 from passes.profile import Counting
 from passes.run._torch import backward_number, under_autocast
+from passes.run.mixing import Versions
 from passes.trace.arguments import (
     bind_call,
     call_bound,
@@ -74,6 +75,7 @@ class Run:
         inputs, gradients: what holds each input, and each gradient that its backward starts from; None for memory that
             is there before and after the step.
         given: those gradients, for as long as what is handed over may be one of them.
+        views: the part's, as they were handed out.
     """
 
     path: str
@@ -82,6 +84,7 @@ class Run:
     inputs: list[Edge | None]
     gradients: list[Edge | None] = field(default_factory=list)
     given: list[torch.Tensor] = field(default_factory=list)
+    views: Versions = field(default_factory=lambda: Versions(()))
     ended: bool = False
 
 
@@ -310,6 +313,7 @@ class _HollowResult(torch.autograd.Function):
                 if storage is not None:
                     outputs[leaf.index] = _moved(tensor, hollow, index, storage, made)
         ctx.hollow, ctx.run, ctx.index, ctx.token = hollow, run, index, token
+        run.views = Versions(outputs[i] for i in run.part.views)
         returned = [leaf for leaf in traced.outputs if leaf.input is None]
         ctx.mark_non_differentiable(*(outputs[leaf.index] for leaf in returned if not leaf.requires_grad))
         ctx.set_materialize_grads(False)
@@ -543,6 +547,12 @@ OTHER_SUM = (
 )
 
 
+CHANGED_VIEW = (
+    "a result of it is changed in place, and is a view that it reads, too: the gradient would be summed in another order "
+    "than the plain step's"
+)
+
+
 SHARED_CAST = (
     "its parameter {name!r} has other uses, and autocast casts it once for all of them: the gradients of the uses "
     "would be added up in another type than the plain step's"
@@ -571,6 +581,9 @@ def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor]) -> bool:
     for node in regions:
         casters.update(node.next_functions[1:][i] for i in node.owner.part.casts)
     new = False
+    for run in hollow.runs:
+        if run.views.changed:
+            new = hollow.parts.refuse(run.path, CHANGED_VIEW) or new
     for node in regions:
         part, edges = node.owner.part, node.next_functions[1:]  # without the token's
         for i, name in part.casts.items():

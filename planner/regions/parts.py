@@ -13,7 +13,7 @@ from torch import fx, nn
 from passes._torch import is_dense
 from passes.alias import Aliases, Storage, alias
 from passes.errors import CaptureError, Unsupported
-from passes.leaves import casts, sums
+from passes.leaves import casts, read_views, sums
 from passes.profile import Measured, OpProfile, profile
 from passes.run.tensors import is_laid_out
 from passes.trace.arguments import state_tensors
@@ -77,6 +77,11 @@ class Part:
     def sums(self) -> dict[int, str]:
         """Primals whose gradient may be a sum."""
         return sums(self.traced)
+
+    @cached_property
+    def views(self) -> tuple[int, ...]:
+        """Outputs that are views in the plain step, which reads them itself."""
+        return read_views(self.traced)
 
     @cached_property
     def casts(self) -> dict[int, str]:

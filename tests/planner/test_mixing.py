@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,45 @@ def test_an_input_that_is_read_outside_too_is_said() -> None:
     x = torch.randn(4, 16) @ weight
     with pytest.warns(UserWarning, match="a sum"):
         (plan.module(x) + x.square().sum()).backward()
+
+
+class Penalised(nn.Module):
+    """Returns what it reads twice itself: a view where its input has three dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.layer(x.tanh())
+        return hidden, hidden.mean() + (hidden.mean(-1) * 1.7).sum()
+
+
+def _changed_in_place(call: Callable[..., Any], x: torch.Tensor, part: bool) -> None:
+    hidden, penalty = call(x)
+    (hidden[0] if part else hidden).mul_(0.5)
+    (hidden.exp().mean() + penalty).backward()
+
+
+@pytest.mark.parametrize("part", [True, False])
+@pytest.mark.parametrize("shape", [(4, 9, 16), (36, 16)], ids=["view", "own memory"])
+def test_a_result_that_is_read_and_changed_in_place_is_said_where_it_is_a_view(shape: Any, part: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Penalised(), torch.randn(*shape)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False, check=False)
+    _changed_in_place(plain, x, part)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _changed_in_place(plan.module, x, part)
+    gradients = [(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True)]
+    if len(shape) == 3:
+        assert any("changed in place" in str(w.message) for w in told)
+        for pair in gradients:
+            torch.testing.assert_close(*pair)
+    else:
+        assert not any("changed in place" in str(w.message) for w in told)
+        assert all(torch.equal(*pair) for pair in gradients)
 
 
 def _by_name(call: Call, model: nn.Module, x: torch.Tensor) -> None:

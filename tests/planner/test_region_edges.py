@@ -275,6 +275,45 @@ def test_what_sums_in_another_order_stays_eager_and_says_so() -> None:
     assert "layers.2" not in eager  # its terms come first in the backward, as in the plain step
 
 
+class Penalty(nn.Module):
+    """Reads what it returns, which is a view where its input has three dimensions, `often` or once."""
+
+    def __init__(self, often: bool) -> None:
+        super().__init__()
+        self.layer, self.often = nn.Linear(16, 16), often
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.layer(x.tanh())
+        return hidden, hidden.mean() + (hidden.mean(-1) * 1.7).sum() if self.often else hidden.mean()
+
+
+class Masked(nn.Module):
+    """Changes a region's result in place."""
+
+    def __init__(self, often: bool) -> None:
+        super().__init__()
+        self.front, self.back = Penalty(often), Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, penalty = self.front(x)
+        hidden[..., 3:5] = 0
+        return self.back(hidden).square().mean() + penalty
+
+
+@pytest.mark.parametrize(("often", "shape", "eager"), [
+    (True, (4, 8, 16), True), (False, (4, 8, 16), False), (True, (32, 16), False),
+])  # fmt: skip
+def test_a_view_that_is_read_and_then_changed_in_place_stays_eager(often: bool, shape: Any, eager: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Masked(often), torch.randn(*shape)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False, time_limit=1, check=False, regions=["front", "back"])
+    assert {r.path: "changed in place" in r.eager for r in plan.regions if r.eager} == ({"front": True} if eager else {})
+    plain(x).backward()
+    plan.module(x).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
 class Gated(nn.Module):
     """Reads its input twice, and a penalty of it is a scalar that looks like the loss."""
 

@@ -35,7 +35,8 @@ class DeviceKind:
         order_dependent: ops whose sums are added in an order that is not fixed, so that they run once.
         synchronize: wait until all kernels are done.
         peak_bytes: the highest point of memory above its level at the start, while something runs.
-        allocations: signed sizes of the allocator's events, as they were asked for, while something runs.
+        allocations: the allocator's events while something runs: addresses (0 where they are not told), and signed
+            sizes as they were asked for.
     """
 
     granule: int
@@ -46,7 +47,7 @@ class DeviceKind:
     order_dependent: frozenset[Any]
     synchronize: Callable[[torch.device], None]
     peak_bytes: Callable[[Callable[[], Any], torch.device], int]
-    allocations: Callable[[Callable[[], Any], torch.device], list[int]]
+    allocations: Callable[[Callable[[], Any], torch.device], list[tuple[int, int]]]
 
 
 def kind_of(device: torch.device) -> DeviceKind:
@@ -92,16 +93,20 @@ def _peak_on_cuda(run: Callable[[], Any], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _allocations_on_cuda(run: Callable[[], Any], device: torch.device) -> list[int]:
+def _allocations_on_cuda(run: Callable[[], Any], device: torch.device) -> list[tuple[int, int]]:
     with torch.cuda.device(device):
-        return [size for _, size in cuda_allocations(run)[0]]
+        return cuda_allocations(run)[0]
+
+
+def _without_addresses(sizes: list[int]) -> list[tuple[int, int]]:
+    return [(0, size) for size in sizes]
 
 
 KINDS = {
     "cpu": DeviceKind(
         granule=64, rng_state_bytes=5056, caches=False, rowwise_in_place=True, product_bytes=0,
         order_dependent=frozenset(), synchronize=lambda device: None, peak_bytes=_peak_on_cpu,
-        allocations=lambda run, _: allocator_events(run),
+        allocations=lambda run, _: _without_addresses(allocator_events(run)),
     ),
     "cuda": DeviceKind(  # a generator's state of 16 bytes is kept on the host
         granule=512, rng_state_bytes=0, caches=True, rowwise_in_place=False, product_bytes=2 * 33 << 20,
@@ -111,4 +116,4 @@ KINDS = {
 }  # fmt: skip
 
 # Nothing is allocated there: what storages take that ops make, without what kernels need for a moment.
-META = replace(KINDS["cpu"], allocations=lambda run, _: storage_events(run))
+META = replace(KINDS["cpu"], allocations=lambda run, _: _without_addresses(storage_events(run)))

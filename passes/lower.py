@@ -37,6 +37,10 @@ UPDATE = "optimizer_step"  # the op that stands for the update of the parameters
 NO_HOOKS: Mapping[str, int] = MappingProxyType({})
 
 
+GlueEvents = tuple[tuple[int, int, int | None], ...]
+KEPT = -2  # in the place of an allocation: one that is made once and stays for ever
+
+
 @dataclass(frozen=True)
 class Lowered:
     """A Problem, with what each op and tensor of it is in the graph.
@@ -51,6 +55,8 @@ class Lowered:
         leaves: which gradients leave before the backward's end, after which op.
         arriving: bytes of the gradients that are added to those from before, by the op that stands for it.
         gradient_bytes: the size of each parameter's gradient.
+        glue: for ops that stand for code that is not in the graph, by index, what that asks of the allocator, in
+            order: signed sizes, which allocation it is (or `KEPT`), and the tensor that it is for.
     """
 
     problem: Problem
@@ -65,6 +71,7 @@ class Lowered:
     leaves: tuple[Leave, ...] = ()
     arriving: Mapping[int, int] = field(default_factory=dict)
     gradient_bytes: tuple[int, ...] = ()
+    glue: Mapping[int, GlueEvents] = field(default_factory=dict)
 
 
 def split_nodes(traced: Traced) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -171,7 +178,7 @@ class _Lowering:
         resident = primals[: len(self.traced.state)] if self.region else primals
         static = sum(self._bytes(self.aliases.of[p]) for p in self._distinct(resident)) + accumulated + reserve_bytes
         static += self._constant_bytes()
-        static += kept_bytes(forward, self.profiles) + kept_bytes(backward, self.profiles)
+        static += sum(kept_sizes(forward, self.profiles)) + sum(kept_sizes(backward, self.profiles))
         problem = Problem(tuple(self.ops), tuple(self.tensors), num_forward, tuple(pinned), static)
         order = backward_order(problem, self._movable(num_forward))
         problem, self.nodes = in_order(problem, order), [self.nodes[i] for i in order]
@@ -469,9 +476,9 @@ def _same_layout(source: torch.Tensor, result: torch.Tensor) -> bool:
     )  # fmt: skip
 
 
-def kept_bytes(nodes: Collection[fx.Node], profiles: dict[fx.Node, OpProfile]) -> int:
+def kept_sizes(nodes: Collection[fx.Node], profiles: Mapping[fx.Node, OpProfile]) -> tuple[int, ...]:
     """What ops that run in one thread leave on the device for ever, each size once (cuBLAS has a handle per thread)."""
-    return sum(dict.fromkeys(size for n in nodes for _, size in (profiles[n].tape or NO_TAPE).kept))
+    return tuple(dict.fromkeys(size for n in nodes for _, size in (profiles[n].tape or NO_TAPE).kept))
 
 
 def stateful_primals(traced: Traced) -> tuple[int, ...]:

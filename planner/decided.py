@@ -18,6 +18,7 @@ from passes._torch import local_parts
 from passes.alias import is_compute
 from passes.leaves import cast_often
 from passes.rewrite import Rewritten
+from passes.run.arena import Arena
 from passes.run.step import Fallback, Step
 from passes.trace.modules import module_path
 from passes.trace.structure import unflatten
@@ -59,6 +60,7 @@ class Decided:
         checked: what was compared with the plain model by running both, over how many steps, or why nothing was.
         runs: the runs of regions, each decided and proved; none where the step is planned as a whole.
         compiled: whether Inductor made what runs the halves (`Plan.compile`).
+        arena: what the device's caching allocator is asked for before the first step by regions; see `Step`.
     """
 
     prepared: Prepared
@@ -69,6 +71,7 @@ class Decided:
     checked: Checked = NOT_RUN
     runs: tuple[PlannedRun, ...] = ()
     compiled: bool = False
+    arena: Arena = ()
 
     @property
     def cost_name(self) -> str:
@@ -120,7 +123,7 @@ class Decided:
     @cached_property
     def footprint(self) -> Footprint | None:
         """What the device's caching allocator makes of the schedule."""
-        return self.prepared.footprint(self.schedule, self.halves[1].arena if self.halves else ())
+        return self.prepared.footprint(self.schedule, self.halves[1].arena if self.halves else self.arena)
 
     @property
     def baseline_peak_bytes(self) -> int:

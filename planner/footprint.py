@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
 import torch
 from torch import fx
 
 from passes.allocator import ENDLESS, GRANULE, OWN_SEGMENT, CachingAllocator, Segment
 from passes.device import empty_cache, kind_of, room_bytes
-from passes.lower import UPDATE, Lowered
+from passes.lower import KEPT, UPDATE, GlueEvents, Lowered
 from passes.profile import OpProfile
 from passes.run._torch import segments_that_do_not_grow
 from passes.run.arena import Arena
 from passes.tape import Tape
+from solvers.problem import Op
 from solvers.replay import replay
 from solvers.schedule import Schedule
 
@@ -155,6 +157,7 @@ class _Recorder:
     events: of the step so far; an allocation is known by its number among them.
     held: the allocation that holds a tensor.
     kept: what ops have left behind for ever, on the forward's thread and on the backward's.
+    between: allocations of code that is not in the graph.
     """
 
     def __init__(self, lowered: Lowered, profiles: Profiles, state: tuple[int, ...]) -> None:
@@ -163,6 +166,7 @@ class _Recorder:
         self.count = 0
         self.held: dict[int, int] = {}
         self.kept: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
+        self.between: dict[int, int] = {}
         self.before = lowered.gradient_bytes if lowered.accumulated_bytes else ()
         self.state = state  # not made yet
 
@@ -170,10 +174,15 @@ class _Recorder:
         self.events, self.count, backward = [], 0, False
         self._keep(self.before)
         self.before = ()
-        for moment in replay(self.lowered.problem, schedule):
+        moments = list(replay(self.lowered.problem, schedule))
+        for k, moment in enumerate(moments):
             kind, i = moment.step
             if kind == "free":
                 self._drop(i)
+                continue
+            if i in self.lowered.glue:
+                after = takewhile(lambda m: m.step.kind == "free", islice(moments, k + 1, None))
+                self._play_glue(self.lowered.glue[i], {m.step.index for m in after}, backward)
                 continue
             backward = backward or i == self.lowered.tangent_op
             if self.lowered.problem.ops[i].name == UPDATE:
@@ -182,6 +191,9 @@ class _Recorder:
         self._update()
         for t in list(self.held):
             self._drop(t)
+        for block in self.between.values():
+            self._release(block)
+        self.between.clear()
         return tuple(self.events)
 
     def _allocate(self, size: int) -> int:
@@ -207,12 +219,29 @@ class _Recorder:
         if block is not None:
             self._release(block)
 
+    def _play_glue(self, events: GlueEvents, freed: Collection[int], backward: bool) -> None:
+        """Args: freed: the tensors that are freed right after it."""
+        for size, block, tensor in events:
+            if block == KEPT:
+                if not self.kept[backward][size]:
+                    self.kept[backward][size] += 1
+                    self._keep((size,))
+            elif size > 0 and tensor is None:
+                self.between[block] = self._allocate(size)
+            elif tensor is not None:
+                if size > 0:
+                    self.held[tensor] = self._allocate(size)
+                elif tensor in freed:
+                    self._drop(tensor)
+            elif block in self.between:  # what was there before the step is not the step's
+                self._release(self.between.pop(block))
+
     def _compute(self, i: int, donated: int | None, backward: bool) -> None:
         op, node = self.lowered.problem.ops[i], self.lowered.nodes[i]
         profile = self.profiles.get(node) if node is not None else None
         tape = profile.tape if profile is not None else None
         given = None if donated is None else self.held.pop(donated, None)
-        made = self._play(tape, given, backward) if tape else self._plain(op.workspace)
+        made = self._play(tape, given, backward) if tape else self._plain(self._pieces(op))
         for t in op.outputs:
             storage = self.lowered.storages[t]
             k = tape.results[storage.index] if tape and storage and storage.index < len(tape.results) else None
@@ -245,8 +274,14 @@ class _Recorder:
         self._keep(size for sizes in missing.values() for size in sizes)
         return made
 
-    def _plain(self, workspace: int) -> dict[int, int]:
-        return {-1: self._allocate(workspace)} if workspace else {}
+    def _plain(self, workspace: Iterable[int]) -> dict[int, int]:
+        return {-1 - k: self._allocate(size) for k, size in enumerate(workspace) if size}
+
+    def _pieces(self, op: Op) -> tuple[int, ...]:
+        """What it holds for a moment: the update of all parameters at once (`foreach`) a block for each of them."""
+        sizes = self.lowered.gradient_bytes
+        whole = op.name != UPDATE or op.workspace < sum(sizes)
+        return (op.workspace,) if whole else state_sizes(op.workspace, sizes)
 
     def _missing(self, tape: Tape, backward: bool) -> dict[int, list[int]]:
         """What the op leaves behind for ever and no op before it has, by the event that it comes before.

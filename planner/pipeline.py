@@ -178,7 +178,8 @@ def _emit_regions(
         regions, found.schedule,
         lambda part, own: emit(part, solution(part.problem, own, found.solver), None, progress),
     )  # fmt: skip
-    return Decided(prepared, found, None, budget_bytes, dict(progress.seconds), runs=runs)
+    arena = prepared.arena(found.schedule, budget_bytes)
+    return Decided(prepared, found, None, budget_bytes, dict(progress.seconds), runs=runs, arena=arena)
 
 
 def planned_runs(

@@ -40,9 +40,9 @@ def _counter_of(tensor: torch.Tensor) -> torch.Tensor:
 def warn_of_changed_view() -> None:
     """Say that a view that the step returns and reads was changed in place."""
     warnings.warn(
-        "a result of the planned step was changed in place. In the plain step it is a view that other parts of the step "
-        "read, too, and autograd then adds up their gradients before the caller's: in another order than here, which "
-        "shows in the last bits. For the same bits change a clone() of it, or use the out-of-place form.",
+        "a result of the planned step was changed in place. In the plain step it is a view that other parts of the "
+        "step read, too, and autograd then adds up their gradients before the caller's: in another order than here, "
+        "which shows in the last bits. For the same bits change a clone() of it, or use the out-of-place form.",
         stacklevel=2,
     )
 

@@ -22,6 +22,7 @@ from passes._torch import TORCH_FOLDER, active_saving_hooks, global_hooks, local
 from passes.device import kind_of
 from passes.errors import InputMismatch, NoBackward, Unsupported
 from passes.run._torch import Autocast
+from passes.run.arena import ask_for
 from passes.trace.arguments import argument_names, bind_call, run_model, set_forward, state_tensors
 from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match
@@ -191,6 +192,7 @@ class PlanState:
             _check_materialized(named.values(), lambda: list(named))
             entry.regions = regions_of(self.model, entry.planned)
         self.last = entry
+        ask_for(entry.planned.arena, entry.planned.prepared.device, entry.planned)
         with running_regions(entry.regions):
             output = plain(bound)
         if self.watching:

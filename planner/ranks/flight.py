@@ -152,9 +152,9 @@ def loss_bytes(loss_fn: Callable[[Any], torch.Tensor], output: Any, device: torc
     return LossBytes(highest, level, level + above, level + change - handed)
 
 
-def _levels(events: list[int], granule: int) -> tuple[int, int]:
+def _levels(events: list[tuple[int, int]], granule: int) -> tuple[int, int]:
     """The highest point, and the last."""
-    levels = [0, *accumulate(round_up(e, granule) if e > 0 else -round_up(-e, granule) for e in events)]
+    levels = [0, *accumulate(round_up(e, granule) if e > 0 else -round_up(-e, granule) for _, e in events)]
     return max(levels), levels[-1]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from passes.lower import Lowered
+from passes.lower import GlueEvents, Lowered
 from passes.memory import round_up
 from solvers.problem import Op, Problem, Tensor
 
@@ -27,6 +27,7 @@ class Composed:
         forward, backward: for each run its ops there.
         local: for each op its run and its index in that run's own Problem; None for glue.
         tensors: for each run, its own tensors as tensors of the flat Problem; None for memory that stays anyway.
+        glue: for each op of glue what it asks of the allocator, as `Lowered.glue`.
     """
 
     problem: Problem
@@ -34,6 +35,7 @@ class Composed:
     backward: tuple[range, ...]
     local: tuple[tuple[int, int] | None, ...]
     tensors: tuple[dict[int, int | None], ...]
+    glue: dict[int, GlueEvents]
 
 
 def compose(
@@ -62,6 +64,7 @@ class _Composition:
         self.left: list[_Left] = []  # what earlier glue left, latest last
         self.dropped: set[Edge] = set()
         self.num_forward = 0
+        self.glue: dict[int, GlueEvents] = {}
 
     def build(self, static_bytes: int, glue_cost: int) -> Composed:
         glue, self.dropped = glue_ops(self.hollow, self.granule)
@@ -80,7 +83,7 @@ class _Composition:
         cost = sum(op.cost for op in self.ops) + glue_cost
         problem = Problem(tuple(self.ops), tuple(self.made), self.num_forward, pinned, static_bytes, cost)
         forward, backward = (tuple(self.spans[kind]) for kind in ("forward", "backward"))
-        return Composed(problem, forward, backward, tuple(self.local), tuple(self.tensors))
+        return Composed(problem, forward, backward, tuple(self.local), tuple(self.tensors), self.glue)
 
     # Runs of regions ----------------------------------------------------------------------------------------------
 
@@ -136,6 +139,8 @@ class _Composition:
         if op.kept_bytes:
             self.left.append(_Left(index, op.kept_bytes))
         if read or made or op.kept_bytes or op.workspace:
+            found = ((e.size, e.block, None if e.edge is None else self._of_edge(e.edge)) for e in op.events)
+            self.glue[index] = tuple(found)
             self._add(Op(name, tuple(dict.fromkeys(read)), tuple(made), 0, op.workspace, False), None)
 
     def _released(self, size: int) -> list[int]:

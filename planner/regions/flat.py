@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
@@ -97,8 +98,16 @@ def _below(path: str, meta: dict[str, Any]) -> dict[str, Any]:
     return new
 
 
+@dataclass(frozen=True)
+class Besides:
+    """What is there besides the runs of regions; as in `Lowered`."""
+
+    accumulated_bytes: int
+    gradient_bytes: tuple[int, ...]
+
+
 def lowered_of(
-    composed: Composed, lowered: Sequence[Lowered], flat: FlatGraph, aliases: Aliases, accumulated_bytes: int
+    composed: Composed, lowered: Sequence[Lowered], flat: FlatGraph, aliases: Aliases, besides: Besides
 ) -> Lowered:
     """What each op and tensor of the flat Problem is in the flat graph."""
     nodes: list[fx.Node | None] = []
@@ -119,7 +128,8 @@ def lowered_of(
     of_storage = {s: t for t, s in enumerate(storages) if s is not None}
     return Lowered(
         composed.problem, tuple(nodes), tuple(storages), rng_state, (), composed.problem.num_forward,
-        {n: i for i, n in enumerate(nodes) if n is not None}, of_storage, accumulated_bytes,
+        {n: i for i, n in enumerate(nodes) if n is not None}, of_storage, besides.accumulated_bytes,
+        gradient_bytes=besides.gradient_bytes, glue=composed.glue,
     )  # fmt: skip
 
 

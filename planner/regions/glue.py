@@ -7,13 +7,18 @@ outputs are allocated while its inputs are held, so where memory is freed first,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from passes.lower import KEPT
 from passes.memory import round_up
 from solvers.errors import PlannerError
 
 from .hollow import Crossings, Edge, Mark
+
+STATIC = -1
+UNTOLD = -1
 
 
 @dataclass(eq=False)
@@ -25,6 +30,7 @@ class GlueOp:
         dropped: crossing storages that glue holds until its end.
         kept_bytes: what else it allocates and leaves, and `released_bytes` what it frees of what earlier ones left.
         peak_bytes: the highest point above its start, `made` and `kept_bytes` included.
+        events: what it asks of the allocator, in order.
     """
 
     made: list[Edge] = field(default_factory=list)
@@ -33,6 +39,7 @@ class GlueOp:
     lowest: int = 0
     peak_bytes: int = 0
     made_bytes: int = 0
+    events: list[Event] = field(default_factory=list)
 
     @property
     def kept_bytes(self) -> int:
@@ -62,12 +69,23 @@ class GlueOp:
 
 
 @dataclass
-class _Event:
+class Event:
+    """An allocation, or a free (of negative size).
+
+    Attributes:
+        block: which allocation, where addresses are told; `KEPT` where it was made once and stays for ever.
+        edge: the storage that crosses edges which it is for.
+        parts: those whose sum it is.
+    """
+
     size: int
+    address: int = 0
+    block: int = UNTOLD
     edge: Edge | None = None
+    parts: tuple[Event, ...] = ()
 
 
-Stretch = list[_Event]
+Stretch = list[Event]
 
 
 def glue_ops(hollow: Crossings, granule: int) -> tuple[list[list[GlueOp]], set[Edge]]:
@@ -102,17 +120,20 @@ def _is_inside(marks: Sequence[Mark], i: int) -> bool:
     return i > 0 and marks[i - 1].kind.endswith(" in")
 
 
-def _between(events: Sequence[int], marks: Sequence[Mark]) -> list[Stretch]:
+def _between(events: Sequence[tuple[int, int]], marks: Sequence[Mark]) -> list[Stretch]:
     stretches: list[Stretch] = [[]]
     waiting = iter(marks)
     mark = next(waiting, None)
-    for size in events:
+    live: dict[int, int] = {}
+    for number, (address, size) in enumerate(events):
+        if size > 0:
+            live[address] = KEPT if address == KEPT else number if address else UNTOLD
         if mark is not None and size == mark.size:
             stretches.append([])
         elif mark is not None and size == -mark.size:
             mark = next(waiting, None)
         else:
-            stretches[-1].append(_Event(size))
+            stretches[-1].append(Event(size, address, live.get(address, UNTOLD)))
     if mark is not None or len(stretches) != len(marks) + 1:
         raise PlannerError("the allocator did not report all that a step allocates, so that glue cannot be measured.")
     return stretches
@@ -126,21 +147,24 @@ def _attribute(edge: Edge, stretches: Sequence[Stretch], outside: Sequence[Stret
         return
     birth.edge = edge
     if edge.died >= 0:
-        death = next((e for e in stretches[edge.died] if e.size == -edge.size and e.edge is None), None)
+        death = next((e for e in stretches[edge.died] if _frees(e, birth)), None)
         if death is not None:
             death.edge = edge
 
 
-def _birth(edge: Edge, outside: Sequence[Stretch]) -> _Event | None:
+def _frees(event: Event, birth: Event) -> bool:
+    return event.size == -birth.size and event.block == birth.block and event.edge is None
+
+
+def _birth(edge: Edge, outside: Sequence[Stretch]) -> Event | None:
     """The latest allocation of that size before the edge was seen, outside of regions: what is made in one dies there.
 
-    Of several, any will do: every event counts once, so that who made what changes no total.
+    Of several, where addresses are not told, any will do: every event counts once, so that who made what changes no
+    total.
     """
     before = (e for stretch in reversed(outside[: edge.born + 1]) for e in reversed(stretch))
-    return next((e for e in before if e.size == edge.size and e.edge is None), None)
-
-
-STATIC = -1
+    found = (e for e in before if e.size == edge.size and e.address in (0, edge.address))
+    return next((e for e in found if e.edge is None), None)
 
 
 def _left_over(stretch: Stretch, granule: int, given: Sequence[Edge | None]) -> Stretch:
@@ -151,20 +175,35 @@ def _left_over(stretch: Stretch, granule: int, given: Sequence[Edge | None]) -> 
     """
     freed = [e for e in stretch if e.edge is not None and e.size < 0 and e.edge not in given]
     made = [e for e in stretch if e.edge is not None and e.size > 0 and e.edge.run is None]
-    net = sum(_rounded(e.size, granule) for e in stretch if e.edge is None)
-    return [*([_Event(net)] if net else []), *made, *freed]
+    parts = _unmatched(e for e in stretch if e.edge is None and e.block != KEPT)
+    net = sum(_rounded(part.size, granule) for part in parts)
+    return [*([Event(net, parts=parts)] if net else []), *made, *freed]
+
+
+def _unmatched(events: Iterable[Event]) -> tuple[Event, ...]:
+    """Allocations that stay, and frees of what was there before."""
+    net = Counter[tuple[int, int]]()
+    for event in events:
+        net[abs(event.size), event.block] += 1 if event.size > 0 else -1
+    left = ((size if n > 0 else -size, block, abs(n)) for (size, block), n in net.items())
+    return tuple(Event(size, block=block) for size, block, count in left for _ in range(count))
 
 
 def _ops(stretch: Stretch, granule: int) -> list[GlueOp]:
     ops = [GlueOp()]
     for event in stretch:
         size = _rounded(event.size, granule)
+        if event.block == KEPT:
+            ops[-1].events.append(event)
+            continue
         if event.edge is not None and event.size < 0:
             ops[-1].dropped.append(event.edge)
+            ops[-1].events.append(event)
             continue
         if size > 0 and not ops[-1].has_room_for(size):
             ops.append(GlueOp())
         ops[-1].add(size, event.edge)
+        ops[-1].events += event.parts or (event,)
     return ops
 
 

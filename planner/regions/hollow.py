@@ -17,7 +17,8 @@ from torch import fx, nn
 
 from passes._torch import StorageWeakRef, active_saving_hooks, disable_current_modes, local_part, swapped_state
 from passes.alias import Storage
-from passes.device import kind_of
+from passes.device import empty_cache, kind_of
+from passes.lower import KEPT
 from passes.memory import place, without_collections
 from passes.profile import Counting
 from passes.run._torch import backward_number, under_autocast
@@ -56,7 +57,7 @@ class Edge:
     """A storage that crosses the edge of a region.
 
     Attributes:
-        size: by which it is found among the allocator's events.
+        size, address: by which it is found among the allocator's events.
         run, storage: the run of a region that makes it, and what it is there; None where glue makes it.
         born, died: indices of the first mark at which it was there, and at which it was gone.
     """
@@ -65,6 +66,7 @@ class Edge:
         self.size, self.run, self.storage = size, run, storage
         self.born, self.died = 0, -1
         self.memory: Any = None
+        self.address = 0
 
 
 @dataclass(eq=False)
@@ -102,13 +104,13 @@ class Crossings:
     """What a Problem of the step is composed from.
 
     Attributes:
-        events: signed sizes of the allocator's events.
+        events: the allocator's: addresses (0 where they are not told; `KEPT`) and signed sizes.
         edges, found: storages that cross the edges of regions, made by regions and made by glue.
     """
 
     runs: Sequence[Run]
     marks: Sequence[Mark]
-    events: Sequence[int]
+    events: Sequence[tuple[int, int]]
     edges: Mapping[int, Edge]
     found: Mapping[int, Edge]
 
@@ -117,7 +119,7 @@ class Hollow:
     """What one hollow run showed; see the module.
 
     Attributes:
-        events: signed sizes of the allocator's events.
+        events: as of `Crossings`.
         again: whether something was learned or refused, so that another run will differ.
         called: how often each candidate was called.
         accumulated_bytes: whole gradients that sharded modules kept from a step before.
@@ -132,7 +134,7 @@ class Hollow:
         self.edges: dict[int, Edge] = {}
         self.found: dict[int, Edge] = {}
         self.runs: list[Run] = []
-        self.events: list[int] = []
+        self.events: list[tuple[int, int]] = []
         self.again = self.inside = self.late = False
         self.counting: Counting | None = None
         self.called: dict[str, int] = {}
@@ -193,7 +195,7 @@ class Hollow:
             return self.edges[size]
         if memory._cdata not in self.found:  # the weak reference keeps the address from being used anew
             edge = self.found[memory._cdata] = Edge(size)
-            edge.memory, edge.born = StorageWeakRef(memory), len(self.marks)
+            edge.memory, edge.born, edge.address = StorageWeakRef(memory), len(self.marks), memory.data_ptr()
         return self.found[memory._cdata]
 
     def _size(self, like: int) -> int:
@@ -205,9 +207,32 @@ class Hollow:
         self.latest[first] = size
         return size
 
+    def tell_kept(self, first: Hollow) -> None:
+        """Put in what an equal run before this one asked for alone, and has kept: workspaces of cuBLAS."""
+        spare = Counter(n for _, n in first.events if n > 0) - Counter(n for _, n in self.events if n > 0)
+        live = {address: i for i, (address, size) in enumerate(first.events) if size > 0}
+        for i, (address, size) in enumerate(first.events):
+            if size < 0 and live.get(address, i) < i:
+                del live[address]
+        for i in sorted(live.values()):
+            size = first.events[i][1]
+            if spare[size]:
+                spare[size] -= 1
+                self.events.insert(i, (KEPT, size))
+
+    @property
+    def kept(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The sizes of that, in the forward's thread and in the backward's."""
+        begins = next(mark.size for mark in self.marks if mark.kind == "backward")
+        at = [size for _, size in self.events].index(begins)
+        forward, backward = (
+            tuple(n for address, n in part if address == KEPT) for part in (self.events[:at], self.events[at:])
+        )
+        return forward, backward
+
     def ordinary_sizes(self) -> set[int]:
         """What the step itself allocates, also where something of this run has that size by chance."""
-        times = Counter(size for size in self.events if size > 0)
+        times = Counter(size for _, size in self.events if size > 0)
         return {size for size, count in times.items() if count > 1 or size not in self.sizes}
 
 
@@ -427,7 +452,14 @@ class Sample:
         """
         kept = casts_kept(torch.is_autocast_cache_enabled())  # a copy of what one rank gathers alone is a wrong one
         with scattered(self.model), gathered_gradients_aside(self.model), kept:
-            return self._run(candidates, parts, counting)
+            if counting is not None or not kind_of(self.device).caches:
+                return self._run(candidates, parts, counting)
+            empty_cache(self.device)
+            first = self._run(candidates, parts, None)  # in which products ask for workspaces, and keep them
+            hollow = self._run(candidates, parts, None)
+            hollow.again = hollow.again or first.again
+            hollow.tell_kept(first)
+            return hollow
 
     def _run(self, candidates: Mapping[str, nn.Module], parts: Parts, counting: Counting | None) -> Hollow:
         entries = state_entries(self.model)
@@ -476,7 +508,7 @@ class Sample:
                 hollow.accumulated_bytes = gathered_gradient_bytes(self.model)
                 if counting is None:
                     events = without_collections(lambda: kind_of(self.device).allocations(step, self.device))
-                    hollow.events = [size for size in events if -size not in left]
+                    hollow.events = [event for event in events if -event[1] not in left]
                     parts.ordinary |= hollow.ordinary_sizes()
                 else:
                     hollow.counting = counting
@@ -548,8 +580,8 @@ OTHER_SUM = (
 
 
 CHANGED_VIEW = (
-    "a result of it is changed in place, and is a view that it reads, too: the gradient would be summed in another order "
-    "than the plain step's"
+    "a result of it is changed in place, and is a view that it reads, too: the gradient would be summed in another "
+    "order than the plain step's"
 )
 
 

@@ -171,7 +171,7 @@ class Parts:
                 raise self.errors[alike]
             part = self._capture(module, bound, key, asked)
         except (CaptureError, Unsupported) as error:
-            self.errors[alike] = error
+            self.errors[alike] = _alone(error)
             self.refuse(path, str(error))
             return None, True
         self.known.append(part)
@@ -227,6 +227,14 @@ class Parts:
         self.layouts.update(made)
         self.known.clear()
         return True
+
+
+def _alone(error: CaptureError | Unsupported) -> CaptureError | Unsupported:
+    """The error without the frames that it came through: they hold tensors of the step, in cycles that autograd closes,
+    which the collector does not see.
+    """
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _looks(module: nn.Module) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import gc
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -12,9 +13,10 @@ from torch import fx, nn
 
 from passes._torch import is_distributed, local_part
 from passes.alias import Aliases, alias
+from passes.device import kind_of
 from passes.errors import CaptureError, Unsupported
 from passes.exclusive import exclusive, interrupt_point
-from passes.lower import UPDATE, Lowered
+from passes.lower import UPDATE, Lowered, kept_sizes, split_nodes
 from passes.memory import granule, place, round_up
 from passes.printable import printable
 from passes.profile import Counting
@@ -28,6 +30,7 @@ from passes.trace.structure import Constant, flatten, slots
 from planner.check.restore import Generators
 from planner.elsewhere import held_bytes
 from planner.errors import NothingTrained, PlannerError, RegionError
+from planner.footprint import Start, start_of
 from planner.hints import Hinted, resolve
 from planner.optimizer import NO_UPDATE
 from planner.options import Options
@@ -35,10 +38,11 @@ from planner.prepared import Prepared, Regions, lower_step, model_device
 from planner.progress import Progress
 from solvers.order import plain_peak
 from solvers.problem import Op, Problem
+from solvers.schedule import plain_order, with_frees
 
 from .compose import Composed, compose
 from .find import Candidates, candidates
-from .flat import FlatGraph, lowered_of, suffixes
+from .flat import Besides, FlatGraph, lowered_of, suffixes
 from .hollow import Crossings, Hollow, Sample
 from .losses import LOSS
 from .parts import NO_GRADIENT, Part, Parts
@@ -162,6 +166,7 @@ def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Opti
         if chosen.refine(parts.refused, hollow.called, kinds) or hollow.again:
             continue
         if not parts.profile(sample.device.type != "meta", options.cost == "measured"):
+            parts.errors.clear()  # with what the calls were given
             return hollow
     raise RegionError(f"the step takes another course each time that it is run: {_first(parts.refused)}")
 
@@ -173,17 +178,21 @@ def _first(refused: Mapping[str, str]) -> str:
 
 def _prepared(found: _Found, required_hints: bool) -> Prepared:
     options, device, hollow = found.options, found.device, found.hollow
-    own = {id(p): _of_part(p, options, device) for p in found.parts.known}
+    parts = {id(run.part): run.part for run in hollow.runs}
+    own = {i: _of_part(part, options, device) for i, part in parts.items()}
     prepared = [own[id(run.part)] for run in hollow.runs]
     traced, flat = _flat(found)
-    accumulated = _accumulated_bytes(found)
-    static = _resident_bytes(found) + accumulated + held_bytes(flat.profiles, device, found.target)
-    whole = _Together(hollow.crossings, [p.lowered for p in prepared], traced, flat, found.glue_cost, accumulated)
+    besides = _besides(found)
+    static = _resident_bytes(found) + besides.accumulated_bytes + held_bytes(flat.profiles, device, found.target)
+    static += _kept_bytes(parts.values(), hollow.kept)
+    whole = _Together(hollow.crossings, [p.lowered for p in prepared], traced, flat, found.glue_cost, besides)
     composed, view, hinted = whole.composed(options, device, static, required_hints)
-    return Prepared(
+    made = Prepared(
         traced, whole.aliases, flat.profiles, view, device, plain_peak(view.problem), options, hinted,
-        printable(type(found.model).__name__), found.parts.layouts, None, found.regions(composed, prepared),
+        printable(type(found.model).__name__), found.parts.layouts, _start(found), found.regions(composed, prepared),
     )  # fmt: skip
+    plain = made.footprint(with_frees(view.problem, plain_order(view.problem)))
+    return made if plain is None else replace(made, baseline_peak_bytes=plain.allocated_bytes)
 
 
 def composed_anew(prepared: Prepared, own: Sequence[Prepared]) -> Prepared:
@@ -203,8 +212,9 @@ def composed_anew(prepared: Prepared, own: Sequence[Prepared]) -> Prepared:
     )  # fmt: skip
     module = flat.of([(run.path, part) for run, part in zip(runs, parts, strict=True)])
     traced = replace(prepared.traced, graph_module=module, pristine=flat.graph)
-    accumulated = prepared.lowered.accumulated_bytes
-    whole = _Together(regions.crossings, lowered, traced, flat, regions.glue_cost, accumulated)
+    before = prepared.lowered
+    besides = Besides(before.accumulated_bytes, before.gradient_bytes)
+    whole = _Together(regions.crossings, lowered, traced, flat, regions.glue_cost, besides)
     options = replace(prepared.options, cost=own[0].options.cost)
     composed, view, hinted = whole.composed(options, prepared.device, prepared.problem.static_bytes, False)
     return replace(
@@ -233,7 +243,7 @@ class _Together:
     traced: Traced
     flat: FlatGraph
     glue_cost: int
-    accumulated_bytes: int
+    besides: Besides
 
     @cached_property
     def aliases(self) -> Aliases:
@@ -249,7 +259,7 @@ class _Together:
             glue_cost=self.glue_cost, static_bytes=static_bytes,
         )  # fmt: skip
         composed = _with_update(composed, options.update.step_bytes)
-        view = lowered_of(composed, self.lowered, self.flat, self.aliases, self.accumulated_bytes)
+        view = lowered_of(composed, self.lowered, self.flat, self.aliases, self.besides)
         hinted = resolve(options.hints, self.traced, self.aliases, target, required=required_hints)
         once = {view.node_op[n] for n, hint in hinted.items() if hint.once and n in view.node_op}
         composed = replace(composed, problem=_run_once(composed.problem, once))
@@ -290,22 +300,45 @@ def _whole(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device="meta") if is_distributed(t) else t
 
 
+def _resident(found: _Found) -> list[torch.Tensor]:
+    """Parameters, buffers and inputs."""
+    inputs, _ = flatten(dict(found.arguments))
+    return [*map(local_part, state_tensors(found.model, state_entries(found.model))), *inputs]
+
+
+def _start(found: _Found) -> Start | None:
+    """The device's caching allocator, with what the step finds there; None where there is none."""
+    here = found.device.type == found.target.type and kind_of(found.device).caches
+    if not here or found.hollow.imagined or has_sharded(found.model):
+        return None
+    gc.collect()  # what refusals and runs left in cycles
+    return start_of(_resident(found), found.device)
+
+
+def _kept_bytes(parts: Iterable[Part], glue: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
+    """What products leave on the device for ever, each size once in each thread that runs some."""
+    kept = tuple(dict.fromkeys(sizes) for sizes in glue)
+    for part in parts:
+        for found, nodes in zip(kept, split_nodes(part.traced), strict=True):
+            found.update(dict.fromkeys(kept_sizes(nodes, part.profiles or {})))
+    return sum(map(sum, kept))
+
+
 def _resident_bytes(found: _Found) -> int:
     """Parameters, buffers and inputs, and what is set aside."""
-    inputs, _ = flatten(dict(found.arguments))
-    tensors = (*map(local_part, state_tensors(found.model, state_entries(found.model))), *inputs)
-    storages = [t.untyped_storage() for t in tensors]
+    storages = [t.untyped_storage() for t in _resident(found)]
     sizes = {place(s): round_up(s.nbytes(), granule(found.target)) for s in storages}
     return sum(sizes.values()) + found.options.set_aside_bytes
 
 
-def _accumulated_bytes(found: _Found) -> int:
-    """Gradients from before the step."""
-    gathered = found.hollow.accumulated_bytes
-    if found.options.gradients != "accumulated" or has_sharded(found.model):
-        return gathered
-    trained = [p for p in found.model.parameters() if p.requires_grad]
-    return gathered + sum(round_up(p.numel() * p.element_size(), granule(found.target)) for p in trained)
+def _besides(found: _Found) -> Besides:
+    """Gradients, of which those from before the step are there throughout."""
+    accumulated = found.hollow.accumulated_bytes
+    trained = [] if has_sharded(found.model) else [p for p in found.model.parameters() if p.requires_grad]
+    sizes = tuple(round_up(p.numel() * p.element_size(), granule(found.target)) for p in trained)
+    if found.options.gradients == "accumulated":
+        accumulated += sum(sizes)
+    return Besides(accumulated, sizes)
 
 
 def _run_once(problem: Problem, once: Collection[int]) -> Problem:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from passes.lower import UPDATE
 from passes.memory import measure_peak
 from planner import CaptureError, Plan, PlannerError, RegionError, auto_checkpoint
-from planner.regions.glue import GlueOp, _Event, _ops
+from planner.regions.glue import Event, GlueOp, _ops
 from planner.regions.hollow import Edge
 from planner.session import open_session
 from tests.planner.steps import Block, SmallGPT, assert_same_gradients, assert_same_state
@@ -379,7 +379,7 @@ def test_patterns_that_name_nothing() -> None:
 # Glue -----------------------------------------------------------------------------------------------------------------
 
 
-def naive(events: Sequence[_Event]) -> tuple[int, int]:
+def naive(events: Sequence[Event]) -> tuple[int, int]:
     """Highest point and end of a stretch, storages that cross edges being held until glue drops them."""
     level = peak = 0
     for event in events:
@@ -409,12 +409,12 @@ def test_glue_ops_are_exact() -> None:
             kind = rng.random()
             if kind < 0.1 and held:
                 edge = held.pop()
-                events.append(_Event(-edge.size, edge))
+                events.append(Event(-edge.size, edge=edge))
             elif kind < 0.2 and born:
                 edge = born.pop()
-                events.append(_Event(edge.size, edge))
+                events.append(Event(edge.size, edge=edge))
             else:
-                events.append(_Event(64 * rng.randint(-6, 6)))
+                events.append(Event(64 * rng.randint(-6, 6)))
         assert told(_ops(events, 64), sizes) == naive(events)
 
 

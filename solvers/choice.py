@@ -24,7 +24,7 @@ from typing import Any
 import highspy
 import numpy as np
 
-from .mip import Worker, job_of
+from .mip import Worker, introduce, job_of
 from .repeats import Run
 
 SCALE = 1000.0
@@ -160,6 +160,7 @@ class Choice:
         program.a_matrix_.start_ = np.cumsum([0, *map(len, terms)]).astype(np.int32)
         program.a_matrix_.index_ = np.array([c for row in terms for c, _ in row], dtype=np.int32)
         program.a_matrix_.value_ = np.array([v for row in terms for _, v in row], dtype=float)
+        introduce()
         highs = highspy.Highs()
         highs.setOptionValue("output_flag", False)
         highs.passModel(program)

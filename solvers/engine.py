@@ -21,7 +21,7 @@ import numpy as np
 import pulp
 
 from .errors import SolverUnavailable
-from .mip import Worker, job_of
+from .mip import Worker, introduce, job_of
 from .peaks import NO_ROWS, Rows
 from .staged import StagedModel
 
@@ -110,6 +110,7 @@ class _HighsRun:
     def __init__(self, model: StagedModel, deadline: float) -> None:
         self.model = model
         self.deadline = deadline
+        introduce()
         solver = pulp.HiGHS(msg=False, mip=False, threads=2)
         solver.createAndConfigureSolver(model.program)
         _shielded(lambda: solver.buildSolverModel(model.program))

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import IO, Any
@@ -32,6 +33,7 @@ PARTS = ("num_col_", "num_row_", "col_cost_", "col_lower_", "col_upper_", "row_l
 MATRIX = ("start_", "index_", "value_")
 BOOT = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 GRACE_SECONDS = 0.3
+STDOUT = 1
 
 Message = dict[str, Any]
 
@@ -157,6 +159,24 @@ def _receive(pipe: IO[bytes], take: Callable[[Message | None], None]) -> None:
     take(None)
 
 
+@cache
+def introduce() -> None:
+    """Have HiGHS introduce itself where nobody reads it: from 1.16 on it does so once in a process, asked or not."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    try:
+        kept, nowhere = os.dup(STDOUT), os.open(os.devnull, os.O_WRONLY)
+    except OSError:  # closed: there is nothing to keep quiet
+        return
+    try:
+        os.dup2(nowhere, STDOUT)
+        highspy.Highs()
+    finally:
+        os.dup2(kept, STDOUT)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def _tell(bound: float, values: Any = None, *, infeasible: bool = False, done: bool = False) -> None:
     """In the process: what is known by now, as a line of JSON and the values behind it."""
     data = b"" if values is None else np.array(values, dtype=np.float64).tobytes()
@@ -168,6 +188,7 @@ def _tell(bound: float, values: Any = None, *, infeasible: bool = False, done: b
 def _minimise(job: Message) -> None:
     """In the process: solve one program, telling of every better bound and solution."""
     begin, best = time.monotonic(), -math.inf
+    introduce()  # what the caller reads is a message
     highs = highspy.Highs()
     for name, value in {"output_flag": False, **job["options"]}.items():
         highs.setOptionValue(name, value)

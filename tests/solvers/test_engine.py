@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from solvers import BudgetError, Problem, Status, floor_bytes, solve
+from solvers import BudgetError, Problem, Status, floor_bytes, mip, solve
 from solvers.engine import _shielded, solve_staged
 from solvers.mip import Worker
 from solvers.solution import plain_solution
@@ -77,6 +77,32 @@ class Silent(Worker):
             self.process = subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         for message in self.told:
             self.answers.put(message)
+
+
+INTRODUCED = """
+import os, runpy, sys, highspy
+class Introduced(highspy.Highs):
+    told = False
+    def __init__(self):
+        if not Introduced.told:
+            Introduced.told = True
+            os.write(1, b"Running HiGHS 1.16.0\\n")
+        super().__init__()
+highspy.Highs = Introduced
+"""
+
+
+def test_what_highs_says_of_itself_is_no_answer_and_reaches_nobody(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Releases from 1.16 on print a line on standard output when the first instance in a process is made."""
+    problem = chain(40)
+    monkeypatch.setattr(mip, "BOOT", INTRODUCED + mip.BOOT)
+    found = solve(problem, half_way(problem), solver="ilp", gap=0.0, time_limit=3.0)
+    assert not any("only its relaxation" in note for note in found.notes)
+    here = f"{INTRODUCED}from solvers.mip import introduce\nintroduce()\nhighspy.Highs()"
+    subprocess.run([sys.executable, "-c", here], check=True, timeout=60)
+    assert capfd.readouterr().out == ""
 
 
 def test_a_silent_process_is_ended_and_what_it_said_counts() -> None:

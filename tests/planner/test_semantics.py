@@ -1116,6 +1116,15 @@ def norm_without_statistics_in_a_checkpoint(self: Any, x: torch.Tensor) -> Any:
     return checkpoint(lambda t: self.norm(self.layer(t)), x, use_reentrant=False)
 
 
+# What stands for a parameter ---------------------------------------------------------------------------------------
+
+
+@case("types", "same", buffer_own=lambda: torch.ones(8))
+def asks_what_is_a_parameter(self: Any, x: torch.Tensor) -> Any:
+    kinds = [isinstance(t, nn.Parameter) for t in (self.layer.weight, self._buffers["buffer_own"], x)]
+    return self.layer(x) * (2.0 if kinds == [True, False, False] else 3.0)
+
+
 # A.10: tensors hidden in outputs ------------------------------------------------------------------------------------
 
 

@@ -67,6 +67,11 @@ DATA = Construct(
     "Change the tensor in place (copy_, under no_grad), or assign the attribute of a buffer.",
 )
 
+SAVED = Construct(
+    "hooks on saved tensors in forward",
+    "a planned step keeps its tensors itself, so the hooks would not change what the backward reads",
+    "Leave them out (the plan decides what is kept), or put them around submodules of their own.",
+)
 GRADIENT = Construct(
     "a parameter's .grad or requires_grad in forward",
     "it is what tracing found, and the planned steps neither read nor set it",
@@ -248,6 +253,8 @@ class Watch(TorchFunctionMode):
             self.notes += (f"forward reads the environment at {place(caller)}: its value while planning counts",)
         elif code is _REENTRANT and any(getattr(a, "requires_grad", False) for a in frame.f_locals["args"]):
             self._refuse(REENTRANT, user_frame(frame))
+        elif code is _SAVED and not _keeps_values(frame.f_locals["self"]):
+            self._refuse(SAVED, caller)
         elif code is _CHECKPOINT:
             self._open.append((frame, place(user_frame(frame)), self.updates()))
 
@@ -266,7 +273,14 @@ _CHECKPOINT = _code_of(torch.utils.checkpoint.checkpoint)
 _REENTRANT = _code_of(torch.utils.checkpoint.CheckpointFunction.forward)
 
 
-_WATCHED = frozenset({_ENVIRONMENT, _CHECKPOINT, _REENTRANT})
+_SAVED = _code_of(torch.autograd.graph.saved_tensors_hooks.__enter__)
+_WATCHED = frozenset({_ENVIRONMENT, _CHECKPOINT, _REENTRANT, _SAVED})
+
+
+def _keeps_values(hooks: torch.autograd.graph.saved_tensors_hooks) -> bool:
+    """Whether these are torch's own (`save_on_cpu`, those of a checkpoint), which give back what they were given."""
+    kind = type(hooks)
+    return kind is not torch.autograd.graph.saved_tensors_hooks and kind.__module__.partition(".")[0] == "torch"
 
 
 def _sets(func: Any, name: str, accessor: str = "__set__") -> bool:

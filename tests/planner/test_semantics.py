@@ -1116,6 +1116,34 @@ def norm_without_statistics_in_a_checkpoint(self: Any, x: torch.Tensor) -> Any:
     return checkpoint(lambda t: self.norm(self.layer(t)), x, use_reentrant=False)
 
 
+# Hooks on saved tensors ---------------------------------------------------------------------------------------------
+
+
+class Halves(torch.autograd.graph.saved_tensors_hooks):
+    """Keeps what autograd saves in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda t: t.half(), lambda t: t.float())
+
+
+@case("saved", "refused")
+def saves_in_half_precision(self: Any, x: torch.Tensor) -> Any:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float()):  # <<
+        return torch.tanh(self.layer(x))
+
+
+@case("saved", "refused", hooks=Halves)
+def saves_by_hooks_of_its_own(self: Any, x: torch.Tensor) -> Any:
+    with self.hooks:  # <<
+        return torch.tanh(self.layer(x))
+
+
+@case("saved", "same")
+def saves_on_the_cpu(self: Any, x: torch.Tensor) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        return torch.tanh(self.layer(x))
+
+
 # What stands for a parameter ---------------------------------------------------------------------------------------
 
 

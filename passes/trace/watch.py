@@ -24,7 +24,15 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import TORCH_FOLDER
 from ..errors import Unsupported
-from .places import is_users, is_users_file, is_users_own, place, user_frame
+from .places import (
+    compares_types_of_tensors,
+    is_users,
+    is_users_file,
+    is_users_own,
+    place,
+    place_at,
+    user_frame,
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,11 @@ DATA = Construct(
     "Change the tensor in place (copy_, under no_grad), or assign the attribute of a buffer.",
 )
 
+TYPES = Construct(
+    "the exact type of a tensor in forward",
+    "while tracing, tensors and parameters are of other classes, and the comparison would go the other way",
+    "Use isinstance.",
+)
 SAVED = Construct(
     "hooks on saved tensors in forward",
     "a planned step keeps its tensors itself, so the hooks would not change what the backward reads",
@@ -237,6 +250,9 @@ class Watch(TorchFunctionMode):
                 return
             if is_users_file(code.co_filename):
                 self.codes[code] = None
+                if line := compares_types_of_tensors(code):
+                    self.error = Unsupported(TYPES.what, place_at(code.co_filename, line), TYPES.why, TYPES.remedy)
+                    raise self.error
             elif _python_call(code) is not None or code in _WATCHED:
                 self._python_call(frame, code)
         elif event == "return" and self._open and self._open[-1][0] is frame:

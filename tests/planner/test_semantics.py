@@ -1153,6 +1153,22 @@ def asks_what_is_a_parameter(self: Any, x: torch.Tensor) -> Any:
     return self.layer(x) * (2.0 if kinds == [True, False, False] else 3.0)
 
 
+@case("types", "refused")
+def asks_for_the_exact_type(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    return y * (2.0 if type(y) is torch.Tensor else 3.0)  # <<
+
+
+@case("types", "refused")
+def asks_for_the_class(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * (2.0 if self.layer.weight.__class__ == nn.Parameter else 3.0)  # <<
+
+
+@case("types", "same")
+def asks_for_other_types(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * (2.0 if isinstance(x, torch.Tensor) and type(self) is Wrap else 3.0)
+
+
 # A.10: tensors hidden in outputs ------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import sympy
@@ -200,8 +201,15 @@ def wrapped_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 def swapped_state(module: nn.Module, state: dict[str, torch.Tensor]) -> Iterator[None]:
     """Run `module` with other tensors as parameters and buffers (`torch.func.functional_call`'s own helper).
 
-    An RNN keeps a list of its weights besides, which the helper forgets where they are swapped for parameters.
+    An RNN keeps a list of its weights besides, which the helper forgets where they are swapped for parameters. To
+    `isinstance` each is what it stands for, an `nn.Parameter` or `nn.Buffer`.
     """
+    own = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    for name, tensor in own:
+        stands_in: Any = state.get(name, tensor)
+        for kind, mark in _MARKS.items():
+            if isinstance(tensor, kind) and not isinstance(stands_in, kind):
+                setattr(stands_in, mark, True)
     with _reparametrize_module(module, state, tie_weights=True, strict=False, stack_weights=True):
         lists = [(m, m._flat_weights) for m in module.modules() if isinstance(m, nn.RNNBase)]
         for rnn, _ in lists:
@@ -211,6 +219,9 @@ def swapped_state(module: nn.Module, state: dict[str, torch.Tensor]) -> Iterator
         finally:
             for rnn, weights in lists:
                 rnn.__dict__["_flat_weights"] = weights
+
+
+_MARKS = {nn.Parameter: "_is_param", nn.Buffer: "_is_buffer"}  # what their `isinstance` asks a tensor for
 
 
 class _InThisThread:

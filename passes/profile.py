@@ -325,10 +325,20 @@ def _call(node: fx.Node, make_up: Callable[[Any], Any]) -> Callable[[], Any]:
     target: Any = node.target
     made: dict[fx.Node, Any] = {}
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made, make_up))
-    args = _even_lengths(node, _even_groups(node, args))
+    args = _full_bags(node, _even_lengths(node, _even_groups(node, args)))
     if not is_random(node):  # attention without dropout, which carries the tag all the same
         return partial(target, *args, **kwargs)
     return drawing_privately(target, args, kwargs, device_of(node))
+
+
+def _full_bags(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The gradient of maxima over bags copies what the bags that hold something get: made up, all would be empty."""
+    if node.target is aten._embedding_bag_backward.default:
+        args[_BAG_SIZES].fill_(1)
+    return args
+
+
+_BAG_SIZES = 4
 
 
 def _even_groups(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:

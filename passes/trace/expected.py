@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import queue
+import threading
 import types
 import weakref
 from array import array
@@ -10,6 +13,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import numpy
@@ -114,6 +118,18 @@ def _in_a_set(value: Any) -> tuple[str, str]:
     return type(value).__name__, repr(value) if type(value) in LITERALS else str(id(value))
 
 
+def _parts_of_array(value: Any) -> list[Any]:
+    """Of an array or a record; what one of Python's objects holds is compared as that object is."""
+    array = numpy.asarray(value)
+    return [array.dtype.str, array.shape, *(array.flat if array.dtype.hasobject else [array.tobytes()])]
+
+
+def _plain_part(value: Any) -> list[Any]:
+    """Of an instance of a class derived from a number or a string."""
+    return [next(kind.__repr__(value) for kind in _DERIVED if isinstance(value, kind))]
+
+
+_DERIVED = (int, float, complex, str, bytes)
 _PARTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
     ((list, tuple, deque), list),
     (dict, items_of),
@@ -122,16 +138,29 @@ _PARTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
     (partial, lambda p: [p.func, p.args, p.keywords]),
     (types.SimpleNamespace, lambda n: [vars(n)]),
     (slice, lambda s: [s.start, s.stop, s.step]),
-    (numpy.ndarray, lambda a: [a.dtype.str, a.shape, a.tobytes()]),
-    ((bytearray, array), lambda a: [bytes(a)]),
+    ((numpy.ndarray, numpy.void), _parts_of_array),
+    ((bytearray, array, ctypes.Array, ctypes.Structure), lambda a: [bytes(a)]),
+    (memoryview, lambda m: [m.tobytes()]),
+    (SynchronizedBase, lambda s: [bytes(s.get_obj())]),
+    (threading.Event, lambda e: [e.is_set()]),
+    (queue.Queue, lambda q: list(q.queue)),
+    ((weakref.WeakKeyDictionary, weakref.WeakValueDictionary), lambda d: items_of(dict(d))),
+    (_DERIVED, _plain_part),
     (types.MappingProxyType, lambda m: items_of(dict(m))),
     (ChainMap, lambda m: list(m.maps)),
     (weakref.ref, lambda r: [r()]),
     (ContextVar, lambda v: [c for c in [v.get(None)] if type(c) in LITERALS]),  # a setting; others collect things
     (torch.Tensor, lambda t: [t.requires_grad, *wrapped_tensors(t)]),
 )
-BY_VALUE = (set, numpy.ndarray, bytearray, array, types.MappingProxyType, ChainMap, weakref.ref, ContextVar)
-_PLAIN = frozenset({"builtins", "collections", "functools", "types", "numpy", "array", "weakref"})
+BY_VALUE = (
+    set, numpy.ndarray, numpy.void, bytearray, array, ctypes.Array, ctypes.Structure, memoryview, SynchronizedBase,
+    threading.Event, queue.Queue, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, types.MappingProxyType,
+    ChainMap, weakref.ref, ContextVar,
+)  # fmt: skip
+_PLAIN = frozenset({
+    "builtins", "collections", "functools", "types", "numpy", "array", "weakref", "threading", "queue",
+    "multiprocessing.sharedctypes",
+})  # fmt: skip
 
 
 def same_value(a: Any, b: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import linecache
 import os
@@ -51,6 +52,25 @@ def is_users_own(code: types.CodeType) -> bool:
     return not any(part in code.co_filename for part in _INSTALLED)
 
 
+@functools.lru_cache(maxsize=4096)
+def compares_types_of_tensors(code: types.CodeType) -> int:
+    """The line on which code compares the exact type of something with a class of tensors (not `isinstance`); or 0."""
+    if _TYPES.isdisjoint(code.co_names) or _TENSORS.isdisjoint(code.co_names):
+        return 0
+    starts, line, asks, before = dict(dis.findlinestarts(code)), 0, False, ""
+    for step in dis.get_instructions(code):
+        if starts.get(step.offset) not in (None, line):
+            line, asks = starts[step.offset] or 0, False
+        asks = asks or step.argval in _TYPES
+        if asks and before in _TENSORS and step.opname in ("IS_OP", "COMPARE_OP"):
+            return line
+        before = step.argval if isinstance(step.argval, str) else ""
+    return 0
+
+
+_TYPES, _TENSORS = frozenset({"type", "__class__"}), frozenset({"Tensor", "Parameter", "Buffer"})
+
+
 def user_frame(frame: types.FrameType | None) -> types.FrameType | None:
     """The innermost frame of the user's code, at or above `frame`."""
     while frame is not None and not is_users_file(frame.f_code.co_filename):
@@ -62,6 +82,10 @@ def place(frame: types.FrameType | None) -> str:
     """`file:line: `source`` of a frame."""
     if frame is None:
         return "(place unknown)"
-    file, line = frame.f_code.co_filename, frame.f_lineno
+    return place_at(frame.f_code.co_filename, frame.f_lineno)
+
+
+def place_at(file: str, line: int) -> str:
+    """`file:line: `source``."""
     source = linecache.getline(file, line).strip()
     return f"{file}:{line}" + (f" `{source}`" if source else "")

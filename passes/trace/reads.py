@@ -15,17 +15,31 @@ from itertools import repeat
 from operator import call, is_, itemgetter
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 from .arguments import StateEntry
-from .expected import BY_VALUE, MISSING, Expected, items_of, parts_of, same_value
+from .expected import BY_VALUE, LITERALS, MISSING, Expected, items_of, parts_of, same_value
 
 Getter = Callable[[str, Any], Any]
 
 
 def by_attribute(holder: Any) -> Getter:
     return partial(getattr, holder)
+
+
+def by_plain_attribute(holder: Any) -> Getter:
+    """A getter of the numbers and strings that an object whose attributes cannot be recorded answers with."""
+
+    def get(name: str, default: Any) -> Any:
+        try:
+            value = getattr(holder, name, default)
+        except Exception:  # noqa: BLE001 - a property of whatever object that is
+            return default
+        return value if type(value) in LITERALS or isinstance(value, numpy.generic) else default
+
+    return get
 
 
 def of_instance(holder: Any) -> Getter:

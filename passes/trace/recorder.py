@@ -20,6 +20,7 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy
@@ -43,10 +44,11 @@ from .expected import (
     Same,
     State,
     Whole,
+    describe_kind,
     items_of,
     parts_of,
 )
-from .places import OUR_FOLDERS, is_users_file
+from .places import OUR_FOLDERS, is_users, is_users_file
 from .reads import (
     HOOKS,
     REGISTERED,
@@ -55,6 +57,7 @@ from .reads import (
     Read,
     Reads,
     by_attribute,
+    by_plain_attribute,
     names_of,
     of_call,
     of_class,
@@ -79,6 +82,9 @@ class Recorder:
         self.entered: set[Any] = set()
         self.functions: dict[int, types.FunctionType] = {}
         self.watched: dict[type, dict[str, Any]] = {}
+        self.opaque: dict[int, Any] = {}
+        self.said: dict[str, None] = {}
+        self.said_of_types: dict[str, None] = {}
         self.in_backward = False
         for path, module in model.named_modules():
             self._add(module, path, is_submodule=True)
@@ -123,6 +129,8 @@ class Recorder:
     def finish(self, graph_module: fx.GraphModule) -> Reads:
         """What was read; outside the model's modules, as it is after the trace."""
         self.state = {id(t): i for i, t in enumerate(state_tensors(self.model, self.entries))}
+        self._come_to_otherwise()
+        self.stop()
         by_object: dict[int, list[Read]] = {}
         fixed: list[Read] = []
         while self.reads:
@@ -147,7 +155,7 @@ class Recorder:
 
     def snapshot(self, value: Any, path: str, depth: int = 0) -> Expected:
         """What a later call has to find in the place of `value`."""
-        if type(value) in LITERALS or isinstance(value, numpy.generic):
+        if type(value) in LITERALS or (isinstance(value, numpy.generic) and not isinstance(value, numpy.void)):
             return Literal(value)
         if isinstance(value, torch.Tensor):
             if id(value) in self.state:
@@ -163,6 +171,10 @@ class Recorder:
         if _is_plain_object(value):
             return self._add(value, path)
         self._discover(value)
+        if id(value) not in self.opaque:
+            self.opaque[id(value)] = value
+            if isinstance(value, type):
+                self._class_data(value, self.said)
         return Same(value)
 
     def _contents(self, value: Any, parts: list[Any], path: str, depth: int) -> Expected:
@@ -294,8 +306,10 @@ class Recorder:
             if isinstance(obj, nn.Module):
                 for table in tables or (() if found or in_class is not MISSING else REGISTERED):
                     self._own(obj, name, REGISTERED[table])
-            elif in_class is MISSING and (not found or usual is not object.__getattribute__):
+            elif in_class is MISSING and not found:
                 self._own(obj, name, by_attribute)
+            elif usual is not object.__getattribute__ and not hasattr(type(in_class), "__get__"):
+                self._own(obj, name, by_attribute)  # `threading.local` has other attributes in each thread
 
     def _own(self, obj: Any, name: str, getter: Callable[[Any], Getter] = of_instance) -> None:
         number = self.numbers[id(obj)]
@@ -322,8 +336,11 @@ class Recorder:
         if (code, owner, id(names)) in self.entered:
             return
         self.entered.add((code, owner, id(names)))
-        label = f"module {names.get('__name__', '?')}"
-        for name in code.co_names:
+        label, said = f"module {names.get('__name__', '?')}", _names_in(code)
+        self.said.update(dict.fromkeys(said))
+        if not _ASK_FOR_TYPES.isdisjoint(said):
+            self.said_of_types.update(dict.fromkeys(said))
+        for name in said:
             if name in names:
                 self._named(self._read(names, of_globals, name, label), code)
             elif isinstance(imported := sys.modules.get(name), types.ModuleType):
@@ -332,7 +349,7 @@ class Recorder:
             if isinstance(inner, types.CodeType):
                 self._enter(inner, None, names)
         if owner is not None:
-            for name in (code.co_name, *code.co_names):
+            for name in (code.co_name, *said):
                 self._class_attribute(owner, name)
         if not {"environ", "getenv"}.isdisjoint(code.co_names):
             for name in filter(lambda c: isinstance(c, str), code.co_consts):
@@ -341,7 +358,7 @@ class Recorder:
     def _named(self, value: Any, code: types.CodeType) -> None:
         """The code may read attributes of the modules and classes that it names."""
         if isinstance(value, type):
-            for name in code.co_names:
+            for name in _names_in(code):
                 self._class_attribute(value, name)
             if issubclass(value, torch.autograd.Function) and value is not torch.autograd.Function:
                 self._autograd_function(value)
@@ -351,7 +368,7 @@ class Recorder:
         if value.__name__.startswith("torch"):
             self._settings(value, code)
         users = _is_users_file(getattr(value, "__file__", None) or "")
-        for name in code.co_names:
+        for name in _names_in(code):
             found = vars(value).get(name, MISSING)
             if found is not MISSING and (users or callable(found) or isinstance(found, types.ModuleType)):
                 self._named(self._read(vars(value), of_globals, name, f"module {value.__name__}"), code)
@@ -373,12 +390,48 @@ class Recorder:
             if isinstance(function, types.FunctionType) and _is_users(function.__code__):
                 self._enter(function.__code__, kind, function.__globals__)
 
+    def _come_to_otherwise(self) -> None:
+        """Reads of what was not come to by its name: the code that ran may have read any attribute that it says.
+
+        Classes in attributes and containers, or asked of an object; modules; objects of Python's and of C's classes.
+        """
+        for kind in dict.fromkeys(known.kind for known in self.known):
+            self._class_data(kind, self.said_of_types)
+        done = 0
+        while done < len(self.opaque):  # what is read may lead to further ones
+            found = list(self.opaque.values())[done:]
+            done += len(found)
+            for value in found:
+                self._opaque(value)
+
+    def _opaque(self, value: Any) -> None:
+        if isinstance(value, type):
+            self._class_data(value, self.said)
+        elif isinstance(value, types.ModuleType):
+            if _is_users_file(getattr(value, "__file__", None) or ""):
+                for name in [n for n in self.said if _is_data(vars(value).get(n, len))]:
+                    self._read(vars(value), of_globals, name, f"module {value.__name__}")
+        elif not (callable(value) or hasattr(type(value), "__get__") or type(value).__module__.startswith("torch")):
+            held = dict.fromkeys(chain(*(vars(c) for c in type(value).__mro__), getattr(value, "__dict__", ())))
+            for name in (n for n in self.said if n in held and not n.startswith("__")):
+                if by_plain_attribute(value)(name, MISSING) is not MISSING:
+                    self._read(value, by_plain_attribute, name, describe_kind(type(value)))
+
+    def _class_data(self, kind: type, names: dict[str, None]) -> None:
+        """Those of the names under which a class of the user's has something else than functions."""
+        held = chain(*(vars(c).items() for c in kind.__mro__ if is_users(c))) if is_users(kind) else ()
+        for name in [n for n, value in held if n in names and (_is_data(value) or isinstance(value, type))]:
+            if not name.startswith("__"):
+                self._class_attribute(kind, name)
+
     def _class_attribute(self, kind: type, name: str) -> None:
-        """A name as the classes define it: where it is found, and in what comes before."""
-        defined = [c for c in kind.__mro__ if name in vars(c)]
+        """A name as the classes define it: where it is found, and in what comes before; of metaclasses the user's."""
+        meta: Any = type(kind)
+        look = (*kind.__mro__, *(c for c in meta.__mro__ if is_users(c)))
+        defined = [c for c in look if name in vars(c)]
         if not defined or kind.__module__ == "builtins":
             return
-        for each in kind.__mro__[: kind.__mro__.index(defined[-1]) + 1]:
+        for each in look[: look.index(defined[-1]) + 1]:
             if each.__flags__ & _ON_THE_HEAP:
                 self._read(each, of_class, name, f"class {each.__qualname__}")
 
@@ -410,6 +463,24 @@ class _NotInsideOps(TorchFunctionMode):
             sys.setprofile(self.profile)
 
 
+def _is_data(value: Any) -> bool:
+    return not (callable(value) or isinstance(value, types.ModuleType) or hasattr(type(value), "__get__"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """The names that code says, and the strings that it may look up as names."""
+    if _LOOKUPS.isdisjoint(code.co_names):
+        return code.co_names
+    parts = chain(*(c if isinstance(c, (tuple, frozenset)) else (c,) for c in code.co_consts))
+    strings = sorted({s for s in parts if isinstance(s, str) and all(p.isidentifier() for p in s.split("."))})
+    return tuple(dict.fromkeys((*code.co_names, *strings)))
+
+
+_LOOKUPS = frozenset({
+    "__dict__", "attrgetter", "getattr", "getattr_static", "globals", "hasattr", "import_module", "modules", "vars",
+})  # fmt: skip
+_ASK_FOR_TYPES = frozenset({"__class__", "__mro__", "type"})
 _DEEPEST = 12
 _SETTINGS = frozenset({
     "are_deterministic_algorithms_enabled", "get_deterministic_debug_mode", "get_float32_matmul_precision",

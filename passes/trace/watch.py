@@ -24,7 +24,15 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import TORCH_FOLDER
 from ..errors import Unsupported
-from .places import is_users, is_users_file, is_users_own, place, user_frame
+from .places import (
+    compares_types_of_tensors,
+    is_users,
+    is_users_file,
+    is_users_own,
+    place,
+    place_at,
+    user_frame,
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,16 @@ DATA = Construct(
     "Change the tensor in place (copy_, under no_grad), or assign the attribute of a buffer.",
 )
 
+TYPES = Construct(
+    "the exact type of a tensor in forward",
+    "while tracing, tensors and parameters are of other classes, and the comparison would go the other way",
+    "Use isinstance.",
+)
+SAVED = Construct(
+    "hooks on saved tensors in forward",
+    "a planned step keeps its tensors itself, so the hooks would not change what the backward reads",
+    "Leave them out (the plan decides what is kept), or put them around submodules of their own.",
+)
 GRADIENT = Construct(
     "a parameter's .grad or requires_grad in forward",
     "it is what tracing found, and the planned steps neither read nor set it",
@@ -232,6 +250,9 @@ class Watch(TorchFunctionMode):
                 return
             if is_users_file(code.co_filename):
                 self.codes[code] = None
+                if line := compares_types_of_tensors(code):
+                    self.error = Unsupported(TYPES.what, place_at(code.co_filename, line), TYPES.why, TYPES.remedy)
+                    raise self.error
             elif _python_call(code) is not None or code in _WATCHED:
                 self._python_call(frame, code)
         elif event == "return" and self._open and self._open[-1][0] is frame:
@@ -248,6 +269,8 @@ class Watch(TorchFunctionMode):
             self.notes += (f"forward reads the environment at {place(caller)}: its value while planning counts",)
         elif code is _REENTRANT and any(getattr(a, "requires_grad", False) for a in frame.f_locals["args"]):
             self._refuse(REENTRANT, user_frame(frame))
+        elif code is _SAVED and not _keeps_values(frame.f_locals["self"]):
+            self._refuse(SAVED, caller)
         elif code is _CHECKPOINT:
             self._open.append((frame, place(user_frame(frame)), self.updates()))
 
@@ -266,7 +289,14 @@ _CHECKPOINT = _code_of(torch.utils.checkpoint.checkpoint)
 _REENTRANT = _code_of(torch.utils.checkpoint.CheckpointFunction.forward)
 
 
-_WATCHED = frozenset({_ENVIRONMENT, _CHECKPOINT, _REENTRANT})
+_SAVED = _code_of(torch.autograd.graph.saved_tensors_hooks.__enter__)
+_WATCHED = frozenset({_ENVIRONMENT, _CHECKPOINT, _REENTRANT, _SAVED})
+
+
+def _keeps_values(hooks: torch.autograd.graph.saved_tensors_hooks) -> bool:
+    """Whether these are torch's own (`save_on_cpu`, those of a checkpoint), which give back what they were given."""
+    kind = type(hooks)
+    return kind is not torch.autograd.graph.saved_tensors_hooks and kind.__module__.partition(".")[0] == "torch"
 
 
 def _sets(func: Any, name: str, accessor: str = "__set__") -> bool:

@@ -339,9 +339,10 @@ class PlanState:
         if self.noticed_hooks or not (owner := active_saving_hooks()):
             return
         self.noticed_hooks = True
+        right = "the numbers stay right" if owner.startswith("torch.") else "gradients are those without these hooks"
         warnings.warn(
             f"a planned module is called under {owner}, which saves no memory there: a planned step holds its saved "
-            "tensors itself, and the numbers stay right. Plan the module that contains this one, or leave the wrapper "
+            f"tensors itself, and {right}. Plan the module that contains this one, or leave the wrapper "
             "out (torch.utils.checkpoint would also run the planned forward a second time).",
             stacklevel=_user_frame(),
         )

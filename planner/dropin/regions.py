@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from passes._torch import active_saving_hooks
-from passes.run._torch import Autocast
+from passes.run._torch import Autocast, under_transform
 from passes.trace.arguments import bind_call, call_bound, call_signature, set_forward
 from passes.trace.matching import match
 from passes.trace.reads import Matched, Reads
@@ -64,7 +64,8 @@ class RegionForward:
             bound = bind_call(self.signature, args, kwargs)
             inputs, template = flatten(bound)
             key = call_key(inputs, template)
-            for entry in (*self.cache[number : number + 1], *self.cache):
+            planned = () if under_transform(inputs) else (*self.cache[number : number + 1], *self.cache)
+            for entry in planned:
                 if entry.key == key and (state := entry.holds(self.model, None, inputs)) is not None:
                     primals = [*state, *inputs]
                     sources = sources_of(self.scattered, primals) if self.scattered else None

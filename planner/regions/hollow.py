@@ -21,7 +21,7 @@ from passes.device import empty_cache, kind_of
 from passes.lower import KEPT
 from passes.memory import place, without_collections
 from passes.profile import Counting
-from passes.run._torch import backward_number, under_autocast
+from passes.run._torch import backward_number, under_autocast, under_transform
 from passes.run.mixing import Versions
 from passes.trace.arguments import (
     bind_call,
@@ -279,6 +279,8 @@ class HollowForward:
         why = "the hollow run is over" if hollow.late else ""
         if owner := active_saving_hooks():
             why = f"it runs under {owner}"
+        if under_transform(tensors):
+            why = "it runs under a transform of torch.func, or in forward-mode differentiation"
         if backward_number() >= 0:
             why = "it runs within a backward (a reentrant torch.utils.checkpoint)"
         if not self.module.training:
@@ -347,6 +349,10 @@ class _HollowResult(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         hollow, run, part = ctx.hollow, ctx.run, ctx.run.part
+        why = "two backwards pass through it (torch.autograd.grad in forward)" if run.ended else ""
+        why = "it is differentiated twice (create_graph=True in forward)" if torch.is_grad_enabled() else why
+        if why:
+            hollow.again = hollow.parts.refuse(run.path, why) or hollow.again
         run.ended = True
         given = [g for g in gradients if g is not None]
         run.gradients = [hollow.edge(g) for g in given]

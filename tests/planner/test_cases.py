@@ -1087,6 +1087,13 @@ def test_a_wrapper_that_saves_nothing_is_said_once(wrapped: Callable[..., Any], 
     assert_same_gradients(model, plain)
 
 
+def test_hooks_that_change_what_is_saved_are_said_to_do_nothing() -> None:
+    chosen, x = tight(mlp(0.0), batch(8, 32)), batch(8, 32)
+    halves = torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float())
+    with halves, pytest.warns(UserWarning, match="gradients are those without these hooks"):
+        squares(chosen.module(x)).backward()
+
+
 def on_the_cpu(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with torch.autograd.graph.save_on_cpu():
         return module(x)

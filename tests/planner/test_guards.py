@@ -10,10 +10,18 @@ import argparse
 import collections
 import copy
 import cProfile
+import ctypes
+import enum
 import functools
 import gc
+import importlib
 import math
+import multiprocessing
+import operator
 import os
+import queue
+import sys
+import threading
 import types
 import warnings
 import weakref
@@ -79,6 +87,50 @@ class Sharp(Inner):
 class Pair(NamedTuple):
     a: float
     b: float
+
+
+class Style(enum.Enum):
+    """Members with an attribute of their own."""
+
+    PLAIN = 1
+
+    def __init__(self, value: int) -> None:
+        self.strength = 2.0
+
+
+class Styled(type):
+    """A metaclass that computes."""
+
+    _power = 2.0
+
+    @property
+    def power(cls) -> float:
+        return cls._power
+
+
+class Weak(metaclass=Styled):
+    """A class whose attribute is its metaclass's."""
+
+
+class Outer:
+    """A class in a class."""
+
+    class Inner:
+        scale = 2.0
+
+
+class Derived(Defaults):
+    """A class that is come to in other ways than by its name."""
+
+
+class Number(float):
+    """A number with a class of its own."""
+
+
+class Local(threading.local):
+    """Another value in each thread, and one of the class's."""
+
+    scale = 2.0
 
 
 class Slotted:
@@ -347,6 +399,18 @@ CHANGES: dict[str, Change] = {
     "deque": (reader("t", collections.deque([2.0]), lambda v: v[0]), lambda m: m.t.appendleft(3.0)),
     "named tuple": (reader("t", Pair(1.0, 2.0), lambda v: v.b), setting("t", Pair(1.0, 3.0))),
     "array in place": (reader("t", numpy.ones(2), lambda v: float(v[0])), lambda m: m.t.__setitem__(0, 3.0)),
+    "a record of an array": (
+        reader("t", numpy.ones(1, dtype=[("a", "f4")])[0], lambda v: float(v["a"])), lambda m: m.t.__setitem__("a", 3.0)
+    ),
+    "a list in an array": (
+        reader("t", numpy.array([[2.0], None], dtype=object), lambda v: v[0][0]), lambda m: m.t[0].__setitem__(0, 3.0)
+    ),
+    "the mask of an array": (
+        reader("t", numpy.ma.masked_array([1.0, 2.0], [0, 0]), lambda v: float(v.sum())),
+        lambda m: m.t.mask.__setitem__(0, True),
+    ),
+    "an array of C's": (reader("t", (ctypes.c_double * 1)(2.0), lambda v: v[0]), lambda m: m.t.__setitem__(0, 3.0)),
+    "a number of another class": (reader("t", Number(2.0)), setting("t", Number(3.0))),
     "array scalar": (reader("t", numpy.float32(2.0), float), setting("t", numpy.float32(3.0))),
     "a long list": (reader("t", [2.0] * 5000, lambda v: v[4321]), lambda m: m.t.__setitem__(4321, 3.0)),
     "bytearray": (reader("t", bytearray(b"\2"), lambda v: v[0]), lambda m: m.t.__setitem__(0, 3)),
@@ -621,11 +685,57 @@ def shifted(self: Any, h: torch.Tensor) -> torch.Tensor:
          "a backward", "the environment"],
 )  # fmt: skip
 def test_what_lies_outside_the_model_changes(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     chosen, model, x = planned(lambda: Net(lambda self, h: F.gelu(shifted(self, h))))
     compare(chosen, model, x)
     change(monkeypatch, sys.modules[__name__])
+    with pytest.warns(UserWarning, match="planning anew"):
+        compare(chosen, model, x)
+
+
+FLAG, LINE, LOCALS, OWN_LOCALS = threading.Event(), queue.Queue[int](), threading.local(), Local()
+SHARED, SHARED_LIST, NUMBER = multiprocessing.Value("d", 2.0), multiprocessing.Array("d", [2.0]), ctypes.c_double(2.0)
+HELD: dict[str, Any] = {"class": Derived, "module": sys.modules[__name__], "style": Style.PLAIN}
+LOCALS.scale = 2.0
+BYTES = memoryview(bytearray(b"\2"))
+WEAKLY: Any = weakref.WeakKeyDictionary({Derived: 2.0})
+
+
+@pytest.mark.parametrize(
+    ("read", "change"),
+    [
+        (lambda: HELD["class"].scale, lambda patch: patch.setattr(Defaults, "scale", 5.0)),
+        (lambda: type(Derived()).scale, lambda patch: patch.setattr(Defaults, "scale", 5.0)),
+        (lambda: Outer.Inner.scale, lambda patch: patch.setattr(Outer.Inner, "scale", 5.0)),
+        (lambda: getattr(Derived, "scale"), lambda patch: patch.setattr(Defaults, "scale", 5.0)),  # noqa: B009
+        (lambda: vars(Defaults)["scale"], lambda patch: patch.setattr(Defaults, "scale", 5.0)),
+        (lambda: Weak.power, lambda patch: patch.setattr(Styled, "_power", 5.0)),
+        (lambda: Style.PLAIN.strength, lambda patch: patch.setattr(Style.PLAIN, "strength", 5.0)),
+        (lambda: HELD["style"].strength, lambda patch: patch.setattr(Style.PLAIN, "strength", 5.0)),
+        (lambda: globals()["SCALE"], lambda patch: patch.setattr(sys.modules[__name__], "SCALE", 5.0)),
+        (lambda: vars(sys.modules[__name__])["SCALE"], lambda patch: patch.setitem(globals(), "SCALE", 5.0)),
+        (lambda: importlib.import_module("tests.planner.test_guards").SCALE,
+         lambda patch: patch.setitem(globals(), "SCALE", 5.0)),
+        (lambda: HELD["module"].SCALE, lambda patch: patch.setitem(globals(), "SCALE", 5.0)),
+        (lambda: operator.attrgetter("scale")(Defaults), lambda patch: patch.setattr(Defaults, "scale", 5.0)),
+        (lambda: LOCALS.scale, lambda patch: patch.setattr(LOCALS, "scale", 5.0)),
+        (lambda: OWN_LOCALS.scale, lambda patch: patch.setattr(OWN_LOCALS, "scale", 5.0)),
+        (lambda: SHARED.value, lambda patch: patch.setattr(SHARED, "value", 5.0)),
+        (lambda: SHARED_LIST[0], lambda patch: operator.setitem(SHARED_LIST, 0, 5.0)),
+        (lambda: NUMBER.value, lambda patch: patch.setattr(NUMBER, "value", 5.0)),
+        (lambda: BYTES[0], lambda patch: operator.setitem(BYTES, 0, 5)),
+        (lambda: 2.0 + FLAG.is_set(), lambda patch: FLAG.set()),
+        (lambda: 2.0 + LINE.qsize(), lambda patch: LINE.put(1)),
+        (lambda: WEAKLY[Derived], lambda patch: patch.setitem(WEAKLY, Derived, 5.0)),
+    ],
+    ids=["a class in a dict", "an object's class", "a class in a class", "getattr", "vars", "a metaclass's property",
+         "a member of an enumeration", "a member in a dict", "globals", "a module's vars", "an imported module",
+         "a module in a dict", "attrgetter", "a thread's own", "a thread's own of a class", "a shared value",
+         "a shared array", "a number of C's", "memory", "an event", "a queue", "a weak dict"],
+)  # fmt: skip
+def test_what_is_not_come_to_by_name_changes(read: Any, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, model, x = planned(lambda: Net(lambda self, h: h * read()))
+    compare(chosen, model, x)
+    change(monkeypatch)
     with pytest.warns(UserWarning, match="planning anew"):
         compare(chosen, model, x)
 

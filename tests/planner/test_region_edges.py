@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import pytest
@@ -273,6 +275,73 @@ def test_what_sums_in_another_order_stays_eager_and_says_so() -> None:
     eager = {r.path: r.eager for r in plan.regions if r.eager}
     assert "another order" in eager["layers.0"]
     assert "layers.2" not in eager  # its terms come first in the backward, as in the plain step
+
+
+class Transforms(nn.Module):
+    """Does something to its second part that no planned step can be under, and asks for a value."""
+
+    def __init__(self, use: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.front, self.middle, self.back = Part(), Part(), Part()
+        self.__dict__["use"] = use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.front(x)
+        assert bool(hidden.isfinite().all())
+        return self.back(hidden + self.use(self.middle, hidden)).pow(2).sum()
+
+
+def mapped(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(part)(x)
+
+
+def forward_mode(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    value, slope = torch.func.jvp(part, (x,), (torch.ones_like(x),))
+    return value + slope
+
+
+def penalized(part: nn.Module, x: torch.Tensor, twice: bool = True) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    value = part(x)
+    (slope,) = torch.autograd.grad(value.sum(), x, create_graph=twice, retain_graph=True)
+    return value + slope
+
+
+def fast_weights(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    slow = dict(part.named_parameters())
+    slopes = torch.autograd.grad(part(x).pow(2).mean(), list(slow.values()), create_graph=True)
+    fast = {name: p - 0.1 * g for (name, p), g in zip(slow.items(), slopes, strict=True)}
+    return torch.func.functional_call(part, fast, (x,))
+
+
+@pytest.mark.parametrize(
+    ("use", "why"),
+    [
+        (mapped, "a transform of torch.func"),
+        (forward_mode, "a transform of torch.func"),
+        (penalized, "differentiated twice"),
+        (partial(penalized, twice=False), "two backwards"),
+        (fast_weights, "differentiated twice"),
+    ],
+)
+def test_a_region_that_no_planned_step_can_be_stays_eager(use: Any, why: str) -> None:
+    torch.manual_seed(0)
+    model, x = Transforms(use), torch.randn(4, 8, 16)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False, time_limit=1, check=False)
+    assert why in {r.path: r.eager for r in plan.regions}["middle"]
+    for seed in (1, 2):
+        assert differences(run_step(plain, plain, x, seed), run_step(plan.module, model, x, seed)) == []
+
+
+def test_a_region_that_comes_under_a_transform_later_runs_plain() -> None:
+    torch.manual_seed(0)
+    uses = [lambda part, x: part(x)]
+    model, x = Transforms(lambda part, x: uses[-1](part, x)), torch.randn(4, 8, 16)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False, time_limit=1, check=False)
+    uses.append(mapped)
+    assert differences(run_step(plain, plain, x, 1), run_step(plan.module, model, x, 1)) == []
 
 
 class Penalty(nn.Module):

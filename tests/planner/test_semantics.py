@@ -1116,6 +1116,59 @@ def norm_without_statistics_in_a_checkpoint(self: Any, x: torch.Tensor) -> Any:
     return checkpoint(lambda t: self.norm(self.layer(t)), x, use_reentrant=False)
 
 
+# Hooks on saved tensors ---------------------------------------------------------------------------------------------
+
+
+class Halves(torch.autograd.graph.saved_tensors_hooks):
+    """Keeps what autograd saves in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda t: t.half(), lambda t: t.float())
+
+
+@case("saved", "refused")
+def saves_in_half_precision(self: Any, x: torch.Tensor) -> Any:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float()):  # <<
+        return torch.tanh(self.layer(x))
+
+
+@case("saved", "refused", hooks=Halves)
+def saves_by_hooks_of_its_own(self: Any, x: torch.Tensor) -> Any:
+    with self.hooks:  # <<
+        return torch.tanh(self.layer(x))
+
+
+@case("saved", "same")
+def saves_on_the_cpu(self: Any, x: torch.Tensor) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        return torch.tanh(self.layer(x))
+
+
+# What stands for a parameter ---------------------------------------------------------------------------------------
+
+
+@case("types", "same", buffer_own=lambda: torch.ones(8))
+def asks_what_is_a_parameter(self: Any, x: torch.Tensor) -> Any:
+    kinds = [isinstance(t, nn.Parameter) for t in (self.layer.weight, self._buffers["buffer_own"], x)]
+    return self.layer(x) * (2.0 if kinds == [True, False, False] else 3.0)
+
+
+@case("types", "refused")
+def asks_for_the_exact_type(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    return y * (2.0 if type(y) is torch.Tensor else 3.0)  # <<
+
+
+@case("types", "refused")
+def asks_for_the_class(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * (2.0 if self.layer.weight.__class__ == nn.Parameter else 3.0)  # <<
+
+
+@case("types", "same")
+def asks_for_other_types(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * (2.0 if isinstance(x, torch.Tensor) and type(self) is Wrap else 3.0)
+
+
 # A.10: tensors hidden in outputs ------------------------------------------------------------------------------------
 
 

@@ -357,6 +357,12 @@ def embedding_bag() -> tuple[nn.Module, Any]:
 
 
 @hazard
+def largest_in_bags() -> tuple[nn.Module, Any]:
+    bag = nn.EmbeddingBag(100, 64, mode="max")
+    return Wrap(lambda self, x: self.head(self.bag(x)), bag=bag, head=nn.Linear(64, 4)), torch.randint(0, 100, (64, 2))
+
+
+@hazard
 def checkpoint_inside() -> tuple[nn.Module, Any]:
     def forward(self: Any, x: torch.Tensor) -> Any:
         return checkpoint(lambda t: self.drop(self.linear(t)).tanh(), x, use_reentrant=False)

@@ -45,8 +45,17 @@ class Half(Protocol):
     def forward(self) -> Callable[[list[torch.Tensor]], Any]: ...
 
 
-# (primals, generators as before the forward, {output index: its gradient}) -> a gradient or None per primal
-Fallback = Callable[[Sequence[torch.Tensor], dict[str, torch.Generator], dict[int, torch.Tensor]], list[Any]]
+class Fallback(Protocol):
+    """What one call of a step asks for, should its backward be another one than planned."""
+
+    def __call__(
+        self, primals: Sequence[torch.Tensor], generators: dict[str, torch.Generator],
+        gradients: dict[int, torch.Tensor], /,
+    ) -> list[Any]:  # fmt: skip
+        """The gradients of the primals, or None, from the generators before the forward and the outputs' gradients."""
+
+    def not_needed(self) -> None:
+        """Note that the backward is the planned one."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +224,8 @@ class _Run:
         self.read = {i: self.sources[i] for part in step.reads for i in part}
         values = (self.given[i] for i in step.saved_primals)
         self.program = step.backward.forward([*(self.saved or ()), *values, *tangents])
+        if self.fallback is not None:
+            self.fallback.not_needed()
         self.saved, self.primals, self.sources, self.given, self.overwritten = None, (), (), (), {}
 
     def _check(self) -> None:

@@ -90,7 +90,7 @@ class Case:
         if planned.runs:
             regions = regions_of(self.model, planned)
             return lambda tensors, step, backward: self._own_forward(tensors, backward, running_regions(regions))
-        return lambda tensors, step, backward: backward(planned.run(tensors, _no_other_backward))
+        return lambda tensors, step, backward: backward(planned.run(tensors, _NoOtherBackward()))
 
     # A run of some steps ------------------------------------------------------------------------------------------
 
@@ -201,6 +201,11 @@ def _memory(names: list[str], tensors: Tensors, outputs: list[str]) -> dict[str,
     return dict(zip(outputs, holders[len(holders) - len(outputs) :], strict=True))
 
 
-def _no_other_backward(primals: Sequence[torch.Tensor], *_: Any) -> list[Any]:
+class _NoOtherBackward:
     """The backward starts where the trace did: a step that expects another start has no gradients, which shows."""
-    return [None] * len(primals)
+
+    def __call__(self, primals: Sequence[torch.Tensor], *_: Any) -> list[Any]:
+        return [None] * len(primals)
+
+    def not_needed(self) -> None:
+        """As planned."""

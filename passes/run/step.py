@@ -121,7 +121,7 @@ class Step:
         Raises:
             PlannerError: under a transform of `torch.func`.
         """
-        _refuse_transform(primals)
+        refuse_transform(primals)
         run = _Run(self, fallback, primals, primals if sources is None else sources)
         token = run.token
         for place in reversed(range(len(run.owned))):
@@ -130,7 +130,8 @@ class Step:
         return results
 
 
-def _refuse_transform(tensors: Iterable[torch.Tensor | None]) -> None:
+def refuse_transform(tensors: Iterable[torch.Tensor | None]) -> None:
+    """Raise where a transform of `torch.func` runs this code, or has to do with the tensors."""
     if under_transform(tensors):
         raise PlannerError(
             "a planned step runs under loss.backward() and torch.autograd.grad; torch.func.grad, vmap, jvp and the "
@@ -199,7 +200,7 @@ class _Run:
     def start(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Begin the backward from the gradients of the outputs; it runs when it is resumed."""
         step = self.step
-        _refuse_transform(gradients)
+        refuse_transform(gradients)
         self.replayed = None
         if all(g is None for g in gradients):  # autograd passes this node on its way to others
             self.replayed = [None] * len(self.versions)

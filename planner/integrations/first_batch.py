@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from passes._torch import pytree
+from passes.run._torch import under_transform
 from passes.trace.arguments import Sample, bind_call, call_signature
 from passes.trace.refuse import has_sharded
 from planner.api import auto_checkpoint
@@ -26,7 +27,8 @@ def plan_on_first_batch(model: nn.Module, budget_mb: float | str | None = None, 
     """Let `model` be planned by its next training call, in whatever precision and with whatever arguments that has.
 
     Call it when the model is ready to be trained: wrapped, on its device, adapters attached. The call returns what
-    `plan.applied` would; calls under `eval()` or `no_grad` run the model's own forward and plan nothing.
+    `plan.applied` would; calls under `eval()` or `no_grad`, of a frozen model, or within `torch.func` run the
+    model's own forward and plan nothing.
 
     Args:
         model: as for `plan.apply`: it keeps its class, methods, hooks and state.
@@ -88,7 +90,7 @@ class FirstBatch:
         return self.model.forward(*args, **kwargs)
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if model.training and torch.is_grad_enabled():
+        if _is_trained(model, args, kwargs):
             self._plan(args, kwargs)
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -118,7 +120,7 @@ class _Waiting:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        trained = self.model.training and torch.is_grad_enabled()
+        trained = _is_trained(self.model, args, kwargs)
         return self.planned(args, kwargs) if trained else self.own(*args, **kwargs)
 
     def put_back(self) -> None:
@@ -126,6 +128,14 @@ class _Waiting:
             del self.model.forward
         else:
             self.model.forward = self.previous
+
+
+def _is_trained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call is one to plan for: it may have a backward, and no transform of `torch.func` runs it."""
+    if not (model.training and torch.is_grad_enabled()):
+        return False
+    tensors = [*model.parameters(), *(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))]
+    return any(t.requires_grad for t in tensors) and not under_transform(tensors)
 
 
 def _as_sample(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:

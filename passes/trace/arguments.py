@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import PlannerError, Unsupported
 from .hidden import refuse_hidden
 from .refuse import is_quantized_weight, storage_kind
-from .structure import Template, argument_path, constants, slots
+from .structure import Bound, Template, argument_path, constants, slots
 
 Sample = Any
 
@@ -33,7 +33,7 @@ class StateEntry:
         return "_parameters" if self.is_parameter else "_buffers"
 
 
-def bind_sample(model: nn.Module, sample: Sample, loss_fn: Callable[..., Any] | None = None) -> dict[str, Any]:
+def bind_sample(model: nn.Module, sample: Sample, loss_fn: Callable[..., Any] | None = None) -> Bound:
     """Bind a sample (tensor, tuple of args, dict of kwargs) to the names of `forward`'s parameters.
 
     Raises:
@@ -90,15 +90,36 @@ def loss_arguments(loss_fn: Callable[..., Any] | None) -> list[str]:
     return [p.name for p in required[1:]]
 
 
-def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bound:
     """Arguments by name; raises TypeError exactly as a call would."""
-    return dict(signature.bind(*args, **kwargs).arguments)
+    return Bound(signature.bind(*args, **kwargs).arguments, kwargs)
+
+
+def names_given(bound: Mapping[str, Any]) -> frozenset[str]:
+    """The arguments that the call gave by name, where that is known."""
+    return bound.by_name if isinstance(bound, Bound) else frozenset()
 
 
 def call_bound(function: Callable[..., Any], signature: inspect.Signature, bound: Mapping[str, Any]) -> Any:
-    """Call with arguments bound by `bind_call`."""
-    arguments = inspect.BoundArguments(signature, dict(bound))
-    return function(*arguments.args, **arguments.kwargs)
+    """Call with arguments bound by `bind_call`, each given by name or by its place as it was then."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    by_name, gap = names_given(bound), False
+    for name, parameter in signature.parameters.items():
+        kind = parameter.kind
+        if name not in bound:
+            gap = True
+        elif kind is parameter.VAR_POSITIONAL:
+            args.extend(bound[name])
+        elif kind is parameter.VAR_KEYWORD:
+            kwargs.update(bound[name])
+        elif kind is parameter.POSITIONAL_ONLY or (
+            kind is parameter.POSITIONAL_OR_KEYWORD and not gap and name not in by_name
+        ):
+            args.append(bound[name])
+        else:
+            kwargs[name] = bound[name]
+    return function(*args, **kwargs)
 
 
 def set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
@@ -119,7 +140,7 @@ def run_model(
     names = loss_arguments(loss_fn)
     own = set(inspect.signature(model.forward).parameters)
     extra = [bound[n if n in bound and n not in own else f"loss_{n}"] for n in names]
-    inner = {k: v for k, v in bound.items() if k in own}
+    inner = Bound({k: v for k, v in bound.items() if k in own}, names_given(bound))
     return loss_fn(call_bound(called, inspect.signature(model.forward), inner), *extra)
 
 

@@ -13,9 +13,9 @@ from passes._torch import swapped_state
 from passes.exclusive import interrupt_point
 from passes.memory import place, span
 from passes.run._torch import under_autocast
-from passes.trace.arguments import argument_names, call_signature, run_model, state_tensors
+from passes.trace.arguments import argument_names, call_signature, names_given, run_model, state_tensors
 from passes.trace.capture import Traced
-from passes.trace.structure import constants, flatten, slots, unflatten
+from passes.trace.structure import Bound, constants, flatten, slots, unflatten
 from planner.decided import Decided
 from planner.dropin.regions import regions_of, running_regions
 
@@ -43,6 +43,7 @@ class Case:
         self.model, self.traced, self.loss_fn, self.offload = model, traced, loss_fn, False
         self.signature = call_signature(model, loss_fn)
         inputs, self.template = flatten(dict(bound))
+        self.by_name = names_given(bound)
         self.count = len(traced.state)
         self.names = [*(e.name for e in traced.state), *argument_names(self.template)]
         self.originals = [*state_tensors(model, traced.state), *inputs]
@@ -80,7 +81,7 @@ class Case:
     ) -> Any:
         named = {e.name: t for e, t in zip(self.traced.state, tensors, strict=False)}
         with swapped_state(self.model, named), around:
-            bound = unflatten(self.template, tensors[self.count :])
+            bound = Bound(unflatten(self.template, tensors[self.count :]), self.by_name)
             result = backward(run_model(self.model, self.loss_fn, self.signature, bound))
         tensors[: self.count] = [named[e.name] for e in self.traced.state]
         return result

@@ -267,7 +267,7 @@ class PlanState:
         # A surrounding torch.utils.checkpoint counts the tensors that autograd saves: tracing must not add to them.
         uncounted = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         with uncounted if active_saving_hooks() else nullcontext(), self.set_aside():
-            planned = self.replan(self.model, dict(bound), starts)
+            planned = self.replan(self.model, bound, starts)
         # An entry whose model was changed since finds its objects again when it is next looked at.
         stale = other is not None and (other.outdated or self._sharded_since(other))
         self.cache = [replace(e, matched=None) for e in self.cache if not (stale and e is other)]

@@ -24,7 +24,7 @@ from passes.trace.capture import Traced
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.matching import Differs, match
 from passes.trace.reads import Matched, Reads
-from passes.trace.structure import flatten, unflatten
+from passes.trace.structure import Bound, flatten, unflatten
 from planner.decided import Decided
 from solvers.errors import PlannerError
 
@@ -298,7 +298,8 @@ class Fallback:
             pairs = zip(leaves[count:], primals[count:], strict=True)
             arguments = [t if p.is_leaf else t.view_as(t) for t, p in pairs]
             with under_autocast(self.key.autocast):
-                outputs, _ = flatten(self.state.plain(unflatten(traced.input_template, arguments)))
+                bound = Bound(unflatten(traced.input_template, arguments), traced.by_name)
+                outputs, _ = flatten(self.state.plain(bound))
         indices = [leaf.index for leaf in traced.outputs]
         started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]
         inputs = [t for t in leaves if t.requires_grad]

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..errors import PlannerError, Unsupported
 from .hidden import refuse_hidden
@@ -151,17 +153,38 @@ def runs_hooks(model: nn.Module, loss_fn: Callable[..., Any] | None) -> bool:
     weight. Otherwise they are the caller's, and run around the step whenever it is called. The hooks of submodules
     are always part of it.
     """
+    return loss_fn is not None or any(_is_from(hook, "torch.nn.utils") for hook in _own_hooks(model))
+
+
+def refuse_repeated_hooks(model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+    """Refuse that the step's own hooks also run around it, but for those that only make a weight again.
+
+    Raises:
+        Unsupported: there is another one.
+    """
+    if not runs_hooks(model, loss_fn):
+        return
+    for hook in _own_hooks(model):
+        if not isinstance(hook, (WeightNorm, BasePruningMethod)) and not _is_from(hook, "torch.distributed", "planner"):
+            raise Unsupported(
+                f"a forward hook on the planned model, {getattr(hook, '__qualname__', type(hook).__name__)},",
+                type(model).__name__, "it belongs to the step, as what follows it does (a loss_fn, a weight that it "
+                "makes), and would run a second time around the plan", "Use plan.module; or register it on a "
+                "submodule, compute the loss outside of the plan, or use torch.nn.utils.parametrizations.",
+            )  # fmt: skip
+
+
+def _own_hooks(model: nn.Module) -> list[Any]:
     # Not read as the forward reads: whether the caller adds a hook of its own is nothing to a plan.
-    hooks = [h for name in _HOOKS for h in object.__getattribute__(model, name).values()]
-    return loss_fn is not None or any(_of_torch(hook) for hook in hooks)
+    return [h for name in _HOOKS for h in object.__getattribute__(model, name).values()]
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-def _of_torch(hook: object) -> bool:
+def _is_from(hook: object, *packages: str) -> bool:
     module = getattr(type(hook), "__module__", "") if not hasattr(hook, "__module__") else hook.__module__
-    return str(module).startswith("torch.nn.utils")
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
 def state_entries(model: nn.Module) -> list[StateEntry]:

@@ -18,6 +18,7 @@ from passes.trace.arguments import (
     StateEntry,
     bind_sample,
     call_signature,
+    refuse_repeated_hooks,
     state_entries,
     state_tensors,
 )
@@ -52,6 +53,7 @@ def apply(planned: PlannedModule, model: nn.Module | None = None, sample: Any = 
         state = state.around(model)
     elif current is not state.traced_forward and not _wraps(current, state):
         raise _mismatch("its forward was replaced after planning")
+    refuse_repeated_hooks(model, state.loss_fn)
     model.forward = PlannedForward(planned, model, current, state)
     if has_sharded(model):
         state.plan_before_hooks()

@@ -66,6 +66,7 @@ from .layouts import (
 from .leaks import Remembered
 from .modules import fill_forward_paths, module_path, module_paths
 from .notice import Rerun, check_backward, judged, notice
+from .overlaps import Overlaps, overlaps
 from .reads import Reads
 from .recorder import Recorder
 from .refuse import own_generator, storage_kind
@@ -111,7 +112,7 @@ class Traced:
     holds what the trace took as given about the inputs' values, `reads` what it took as given about everything else,
     `layouts` what it was told about how kernels lay out what they make. `repeated` names the buffers that the plain
     step updates again when a checkpoint of its own recomputes, and the planned step once. `by_name` are the arguments
-    that the call gave by name.
+    that the call gave by name, `overlaps` the primals that had memory of a mutated one.
     """
 
     graph_module: fx.GraphModule
@@ -130,6 +131,7 @@ class Traced:
     repeated: tuple[str, ...] = ()
     layouts: Layouts = field(default_factory=dict)
     by_name: frozenset[str] = frozenset()
+    overlaps: Overlaps = ()
 
     @property
     def num_primals(self) -> int:
@@ -229,6 +231,7 @@ def export_step(tracer: StepTracer, fake: list[torch.Tensor]) -> JointGraph:
     except (Unsupported, CaptureError):
         raise
     except Exception as error:
+        _refuse_overlaps(error, tracer)
         raise capture_error(error) from error
     finally:
         tracer.watch.stop()
@@ -575,6 +578,7 @@ def _traced(
         notes=tracer.notes,
         repeated=tuple(name for _, names in tracer.watch.checkpoints for name in names),
         by_name=tracer.by_name,
+        overlaps=overlaps(tracer.given, joint.mutated_inputs),
     )
 
 
@@ -584,6 +588,18 @@ def callers_alone(graph: fx.Graph, mutated: Sequence[int], leaves: Sequence[Outp
     first = len(mutated)
     found = [results[first + leaf.index] for leaf in leaves if leaf.input is None and not leaf.differentiated]
     return tuple(n for n in found if isinstance(n, fx.Node))
+
+
+def _refuse_overlaps(error: Exception, tracer: StepTracer) -> None:
+    """Say of which tensors AOT autograd found that they share memory that the forward changes."""
+    if "share storage" not in str(error):
+        return
+    names = [*(e.name for e in tracer.entries), *argument_names(tracer.input_template)]
+    found = overlaps(tracer.given, range(len(names)))
+    raise Unsupported(
+        "memory that " + ", ".join(f"{names[i]} and {names[j]} share" for i, j in found if i < j), "the call",
+        "forward changes one of them, and so the other", "Give each memory of its own: clone() one of them.",
+    ) from error
 
 
 def copied(graph: fx.Graph) -> fx.Graph:

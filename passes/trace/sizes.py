@@ -30,6 +30,7 @@ from .isolate import isolated
 from .layouts import Layouts
 from .matching import match
 from .notation import At, Departed
+from .overlaps import overlaps
 from .script import Played, Script
 from .structure import Template, flatten, shared, slots
 from .symbols import SizedTracer
@@ -116,6 +117,7 @@ class Pattern:
             own, graph_module=module, pristine=graph, input_template=tracer.input_template,
             output_template=output_template, reads=tracer.recorder.finish(module), guard=tracer.guard,
             layouts=dict(layouts), by_name=tracer.by_name,
+            overlaps=overlaps(tracer.given, own.mutated),
         )  # fmt: skip
 
 

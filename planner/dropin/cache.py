@@ -25,9 +25,10 @@ from passes.run._torch import Autocast
 from passes.trace.arguments import argument_names, bind_call, run_model, set_forward, state_tensors
 from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match
+from passes.trace.overlaps import overlaps
 from passes.trace.reads import Matched, Reads
 from passes.trace.refuse import has_sharded, is_sharded
-from passes.trace.structure import flatten
+from passes.trace.structure import argument_path, flatten
 from planner.decided import Decided
 from planner.errors import NothingTrained
 from planner.options import BUCKET
@@ -244,7 +245,7 @@ class PlanState:
         return None, []
 
     def _may_plan(self, key: Key, inputs: Sequence[torch.Tensor]) -> bool:
-        mismatch = self.difference(key)
+        mismatch = self.difference(key, inputs)
         if self.on_new_shape == "error":
             raise mismatch
         self.replans[mismatch.argument] += 1
@@ -353,7 +354,7 @@ class PlanState:
                 stacklevel=_user_frame(),
             )
 
-    def difference(self, key: Key) -> InputMismatch:
+    def difference(self, key: Key, inputs: Sequence[torch.Tensor] = ()) -> InputMismatch:
         """How a call differs from those of the first plan."""
         known, hint = self.first.key, 'on_new_shape="replan" plans such calls, "eager" runs them unplanned.'
         names = argument_names(known.template)
@@ -376,6 +377,12 @@ class PlanState:
         for (name, now), (_, then) in zip(key.defaults, known.defaults, strict=True):
             if now != then:
                 return InputMismatch(f"(torch's {name})", str(now), str(then), hint)
+        traced = self.first.planned.prepared.traced
+        given = [*state, *inputs]
+        if len(given) == traced.num_primals and (met := set(overlaps(given, traced.mutated)) ^ set(traced.overlaps)):
+            one, other = (argument_path(traced.primal_names[i]) for i in min(met))
+            now = "shares memory with" if min(met) not in traced.overlaps else "shares no memory with"
+            return InputMismatch(other, f"what {now} {one}, which forward overwrites", "it otherwise", hint)
         asked = self.first.planned.prepared.traced.guard
         answers = "" if asked is None else f" {list(asked.answers)}"
         return InputMismatch("(values)", "other answers to the model's `if`s", f"the sample's{answers}", hint)

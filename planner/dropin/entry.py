@@ -23,6 +23,7 @@ from passes.trace.arguments import state_tensors
 from passes.trace.capture import Traced
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.matching import Differs, match
+from passes.trace.overlaps import overlaps
 from passes.trace.reads import Matched, Reads
 from passes.trace.structure import Bound, flatten, unflatten
 from planner.decided import Decided
@@ -93,8 +94,10 @@ class Entry:
             return None
         if list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state:
             return None
-        guard = self.planned.prepared.traced.guard
-        return tensors if guard is None or guard.holds(inputs) else None
+        traced = self.planned.prepared.traced
+        if traced.guard is not None and not traced.guard.holds(inputs):
+            return None
+        return tensors if overlaps([*tensors, *inputs], traced.mutated) == traced.overlaps else None
 
     def _state(self, model: nn.Module, loss_fn: Any) -> list[torch.Tensor] | None:
         """What was read is as it was: the same objects (the usual case, checked quickly), or equal ones."""

@@ -36,11 +36,13 @@ class StateEntry:
 
 
 def bind_sample(model: nn.Module, sample: Sample, loss_fn: Callable[..., Any] | None = None) -> Bound:
-    """Bind a sample (tensor, tuple of args, dict of kwargs) to the names of `forward`'s parameters.
+    """Bind a sample (tensor, tuple of args, dict of kwargs) to the names of `forward`'s parameters, or keep it bound.
 
     Raises:
         PlannerError: `forward` cannot be called with it.
     """
+    if isinstance(sample, Bound):
+        return sample
     args, kwargs = split_sample(sample)
     try:
         return bind_call(call_signature(model, loss_fn), args, kwargs)

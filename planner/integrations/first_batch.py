@@ -12,7 +12,7 @@ from torch import nn
 
 from passes._torch import pytree
 from passes.run._torch import under_transform
-from passes.trace.arguments import Sample, bind_call, call_signature
+from passes.trace.arguments import bind_call, call_signature
 from passes.trace.refuse import has_sharded
 from planner.api import auto_checkpoint
 from planner.budget import Budget
@@ -97,7 +97,7 @@ class FirstBatch:
         self.stop()
         if self.called is not None:
             self.called()
-        sample = _as_sample(self.model, args, kwargs)
+        sample = bind_call(call_signature(self.model, self.options.get("loss_fn")), args, kwargs)
         held = sum(t.nbytes for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         around = running_wrapper(self.model)  # of which the model is a part: it is planned without, as it runs now
         reserve_mb = self.options.get("reserve_mb", 0) + (self.batches * held + wrapper_bytes(around)) / MIB
@@ -136,19 +136,3 @@ def _is_trained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return False
     tensors = [*model.parameters(), *(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))]
     return any(t.requires_grad for t in tensors) and not under_transform(tensors)
-
-
-def _as_sample(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
-    """A call's arguments in the form that `auto_checkpoint` takes."""
-    if not kwargs:
-        return args
-    signature = call_signature(model)
-    named = bind_call(signature, args, kwargs)
-    kinds = {name: signature.parameters[name].kind for name in named}
-    if inspect.Parameter.VAR_POSITIONAL in kinds.values() or inspect.Parameter.POSITIONAL_ONLY in kinds.values():
-        raise PlannerError(
-            f"{type(model).__name__}.forward is called with positional arguments that have no name, and with named "
-            "ones: call it with one kind, or plan it with auto_checkpoint and plan.apply."
-        )
-    further = [named.pop(n) for n, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD]
-    return {**named, **{k: v for each in further for k, v in each.items()}}

@@ -258,6 +258,24 @@ def test_a_custom_op_without_fake_kernel() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in")
+@pytest.mark.filterwarnings("ignore")  # of torch.ao, which has moved
+def test_a_buffer_that_gets_its_size_in_the_first_call() -> None:
+    """Observers of quantization-aware training begin without a range for any channel."""
+    from torch.ao.quantization import default_fused_per_channel_wt_fake_quant
+
+    model = Wrap(lambda self, x: F.linear(x, self.fake(self.layer.weight)).sin(), layer=linear())
+    model.fake, x = default_fused_per_channel_wt_fake_quant(), batch()
+    with pytest.raises(Unsupported, match="Run the model once"):
+        plan(model, x)
+    model(x)
+    plain = copy.deepcopy(model)
+    chosen = plan(model, x)
+    squares(chosen.module(x)).backward()
+    squares(plain(x)).backward()
+    assert_same_gradients(model, plain)
+    assert_same_state(model, plain)
+
+
 def test_a_custom_op_without_gradient() -> None:
     with pytest.raises(CaptureError, match=r"planner_cases.without_gradient.*Add one with register_autograd"):
         plan(Wrap(lambda self, x: self.layer(without_gradient(self.layer(x))), layer=linear()), batch())

@@ -201,8 +201,9 @@ def wrapped_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 def swapped_state(module: nn.Module, state: dict[str, torch.Tensor]) -> Iterator[None]:
     """Run `module` with other tensors as parameters and buffers (`torch.func.functional_call`'s own helper).
 
-    An RNN keeps a list of its weights besides, which the helper forgets where they are swapped for parameters. To
-    `isinstance` each is what it stands for, an `nn.Parameter` or `nn.Buffer`.
+    An RNN keeps a list of its weights besides, which the helper forgets where they are swapped for parameters, and weak
+    references to them, which its forward makes anew. To `isinstance` each tensor is what it stands for, an
+    `nn.Parameter` or `nn.Buffer`.
     """
     own = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     for name, tensor in own:
@@ -211,14 +212,14 @@ def swapped_state(module: nn.Module, state: dict[str, torch.Tensor]) -> Iterator
             if isinstance(tensor, kind) and not isinstance(stands_in, kind):
                 setattr(stands_in, mark, True)
     with _reparametrize_module(module, state, tie_weights=True, strict=False, stack_weights=True):
-        lists = [(m, m._flat_weights) for m in module.modules() if isinstance(m, nn.RNNBase)]
-        for rnn, _ in lists:
+        lists = [(m, m._flat_weights, m._flat_weight_refs) for m in module.modules() if isinstance(m, nn.RNNBase)]
+        for rnn, *_ in lists:
             rnn.__dict__["_flat_weights"] = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
         try:
             yield
         finally:
-            for rnn, weights in lists:
-                rnn.__dict__["_flat_weights"] = weights
+            for rnn, weights, references in lists:
+                rnn.__dict__.update(_flat_weights=weights, _flat_weight_refs=references)
 
 
 _MARKS = {nn.Parameter: "_is_param", nn.Buffer: "_is_buffer"}  # what their `isinstance` asks a tensor for

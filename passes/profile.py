@@ -312,11 +312,12 @@ def _check_shapes(node: fx.Node, results: Sequence[Any]) -> None:
     for told, made in zip(traced, results, strict=False):
         known = isinstance(told, torch.Tensor) and isinstance(made, torch.Tensor) and told.is_floating_point()
         if known and told.shape != made.shape and not _is_opaque(node) and not looks_at_values(node):
+            empty = "" if told.numel() else "Run the model once, if its first call gives a buffer its size. "
             raise Unsupported(
                 f"op {node.target}", node.name,
                 f"its shape rule says {tuple(told.shape)} where its kernel makes {tuple(made.shape)}",
-                "Reshape its input so that both agree (add a batch dimension), or, for an op of your own, correct its "
-                "fake kernel (torch.library.register_fake).",
+                f"{empty}Reshape its input so that both agree (add a batch dimension), or, for an op of your own, "
+                "correct its fake kernel (torch.library.register_fake).",
             )  # fmt: skip
 
 

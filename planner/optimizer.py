@@ -75,8 +75,9 @@ def measure_update(optimizer: Any, model: nn.Module, device: torch.device, *, in
             return Update(found.state_bytes, 0, _apart(optimizer, groups, model, device)) if in_hooks else found
     except Exception as error:
         raise BudgetError(
-            f"what {_name(optimizer)} needs cannot be measured ({brief(error, 300)}): leave optimizer= out, and set "
-            "reserve_mb to the MiB of its state and of what its step() holds for a moment."
+            f"what {_name(optimizer)} needs cannot be measured ({brief(error, 300)}): leave optimizer= out (say "
+            "optimizer=None in a trainer's PlanCallback), and set reserve_mb to the MiB of its state and of what its "
+            "step() holds for a moment."
         ) from error
 
 

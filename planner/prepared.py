@@ -19,6 +19,7 @@ from passes.ops import VARIES
 from passes.printable import printable
 from passes.profile import Measured, OpProfile, profile
 from passes.run.arena import Arena
+from passes.run.step import refuse_transform
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts, learned
 from passes.trace.refuse import refuse, refuse_sharded
@@ -230,6 +231,7 @@ def check_model(model: Any) -> None:
             "planning under torch.inference_mode(), in which no gradient can be recorded: leave the block, or use "
             "torch.no_grad() there."
         )
+    refuse_transform(model.parameters())
     refuse(model)
 
 

@@ -45,8 +45,17 @@ class Half(Protocol):
     def forward(self) -> Callable[[list[torch.Tensor]], Any]: ...
 
 
-# (primals, generators as before the forward, {output index: its gradient}) -> a gradient or None per primal
-Fallback = Callable[[Sequence[torch.Tensor], dict[str, torch.Generator], dict[int, torch.Tensor]], list[Any]]
+class Fallback(Protocol):
+    """What one call of a step asks for, should its backward be another one than planned."""
+
+    def __call__(
+        self, primals: Sequence[torch.Tensor], generators: dict[str, torch.Generator],
+        gradients: dict[int, torch.Tensor], /,
+    ) -> list[Any]:  # fmt: skip
+        """The gradients of the primals, or None, from the generators before the forward and the outputs' gradients."""
+
+    def not_needed(self) -> None:
+        """Note that the backward is the planned one."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +123,7 @@ class Step:
         Raises:
             PlannerError: under a transform of `torch.func`.
         """
-        _refuse_transform(primals)
+        refuse_transform(primals)
         run = _Run(self, fallback, primals, primals if sources is None else sources)
         token = run.token
         for place in reversed(range(len(run.owned))):
@@ -123,7 +132,8 @@ class Step:
         return results
 
 
-def _refuse_transform(tensors: Iterable[torch.Tensor | None]) -> None:
+def refuse_transform(tensors: Iterable[torch.Tensor | None]) -> None:
+    """Raise where a transform of `torch.func` runs this code, or has to do with the tensors."""
     if under_transform(tensors):
         raise PlannerError(
             "a planned step runs under loss.backward() and torch.autograd.grad; torch.func.grad, vmap, jvp and the "
@@ -194,7 +204,7 @@ class _Run:
     def start(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Begin the backward from the gradients of the outputs; it runs when it is resumed."""
         step = self.step
-        _refuse_transform(gradients)
+        refuse_transform(gradients)
         self.replayed = None
         if all(g is None for g in gradients):  # autograd passes this node on its way to others
             self.replayed = [None] * len(self.versions)
@@ -221,6 +231,8 @@ class _Run:
         self.read = {i: self.sources[i] for part in step.reads for i in part}
         values = (self.given[i] for i in step.saved_primals)
         self.program = step.backward.forward([*(self.saved or ()), *values, *tangents])
+        if self.fallback is not None:
+            self.fallback.not_needed()
         self.saved, self.primals, self.sources, self.given, self.overwritten = None, (), (), (), {}
 
     def _check(self) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..errors import PlannerError, Unsupported
 from .hidden import refuse_hidden
 from .refuse import is_quantized_weight, storage_kind
-from .structure import Template, argument_path, constants, slots
+from .structure import Bound, Template, argument_path, constants, slots
 
 Sample = Any
 
@@ -33,12 +35,14 @@ class StateEntry:
         return "_parameters" if self.is_parameter else "_buffers"
 
 
-def bind_sample(model: nn.Module, sample: Sample, loss_fn: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """Bind a sample (tensor, tuple of args, dict of kwargs) to the names of `forward`'s parameters.
+def bind_sample(model: nn.Module, sample: Sample, loss_fn: Callable[..., Any] | None = None) -> Bound:
+    """Bind a sample (tensor, tuple of args, dict of kwargs) to the names of `forward`'s parameters, or keep it bound.
 
     Raises:
         PlannerError: `forward` cannot be called with it.
     """
+    if isinstance(sample, Bound):
+        return sample
     args, kwargs = split_sample(sample)
     try:
         return bind_call(call_signature(model, loss_fn), args, kwargs)
@@ -90,15 +94,36 @@ def loss_arguments(loss_fn: Callable[..., Any] | None) -> list[str]:
     return [p.name for p in required[1:]]
 
 
-def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bound:
     """Arguments by name; raises TypeError exactly as a call would."""
-    return dict(signature.bind(*args, **kwargs).arguments)
+    return Bound(signature.bind(*args, **kwargs).arguments, kwargs)
+
+
+def names_given(bound: Mapping[str, Any]) -> frozenset[str]:
+    """The arguments that the call gave by name, where that is known."""
+    return bound.by_name if isinstance(bound, Bound) else frozenset()
 
 
 def call_bound(function: Callable[..., Any], signature: inspect.Signature, bound: Mapping[str, Any]) -> Any:
-    """Call with arguments bound by `bind_call`."""
-    arguments = inspect.BoundArguments(signature, dict(bound))
-    return function(*arguments.args, **arguments.kwargs)
+    """Call with arguments bound by `bind_call`, each given by name or by its place as it was then."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    by_name, gap = names_given(bound), False
+    for name, parameter in signature.parameters.items():
+        kind = parameter.kind
+        if name not in bound:
+            gap = True
+        elif kind is parameter.VAR_POSITIONAL:
+            args.extend(bound[name])
+        elif kind is parameter.VAR_KEYWORD:
+            kwargs.update(bound[name])
+        elif kind is parameter.POSITIONAL_ONLY or (
+            kind is parameter.POSITIONAL_OR_KEYWORD and not gap and name not in by_name
+        ):
+            args.append(bound[name])
+        else:
+            kwargs[name] = bound[name]
+    return function(*args, **kwargs)
 
 
 def set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
@@ -119,7 +144,7 @@ def run_model(
     names = loss_arguments(loss_fn)
     own = set(inspect.signature(model.forward).parameters)
     extra = [bound[n if n in bound and n not in own else f"loss_{n}"] for n in names]
-    inner = {k: v for k, v in bound.items() if k in own}
+    inner = Bound({k: v for k, v in bound.items() if k in own}, names_given(bound))
     return loss_fn(call_bound(called, inspect.signature(model.forward), inner), *extra)
 
 
@@ -130,17 +155,38 @@ def runs_hooks(model: nn.Module, loss_fn: Callable[..., Any] | None) -> bool:
     weight. Otherwise they are the caller's, and run around the step whenever it is called. The hooks of submodules
     are always part of it.
     """
+    return loss_fn is not None or any(_is_from(hook, "torch.nn.utils") for hook in _own_hooks(model))
+
+
+def refuse_repeated_hooks(model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+    """Refuse that the step's own hooks also run around it, but for those that only make a weight again.
+
+    Raises:
+        Unsupported: there is another one.
+    """
+    if not runs_hooks(model, loss_fn):
+        return
+    for hook in _own_hooks(model):
+        if not isinstance(hook, (WeightNorm, BasePruningMethod)) and not _is_from(hook, "torch.distributed", "planner"):
+            raise Unsupported(
+                f"a forward hook on the planned model, {getattr(hook, '__qualname__', type(hook).__name__)},",
+                type(model).__name__, "it belongs to the step, as what follows it does (a loss_fn, a weight that it "
+                "makes), and would run a second time around the plan", "Use plan.module; or register it on a "
+                "submodule, compute the loss outside of the plan, or use torch.nn.utils.parametrizations.",
+            )  # fmt: skip
+
+
+def _own_hooks(model: nn.Module) -> list[Any]:
     # Not read as the forward reads: whether the caller adds a hook of its own is nothing to a plan.
-    hooks = [h for name in _HOOKS for h in object.__getattribute__(model, name).values()]
-    return loss_fn is not None or any(_of_torch(hook) for hook in hooks)
+    return [h for name in _HOOKS for h in object.__getattribute__(model, name).values()]
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-def _of_torch(hook: object) -> bool:
+def _is_from(hook: object, *packages: str) -> bool:
     module = getattr(type(hook), "__module__", "") if not hasattr(hook, "__module__") else hook.__module__
-    return str(module).startswith("torch.nn.utils")
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
 def state_entries(model: nn.Module) -> list[StateEntry]:

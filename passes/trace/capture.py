@@ -44,6 +44,7 @@ from .arguments import (
     argument_names,
     call_signature,
     check_inputs,
+    names_given,
     run_model,
     state_entries,
     state_tensors,
@@ -65,11 +66,12 @@ from .layouts import (
 from .leaks import Remembered
 from .modules import fill_forward_paths, module_path, module_paths
 from .notice import Rerun, check_backward, judged, notice
+from .overlaps import Overlaps, overlaps
 from .reads import Reads
 from .recorder import Recorder
 from .refuse import own_generator, storage_kind
 from .state import Snapshot
-from .structure import Template, Tree, argument_path, flatten, shared, slots, unflatten
+from .structure import Bound, Template, Tree, argument_path, flatten, shared, slots, unflatten
 from .value_guards import Guard, KnownValues
 from .watch import Watch
 
@@ -111,7 +113,8 @@ class Traced:
     traced it, with `graph_module`'s constants; in `graph_module` fused ops have taken the place of others. `guard`
     holds what the trace took as given about the inputs' values, `reads` what it took as given about everything else,
     `layouts` what it was told about how kernels lay out what they make. `repeated` names the buffers that the plain
-    step updates again when a checkpoint of its own recomputes, and the planned step once.
+    step updates again when a checkpoint of its own recomputes, and the planned step once. `by_name` are the arguments
+    that the call gave by name, `overlaps` the primals that had memory of a mutated one.
     """
 
     graph_module: fx.GraphModule
@@ -129,6 +132,8 @@ class Traced:
     notes: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
     layouts: Layouts = field(default_factory=dict)
+    by_name: frozenset[str] = frozenset()
+    overlaps: Overlaps = ()
 
     @property
     def num_primals(self) -> int:
@@ -191,7 +196,8 @@ def capture(
     check_inputs(input_tensors, names, input_template)
     entries = state_entries(model)
     given = [*state_tensors(model, entries), *input_tensors]
-    tracer = StepTracer(model, loss_fn, signature, entries, input_template, differentiated, given, layouts or {})
+    tracer = StepTracer(model, loss_fn, signature, entries, input_template, differentiated, given, layouts or {},
+                        names_given(bound))  # fmt: skip
     tensors = [local_part(t) for t in given]
     alone = isolated(model, loss_fn, shared(input_template))
     with exclusive(), alone as tracer.before, private_contexts(), without_sources():
@@ -227,6 +233,7 @@ def export_step(tracer: StepTracer, fake: list[torch.Tensor]) -> JointGraph:
     except (Unsupported, CaptureError):
         raise
     except Exception as error:
+        _refuse_overlaps(error, tracer)
         raise capture_error(error) from error
     finally:
         tracer.watch.stop()
@@ -258,8 +265,9 @@ class StepTracer:
         differentiated: tuple[str, ...] | None,
         given: list[torch.Tensor],
         layouts: Layouts,
+        by_name: frozenset[str],
     ) -> None:
-        self.model, self.loss_fn, self.signature = model, loss_fn, signature
+        self.model, self.loss_fn, self.signature, self.by_name = model, loss_fn, signature, by_name
         self.given, self.sample = given, given[len(entries) :]
         self.entries, self.input_template, self.differentiated = entries, input_template, differentiated
         self.recorder = Recorder(model, loss_fn, entries)
@@ -317,7 +325,7 @@ class StepTracer:
     def _run(self, flat: Sequence[torch.Tensor], *modes: AbstractContextManager[Any]) -> Any:
         """The forward's output for these parameters, buffers and inputs."""
         state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
-        bound = unflatten(self.input_template, flat[len(self.entries) :])
+        bound = Bound(unflatten(self.input_template, flat[len(self.entries) :]), self.by_name)
         known = self._known_values(flat[len(self.entries) :])
         with ExitStack() as stack:
             first = (casts_kept(self.keeps_casts), swapped_state(self.model, state), *self.below)
@@ -571,6 +579,8 @@ def _traced(
         guard=tracer.guard,
         notes=tracer.notes,
         repeated=tuple(name for _, names in tracer.watch.checkpoints for name in names),
+        by_name=tracer.by_name,
+        overlaps=overlaps(tracer.given, joint.mutated_inputs),
     )
 
 
@@ -580,6 +590,18 @@ def callers_alone(graph: fx.Graph, mutated: Sequence[int], leaves: Sequence[Outp
     first = len(mutated)
     found = [results[first + leaf.index] for leaf in leaves if leaf.input is None and not leaf.differentiated]
     return tuple(n for n in found if isinstance(n, fx.Node))
+
+
+def _refuse_overlaps(error: Exception, tracer: StepTracer) -> None:
+    """Say of which tensors AOT autograd found that they share memory that the forward changes."""
+    if "share storage" not in str(error):
+        return
+    names = [*(e.name for e in tracer.entries), *argument_names(tracer.input_template)]
+    found = overlaps(tracer.given, range(len(names)))
+    raise Unsupported(
+        "memory that " + ", ".join(f"{names[i]} and {names[j]} share" for i, j in found if i < j), "the call",
+        "forward changes one of them, and so the other", "Give each memory of its own: clone() one of them.",
+    ) from error
 
 
 def copied(graph: fx.Graph) -> fx.Graph:

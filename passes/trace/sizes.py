@@ -23,13 +23,14 @@ from passes._torch import LazyGraphModule, Symbols, local_part, refer_weakly
 from passes.exclusive import exclusive
 from passes.fuse.rules import fuse
 
-from .arguments import call_signature, state_entries, state_tensors
+from .arguments import call_signature, names_given, state_entries, state_tensors
 from .capture import StepTracer, Traced, callers_alone, copied
 from .contexts import private_contexts
 from .isolate import isolated
 from .layouts import Layouts
 from .matching import match
 from .notation import At, Departed
+from .overlaps import overlaps
 from .script import Played, Script
 from .structure import Template, flatten, shared, slots
 from .symbols import SizedTracer
@@ -115,7 +116,8 @@ class Pattern:
         return replace(
             own, graph_module=module, pristine=graph, input_template=tracer.input_template,
             output_template=output_template, reads=tracer.recorder.finish(module), guard=tracer.guard,
-            layouts=dict(layouts),
+            layouts=dict(layouts), by_name=tracer.by_name,
+            overlaps=overlaps(tracer.given, own.mutated),
         )  # fmt: skip
 
 
@@ -147,7 +149,8 @@ def _of_step(model: Any, loss_fn: Any, bound: Any, differentiated: Any, layouts:
     tensors, template = flatten(dict(bound))
     entries = state_entries(model)
     given = [*state_tensors(model, entries), *tensors]
-    return model, loss_fn, call_signature(model, loss_fn), entries, template, differentiated, given, layouts
+    call = call_signature(model, loss_fn), entries, template, differentiated, given, layouts, names_given(bound)
+    return model, loss_fn, *call
 
 
 def _mode(graph: fx.Graph) -> Any:

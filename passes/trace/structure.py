@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,10 +55,22 @@ class Opaque:
 Template = Slot | Constant | Tree | Opaque
 
 
+class Bound(dict[str, Any]):
+    """The arguments of a call, by name.
+
+    Attributes:
+        by_name: those that the call gave by name. What is put around a `forward` may look at these alone.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], by_name: Iterable[str] = ()) -> None:
+        super().__init__(arguments)
+        self.by_name = frozenset(by_name)
+
+
 def flatten(value: Any) -> tuple[list[torch.Tensor], Template]:
     """Split `value` into its tensors, each object once, and a template that `unflatten` fills again."""
     tensors: list[torch.Tensor] = []
-    template = _take_apart(value, tensors, {}, 0)
+    template = _take_apart(dict(value) if isinstance(value, Bound) else value, tensors, {}, 0)
     return tensors, template
 
 

@@ -13,9 +13,9 @@ from passes._torch import swapped_state
 from passes.exclusive import interrupt_point
 from passes.memory import place, span
 from passes.run._torch import under_autocast
-from passes.trace.arguments import argument_names, call_signature, run_model, state_tensors
+from passes.trace.arguments import argument_names, call_signature, names_given, run_model, state_tensors
 from passes.trace.capture import Traced
-from passes.trace.structure import constants, flatten, slots, unflatten
+from passes.trace.structure import Bound, constants, flatten, slots, unflatten
 from planner.decided import Decided
 from planner.dropin.regions import regions_of, running_regions
 
@@ -43,6 +43,7 @@ class Case:
         self.model, self.traced, self.loss_fn, self.offload = model, traced, loss_fn, False
         self.signature = call_signature(model, loss_fn)
         inputs, self.template = flatten(dict(bound))
+        self.by_name = names_given(bound)
         self.count = len(traced.state)
         self.names = [*(e.name for e in traced.state), *argument_names(self.template)]
         self.originals = [*state_tensors(model, traced.state), *inputs]
@@ -80,7 +81,7 @@ class Case:
     ) -> Any:
         named = {e.name: t for e, t in zip(self.traced.state, tensors, strict=False)}
         with swapped_state(self.model, named), around:
-            bound = unflatten(self.template, tensors[self.count :])
+            bound = Bound(unflatten(self.template, tensors[self.count :]), self.by_name)
             result = backward(run_model(self.model, self.loss_fn, self.signature, bound))
         tensors[: self.count] = [named[e.name] for e in self.traced.state]
         return result
@@ -90,7 +91,7 @@ class Case:
         if planned.runs:
             regions = regions_of(self.model, planned)
             return lambda tensors, step, backward: self._own_forward(tensors, backward, running_regions(regions))
-        return lambda tensors, step, backward: backward(planned.run(tensors, _no_other_backward))
+        return lambda tensors, step, backward: backward(planned.run(tensors, _NoOtherBackward()))
 
     # A run of some steps ------------------------------------------------------------------------------------------
 
@@ -201,6 +202,11 @@ def _memory(names: list[str], tensors: Tensors, outputs: list[str]) -> dict[str,
     return dict(zip(outputs, holders[len(holders) - len(outputs) :], strict=True))
 
 
-def _no_other_backward(primals: Sequence[torch.Tensor], *_: Any) -> list[Any]:
+class _NoOtherBackward:
     """The backward starts where the trace did: a step that expects another start has no gradients, which shows."""
-    return [None] * len(primals)
+
+    def __call__(self, primals: Sequence[torch.Tensor], *_: Any) -> list[Any]:
+        return [None] * len(primals)
+
+    def not_needed(self) -> None:
+        """As planned."""

@@ -18,12 +18,13 @@ from passes.trace.arguments import (
     StateEntry,
     bind_sample,
     call_signature,
+    refuse_repeated_hooks,
     state_entries,
     state_tensors,
 )
 from passes.trace.capture import Traced, capture
 from passes.trace.refuse import has_sharded, refuse
-from passes.trace.structure import unflatten
+from passes.trace.structure import Bound, unflatten
 from planner.errors import ModelMismatch
 from planner.files.fingerprint import describe_value, fingerprint, node_lines, tensor_lines
 from planner.ranks.wrapper import inner_module
@@ -52,6 +53,7 @@ def apply(planned: PlannedModule, model: nn.Module | None = None, sample: Any = 
         state = state.around(model)
     elif current is not state.traced_forward and not _wraps(current, state):
         raise _mismatch("its forward was replaced after planning")
+    refuse_repeated_hooks(model, state.loss_fn)
     model.forward = PlannedForward(planned, model, current, state)
     if has_sharded(model):
         state.plan_before_hooks()
@@ -150,13 +152,14 @@ def _entry(pair: tuple[StateEntry, str] | None) -> str:
     return f"{kind} {entry.name}{tied}: {value}{' grad' if entry.requires_grad else ''}"
 
 
-def blank_sample(state: PlanState) -> dict[str, Any]:
+def blank_sample(state: PlanState) -> Bound:
     """Inputs as the plan's sample had them, but for their values."""
     tensors = []
     for shape, dtype, device, requires_grad, stride in state.first.key.inputs[1:]:
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
         tensors.append(tensor.requires_grad_(requires_grad))
-    return dict(unflatten(state.first.planned.prepared.traced.input_template, tensors))
+    traced = state.first.planned.prepared.traced
+    return Bound(unflatten(traced.input_template, tensors), traced.by_name)
 
 
 def _difference(own: Traced, other: Traced) -> str:

@@ -26,9 +26,10 @@ from passes.run.arena import ask_for
 from passes.trace.arguments import argument_names, bind_call, run_model, set_forward, state_tensors
 from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match
+from passes.trace.overlaps import overlaps
 from passes.trace.reads import Matched, Reads
 from passes.trace.refuse import has_sharded, is_sharded
-from passes.trace.structure import flatten
+from passes.trace.structure import argument_path, flatten
 from planner.decided import Decided
 from planner.errors import NothingTrained
 from planner.options import BUCKET
@@ -246,7 +247,7 @@ class PlanState:
         return None, []
 
     def _may_plan(self, key: Key, inputs: Sequence[torch.Tensor]) -> bool:
-        mismatch = self.difference(key)
+        mismatch = self.difference(key, inputs)
         if self.on_new_shape == "error":
             raise mismatch
         self.replans[mismatch.argument] += 1
@@ -269,7 +270,7 @@ class PlanState:
         # A surrounding torch.utils.checkpoint counts the tensors that autograd saves: tracing must not add to them.
         uncounted = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         with uncounted if active_saving_hooks() else nullcontext(), self.set_aside():
-            planned = self.replan(self.model, dict(bound), starts)
+            planned = self.replan(self.model, bound, starts)
         # An entry whose model was changed since finds its objects again when it is next looked at.
         stale = other is not None and (other.outdated or self._sharded_since(other))
         self.cache = [replace(e, matched=None) for e in self.cache if not (stale and e is other)]
@@ -356,7 +357,7 @@ class PlanState:
                 stacklevel=_user_frame(),
             )
 
-    def difference(self, key: Key) -> InputMismatch:
+    def difference(self, key: Key, inputs: Sequence[torch.Tensor] = ()) -> InputMismatch:
         """How a call differs from those of the first plan."""
         known, hint = self.first.key, 'on_new_shape="replan" plans such calls, "eager" runs them unplanned.'
         names = argument_names(known.template)
@@ -379,6 +380,12 @@ class PlanState:
         for (name, now), (_, then) in zip(key.defaults, known.defaults, strict=True):
             if now != then:
                 return InputMismatch(f"(torch's {name})", str(now), str(then), hint)
+        traced = self.first.planned.prepared.traced
+        given = [*state, *inputs]
+        if len(given) == traced.num_primals and (met := set(overlaps(given, traced.mutated)) ^ set(traced.overlaps)):
+            one, other = (argument_path(traced.primal_names[i]) for i in min(met))
+            now = "shares memory with" if min(met) not in traced.overlaps else "shares no memory with"
+            return InputMismatch(other, f"what {now} {one}, which forward overwrites", "it otherwise", hint)
         asked = self.first.planned.prepared.traced.guard
         answers = "" if asked is None else f" {list(asked.answers)}"
         return InputMismatch("(values)", "other answers to the model's `if`s", f"the sample's{answers}", hint)

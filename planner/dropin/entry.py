@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -23,8 +23,9 @@ from passes.trace.arguments import state_tensors
 from passes.trace.capture import Traced
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.matching import Differs, match
+from passes.trace.overlaps import overlaps
 from passes.trace.reads import Matched, Reads
-from passes.trace.structure import flatten, unflatten
+from passes.trace.structure import Bound, flatten, unflatten
 from planner.decided import Decided
 from solvers.errors import PlannerError
 
@@ -78,6 +79,11 @@ class Entry:
     def reads(self) -> Reads:
         return self.planned.prepared.traced.reads
 
+    @property
+    def learned(self) -> set[Any]:
+        """What it was planned with that earlier backwards had shown (see `Fallback`)."""
+        return set(self.planned.prepared.traced.layouts)
+
     def holds(self, model: nn.Module, loss_fn: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The model's parameters and buffers where the plan holds for a call now; its key is compared before."""
         if self.planned.runs:  # each region looks for itself
@@ -88,8 +94,10 @@ class Entry:
             return None
         if list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state:
             return None
-        guard = self.planned.prepared.traced.guard
-        return tensors if guard is None or guard.holds(inputs) else None
+        traced = self.planned.prepared.traced
+        if traced.guard is not None and not traced.guard.holds(inputs):
+            return None
+        return tensors if overlaps([*tensors, *inputs], traced.mutated) == traced.overlaps else None
 
     def _state(self, model: nn.Module, loss_fn: Any) -> list[torch.Tensor] | None:
         """What was read is as it was: the same objects (the usual case, checked quickly), or equal ones."""
@@ -109,11 +117,15 @@ def are_trained(parameters: Iterable[torch.Tensor]) -> list[bool]:
     return [p.requires_grad for p in parameters]
 
 
+REMEMBERED_CALLS = 128
+LONGEST_RUN = 32  # of calls that are compared: 4,096 comparisons at most
+
+
 class Losses:
     """From which outputs the backward of the next call will start, told by the calls before.
 
-    A loss that alternates is followed: what came after the outputs of the last two calls, or of the last one, comes
-    again.
+    What most often came after the longest run of calls like the last ones comes again. Calls whose backward has not
+    begun yet are taken as predicted, and prove nothing: there are many where a cell is called in a loop.
 
     Attributes:
         expected: the outputs of the call made last; None until a backward started from others than planned for.
@@ -121,17 +133,21 @@ class Losses:
 
     def __init__(self) -> None:
         self.expected: Started | None = None
-        self.recent: deque[Started] = deque(maxlen=3)
-        self.followers: dict[tuple[tuple[str, ...], ...], tuple[str, ...]] = {}
+        self.recent: deque[Started] = deque(maxlen=REMEMBERED_CALLS)
 
     def predict(self) -> tuple[str, ...] | None:
         """The outputs that the next call's backward will start from; None where nothing was learned yet."""
         if self.expected is None:
             return None
-        *before, last = (started.paths for started in self.recent) if self.recent else (self.expected.paths,)
-        for i in range(len(before)):
-            self.followers[tuple(before[i:])] = last
-        return self.followers.get((*before[-1:], last)) or self.followers.get((last,), last)
+        calls = list(self.recent) or [self.expected]
+        paths = [call.paths for call in calls]
+        seen = [i for i, call in enumerate(calls) if call.seen]
+        runs = {i: _equal_run(paths, i) for i in seen}
+        longest = max(runs.values(), default=0)
+        if not longest and (calls[-1].seen or not seen):
+            return paths[-1]
+        votes = Counter(paths[i] for i in reversed(seen) if runs[i] == longest)
+        return votes.most_common(1)[0][0]
 
     def called(self, paths: tuple[str, ...]) -> Started:
         """Note a call whose backward is to start from `paths`, until it is seen to start elsewhere."""
@@ -139,11 +155,20 @@ class Losses:
         return self.recent[-1]
 
 
+def _equal_run(paths: Sequence[tuple[str, ...]], i: int) -> int:
+    """How many of the calls before call `i` are, in order, like the last ones."""
+    length = 0
+    while length < min(i, LONGEST_RUN) and paths[i - 1 - length] == paths[-1 - length]:
+        length += 1
+    return length
+
+
 @dataclass
 class Started:
-    """The outputs that one call's backward starts from."""
+    """The outputs that one call's backward starts from; `seen` is whether it has begun."""
 
     paths: tuple[str, ...]
+    seen: bool = False
 
 
 def starts_of(traced: Traced) -> tuple[str, ...]:
@@ -196,7 +221,7 @@ class Fallback:
         expected = paths == starts_of(self.traced)
         autocast = active_autocast() != self.traced.backward_autocast
         learned = self._learn({wanted[i].path: g for i, g in gradients.items()}, autocast)
-        new = learned or not expected
+        new = bool(learned) or not expected
         how = f" under {describe_autocast(active_autocast())}" if autocast else _OTHER_STRIDES if expected else ""
         self.state.replayed(active_autocast())
         where = ", ".join(p or "the output" for p in paths)
@@ -216,9 +241,14 @@ class Fallback:
         finally:
             if learned:
                 for entry in self.state.cache:
-                    entry.outdated = entry.outdated or autocast or entry.starts == paths
-            self.started.paths = paths
+                    concerned = (autocast or entry.starts == paths) and not learned & entry.learned
+                    entry.outdated = entry.outdated or concerned
+            self.started.paths, self.started.seen = paths, True
             self.state.losses.expected = self.started
+
+    def not_needed(self) -> None:
+        """See `passes.run.step.Fallback`."""
+        self.started.seen = True
 
     def _irreplayable(self) -> str | None:
         """Why the forward cannot be replayed; None where it can."""
@@ -236,8 +266,8 @@ class Fallback:
             return f"{since}: {differs.where} {differs.now}, in the forward {differs.then}"
         return None
 
-    def _learn(self, gradients: Mapping[str, torch.Tensor], autocast: bool) -> bool:
-        """Plan for gradients in these strides, under this autocast, from now on; not where this plan is for others.
+    def _learn(self, gradients: Mapping[str, torch.Tensor], autocast: bool) -> set[Any]:
+        """Plan for gradients in these strides, under this autocast, from now on; nothing where this plan is for others.
 
         Another plan of the same model may have learned them since this one was made.
         """
@@ -245,10 +275,10 @@ class Fallback:
         if autocast:
             keys = {BACKWARD_AUTOCAST: active_autocast()}
         if any(key in self.traced.layouts for key in keys):
-            return False
+            return set()
         for key, layout in keys.items():
             self.layouts.setdefault(key, layout)
-        return True
+        return set(keys)
 
     def _replay(
         self,
@@ -271,7 +301,8 @@ class Fallback:
             pairs = zip(leaves[count:], primals[count:], strict=True)
             arguments = [t if p.is_leaf else t.view_as(t) for t, p in pairs]
             with under_autocast(self.key.autocast):
-                outputs, _ = flatten(self.state.plain(unflatten(traced.input_template, arguments)))
+                bound = Bound(unflatten(traced.input_template, arguments), traced.by_name)
+                outputs, _ = flatten(self.state.plain(bound))
         indices = [leaf.index for leaf in traced.outputs]
         started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]
         inputs = [t for t in leaves if t.requires_grad]
@@ -297,7 +328,7 @@ class Watched:
         if gradient is None:  # another output of the same region has one
             return
         self.seen.add(path)
-        self.started.paths = tuple(p for p in self.paths if p in self.seen)
+        self.started.paths, self.started.seen = tuple(p for p in self.paths if p in self.seen), True
         key, strides = gradient_key(path, gradient), tuple(gradient.stride())
         if key not in self.known and strides != expected:
             self.layouts.setdefault(key, strides)

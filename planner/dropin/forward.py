@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from passes.trace.arguments import bind_call, run_model, set_forward
+from passes.trace.arguments import bind_call, refuse_repeated_hooks, run_model, set_forward
 
 from .cache import OPAQUE, PlanState
 
@@ -43,7 +43,10 @@ class PlannedForward:
         state = self.state
         if state.unplanned:
             return self.original(*args, **kwargs)
-        if self.model.training and torch.is_grad_enabled():
+        trained = self.model.training and torch.is_grad_enabled()
+        if trained or state.loss_fn is not None:
+            refuse_repeated_hooks(self.model, state.loss_fn)
+        if trained:
             with state.through(self):
                 return state.run(bind_call(state.signature, args, kwargs), self._plain)
         state.notice_eval()

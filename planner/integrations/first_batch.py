@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from passes._torch import pytree
-from passes.trace.arguments import Sample, bind_call, call_signature
+from passes.run._torch import under_transform
+from passes.trace.arguments import bind_call, call_signature
 from passes.trace.refuse import has_sharded
 from planner.api import auto_checkpoint
 from planner.budget import Budget
@@ -26,7 +27,8 @@ def plan_on_first_batch(model: nn.Module, budget_mb: float | str | None = None, 
     """Let `model` be planned by its next training call, in whatever precision and with whatever arguments that has.
 
     Call it when the model is ready to be trained: wrapped, on its device, adapters attached. The call returns what
-    `plan.applied` would; calls under `eval()` or `no_grad` run the model's own forward and plan nothing.
+    `plan.applied` would; calls under `eval()` or `no_grad`, of a frozen model, or within `torch.func` run the
+    model's own forward and plan nothing.
 
     Args:
         model: as for `plan.apply`: it keeps its class, methods, hooks and state.
@@ -88,14 +90,14 @@ class FirstBatch:
         return self.model.forward(*args, **kwargs)
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if model.training and torch.is_grad_enabled():
+        if _is_trained(model, args, kwargs):
             self._plan(args, kwargs)
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stop()
         if self.called is not None:
             self.called()
-        sample = _as_sample(self.model, args, kwargs)
+        sample = bind_call(call_signature(self.model, self.options.get("loss_fn")), args, kwargs)
         held = sum(t.nbytes for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         around = running_wrapper(self.model)  # of which the model is a part: it is planned without, as it runs now
         reserve_mb = self.options.get("reserve_mb", 0) + (self.batches * held + wrapper_bytes(around)) / MIB
@@ -118,7 +120,7 @@ class _Waiting:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        trained = self.model.training and torch.is_grad_enabled()
+        trained = _is_trained(self.model, args, kwargs)
         return self.planned(args, kwargs) if trained else self.own(*args, **kwargs)
 
     def put_back(self) -> None:
@@ -128,17 +130,9 @@ class _Waiting:
             self.model.forward = self.previous
 
 
-def _as_sample(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
-    """A call's arguments in the form that `auto_checkpoint` takes."""
-    if not kwargs:
-        return args
-    signature = call_signature(model)
-    named = bind_call(signature, args, kwargs)
-    kinds = {name: signature.parameters[name].kind for name in named}
-    if inspect.Parameter.VAR_POSITIONAL in kinds.values() or inspect.Parameter.POSITIONAL_ONLY in kinds.values():
-        raise PlannerError(
-            f"{type(model).__name__}.forward is called with positional arguments that have no name, and with named "
-            "ones: call it with one kind, or plan it with auto_checkpoint and plan.apply."
-        )
-    further = [named.pop(n) for n, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD]
-    return {**named, **{k: v for each in further for k, v in each.items()}}
+def _is_trained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call is one to plan for: it may have a backward, and no transform of `torch.func` runs it."""
+    if not (model.training and torch.is_grad_enabled()):
+        return False
+    tensors = [*model.parameters(), *(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))]
+    return any(t.requires_grad for t in tensors) and not under_transform(tensors)

@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from passes.memory import measure_peak
-from planner import InputMismatch, ModelMismatch, Plan, PlannerError, Unsupported
+from planner import InputMismatch, ModelMismatch, Plan, PlannerError, Unsupported, auto_checkpoint
 from tests.planner.small import plan_at
 from tests.planner.steps import SmallGPT, assert_same_gradients, assert_same_state, conv_net, linear, mlp, twins
 
@@ -449,6 +451,47 @@ def test_hooks_keep_their_rules() -> None:
     assert calls == [1, 1]
     handle.remove()
     assert torch.equal(step(model, x), step(plain, x))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_that_belong_to_the_step_are_not_run_twice(late: bool) -> None:
+    """The loss follows them: they are part of the step, and the model's call runs them, too."""
+    model, x = mlp(), torch.randn(8, 32)
+
+    def register() -> Any:
+        return model.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+    plan = auto_checkpoint(model, x, loss_fn=lambda y: y.pow(2).mean(), progress=False)
+    if late:
+        plan.apply(model)
+    handle = register()
+    plan.module(x).backward()
+    with pytest.raises(Unsupported, match=r"a forward hook on the planned model.*run a second time.*Use plan\.module"):
+        model(x) if late else plan.apply(model)
+    handle.remove()
+    assert plan.apply(model) is model
+    model(x).backward()
+
+
+@pytest.mark.filterwarnings("ignore:forward sets self.weight", "ignore:.*weight_norm. is deprecated")
+def test_weights_that_hooks_of_torch_make() -> None:
+    """One that depends on how often it runs is not applied."""
+    x = torch.randn(8, 32)
+    for make in (nn.utils.weight_norm, partial(prune.l1_unstructured, name="weight", amount=0.3)):
+        torch.manual_seed(0)
+        model, plain = (make(nn.Linear(32, 8)) for _ in range(2))
+        plain.load_state_dict(model.state_dict())
+        auto_checkpoint(model, x, progress=False).apply(model)
+        for _ in range(2):
+            assert torch.equal(step(model, x), step(plain, x))
+        assert_same_gradients(model, plain)
+    model = nn.utils.spectral_norm(nn.Linear(32, 8))
+    plan, plain = auto_checkpoint(model, x, progress=False), copy.deepcopy(model)
+    with pytest.raises(Unsupported, match="SpectralNorm"):
+        plan.apply(model)
+    for _ in range(2):
+        assert torch.equal(step(plan.module, x), step(plain, x))
+    assert_same_state(model, plain)
 
 
 def test_moved_cast_and_loaded() -> None:

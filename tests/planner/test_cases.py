@@ -6,6 +6,8 @@ files in `test_planfile.py`; hints in `test_hints.py`; checkpoints, copies and t
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import math
 import warnings
@@ -256,6 +258,24 @@ def test_a_custom_op_without_fake_kernel() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in")
+@pytest.mark.filterwarnings("ignore")  # of torch.ao, which has moved
+def test_a_buffer_that_gets_its_size_in_the_first_call() -> None:
+    """Observers of quantization-aware training begin without a range for any channel."""
+    from torch.ao.quantization import default_fused_per_channel_wt_fake_quant
+
+    model = Wrap(lambda self, x: F.linear(x, self.fake(self.layer.weight)).sin(), layer=linear())
+    model.fake, x = default_fused_per_channel_wt_fake_quant(), batch()
+    with pytest.raises(Unsupported, match="Run the model once"):
+        plan(model, x)
+    model(x)
+    plain = copy.deepcopy(model)
+    chosen = plan(model, x)
+    squares(chosen.module(x)).backward()
+    squares(plain(x)).backward()
+    assert_same_gradients(model, plain)
+    assert_same_state(model, plain)
+
+
 def test_a_custom_op_without_gradient() -> None:
     with pytest.raises(CaptureError, match=r"planner_cases.without_gradient.*Add one with register_autograd"):
         plan(Wrap(lambda self, x: self.layer(without_gradient(self.layer(x))), layer=linear()), batch())
@@ -503,6 +523,50 @@ def test_arguments_built_differently_are_told_apart(sample: Any, call: Any, word
         chosen.module(*filled(call))
     assert words in str(caught.value) and "TreeSpec" not in str(caught.value)
     assert 'on_new_shape="replan" plans such calls' in str(caught.value)
+
+
+def asks_what_came_by_name(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """As decorators of libraries do, which look at the named arguments of a call and add some."""
+
+    @functools.wraps(forward)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        twice = bool(kwargs.get("twice"))
+        kwargs["offset"] = kwargs.get("offset") or 1.0
+        y, z = forward(self, *args, **kwargs)
+        return (y * 2, z) if twice else (y, z)
+
+    return wrapper
+
+
+class Decorated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp(0.3)
+
+    @asks_what_came_by_name
+    def forward(self, x: torch.Tensor, offset: float | None = None, twice: bool = False) -> Any:
+        y = self.body(x) + offset
+        return y, y.sin()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["the model", "a region"])
+def test_arguments_are_given_by_name_where_the_call_gave_them_so(inside: bool) -> None:
+    def calling(self: Any, x: torch.Tensor) -> Any:
+        return self.inner(x=x, offset=None, twice=True)
+
+    model: nn.Module = Wrap(calling, inner=Decorated()) if inside else Decorated()
+    plain, x = copy.deepcopy(model), batch(16, 32)
+    given, call = ((x,), {}) if inside else ((), {"x": x, "offset": None, "twice": True})
+    chosen = plan(model, given if inside else call, regions="inner" if inside else "whole")
+    assert bool(chosen.runs) == inside
+    for which in (slice(2), slice(1, 2), slice(2)):  # the second is replayed
+        for module in (chosen.module, plain):
+            torch.manual_seed(0)
+            outputs = module(*given, **call)
+            torch.stack([o.sum() for o in outputs[which]]).sum().backward()
+        assert_same_gradients(model, plain)
+    model.eval(), plain.eval()
+    assert all(map(torch.equal, chosen.module(*given, **call), plain(*given, **call)))
 
 
 def test_a_call_that_does_not_fit_the_signature_fails_as_a_call_does() -> None:

@@ -260,6 +260,13 @@ def test_transforms_are_refused_in_a_sentence() -> None:
     def batched(t: torch.Tensor) -> torch.Tensor:
         return torch.autograd.grad(module(t), model.bias, torch.ones(2, 4, 8), is_grads_batched=True)[0]
 
-    for call, given in ((torch.func.grad(loss), model.weight), (tangents, x), (batched, x)):
+    def planning(t: torch.Tensor) -> torch.Tensor:
+        plan(model, x)
+        return t.sum()
+
+    other = torch.randn(3, *x.shape[1:])  # which would be planned anew
+    given = {loss: model.weight, planning: x, lambda t: module(other * t).sum(): torch.tensor(2.0)}
+    calls = [(torch.func.grad(f), t) for f, t in given.items()]
+    for call, t in [*calls, (torch.func.vmap(module), torch.randn(5, *other.shape)), (tangents, x), (batched, x)]:
         with pytest.raises(PlannerError, match="Give them the original model"):
-            call(given)
+            call(t)

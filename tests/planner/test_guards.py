@@ -38,8 +38,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from planner import Plan, PlannerError
-from tests.planner.steps import plan
+from planner import Plan, PlannerError, Unsupported
+from tests.planner.steps import assert_same_state, linear, plan
 
 SCALE = 2.0
 TABLE = {"scale": 2.0, "shift": {"by": 1.0}}
@@ -1023,6 +1023,47 @@ def test_a_profiler_goes_on() -> None:
         helper(torch.ones(2))
     profiler.create_stats()
     assert any(name == "helper" for _, _, name in profiler.stats)  # type: ignore[attr-defined]
+
+
+class Remembers(nn.Module):
+    """Overwrites one buffer, then reads another, and its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(linear(), nn.Tanh(), linear())
+        self.register_buffer("memory", torch.ones(4, 8))
+        self.register_buffer("other", torch.full((4, 8), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.memory.mul_(0.9).add_(x.detach())
+        return torch.tanh(self.layer(x)) * self.other + x
+
+
+def memory_in_common(model: Any) -> torch.Tensor:
+    model.other.data = model.memory.data
+    return torch.ones(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [(memory_in_common, "other"), (lambda m: m.memory, "x"), (lambda m: m.memory.detach(), "x")],
+)
+def test_memory_that_is_overwritten_and_read_elsewhere(change: Callable[[Any], torch.Tensor], argument: str) -> None:
+    """A trace of tensors with memory of their own reads what was there before."""
+    torch.manual_seed(0)
+    model, x = Remembers(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    chosen = plan(model, x, check=False)
+    chosen.module(x).sum().backward()
+    plain(x).sum().backward()
+    given = change(model), change(plain)
+    with pytest.warns(UserWarning, match=f"{argument}': got what shares memory with memory, which forward overwrites"):
+        found = chosen.module(given[0])
+    assert torch.equal(found, plain(given[1]))
+    assert torch.equal(chosen.module(x), plain(x))
+    assert_same_state(model, plain)
+    with pytest.raises(Unsupported, match=f"memory that memory and {argument} share.*clone"):
+        plan(model, change(model), regions="whole")
 
 
 def test_a_replaced_layer_is_not_kept_alive() -> None:

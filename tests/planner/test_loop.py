@@ -264,6 +264,24 @@ def test_losses_that_alternate_keep_a_plan_each(pattern: str) -> None:
     assert len(made) == 2
 
 
+@pytest.mark.parametrize(("lengths", "most"), [((6,), 0), ((6, 4, 5), 0), ((130,), 10)])
+def test_a_cell_in_a_loop_is_planned_for_both_of_its_backwards(lengths: tuple[int, ...], most: int) -> None:
+    """The last backward starts from `h` alone, all others from `h` and `c`; all calls come before any of them."""
+    torch.manual_seed(0)
+    model, start = nn.LSTMCell(8, 16), torch.zeros(4, 16)
+    plan = auto_checkpoint(model, (torch.randn(4, 8), (start, start)), progress=False)
+    made = counted_replans(plan)
+    for i in range(8):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state = (start, start)
+            for _ in range(lengths[i % len(lengths)]):
+                state = plan.module(torch.randn(4, 8), state)
+            state[0].pow(2).mean().backward()
+        assert i < 4 or sum("replays the plain forward" in str(w.message) for w in caught) <= most
+    assert len(made) <= 3  # two for a state that requires a gradient, and one or two for one that does not
+
+
 def test_ten_lengths_are_planned_once_each_and_slowing_down_is_said() -> None:
     model, _ = perceptron(16)
     plan = auto_checkpoint(model, torch.randn(4, 16), loss_fn=loss_of, progress=False)

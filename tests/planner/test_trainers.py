@@ -45,6 +45,44 @@ def plans_made(plan: Plan | None) -> int:
     return len(plan.module._plan_state.cache)
 
 
+def test_the_first_batch_is_one_that_can_be_trained_on() -> None:
+    from planner.integrations import plan_on_first_batch
+
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)), torch.randn(4, 8)
+    waiting = plan_on_first_batch(model, "120%", **QUICK)
+    model.requires_grad_(False)
+    model(x)
+    model.requires_grad_(True)
+    with torch.no_grad():
+        model(x)
+    torch.func.vmap(model)(x)
+    torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(dict(model.named_parameters()))
+    assert waiting.plan is None
+    model(x).pow(2).sum().backward()
+    assert waiting.plan is not None and plans_made(waiting.plan) == 1
+
+
+def test_a_first_batch_of_arguments_of_every_kind() -> None:
+    from planner.integrations import plan_on_first_batch
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, /, *more: torch.Tensor, scale: float = 1.0, **named: torch.Tensor) -> Any:
+            return torch.tanh(self.layer(x)) * scale + sum(more) + sum(named.values())
+
+    model, x = Model(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    waiting = plan_on_first_batch(model, "120%", **QUICK)
+    for _ in range(2):
+        for each in (model, plain):
+            each(x, x, x, scale=2.0, shift=x).pow(2).sum().backward()
+    assert_same_gradients(model, plain)
+    assert plans_made(waiting.plan) == 1
+
+
 # transformers ---------------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from passes._torch import allocator_events
 from passes.run import step as runtime
-from planner import CaptureError, Plan, PlannerError
+from planner import CaptureError, Plan, PlannerError, auto_checkpoint
 from tests.planner.steps import (
     SmallGPT,
     Wrap,
@@ -288,6 +288,17 @@ def test_a_replay_starts_from_the_old_values() -> None:
     assert torch.equal(rng, torch.get_rng_state())
     assert_same_gradients(model, plain)
     assert_same_state(model, plain)
+
+
+def test_a_replay_leaves_the_lists_of_weights_that_an_rnn_keeps() -> None:
+    """With others in them the next call would be planned anew."""
+    model, x = nn.LSTM(8, 16), torch.randn(5, 4, 8)
+    chosen = auto_checkpoint(model, x, progress=False)
+    weights, references = model._flat_weights, model._flat_weight_refs
+    with pytest.warns(UserWarning, match="replays the plain forward"):
+        chosen.module(x)[0].sum().backward()
+    assert model._flat_weights is weights and model._flat_weight_refs is references
+    assert all(r() is w for r, w in zip(references, weights, strict=True))
 
 
 def hidden_of(self: Any, x: torch.Tensor) -> torch.Tensor:

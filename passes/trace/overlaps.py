@@ -1,0 +1,38 @@
+"""Memory that tensors of a step share, where the forward overwrites it: what is read there depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from .._torch import local_part
+from ..run.tensors import memory_of
+
+Overlaps = tuple[tuple[int, int], ...]
+_WITH_MEMORY = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def overlaps(tensors: Sequence[torch.Tensor], overwritten: Sequence[int]) -> Overlaps:
+    """Pairs of a tensor that is overwritten and another one that has some of its memory."""
+    if not overwritten:
+        return ()
+    local = [t if type(t) in _WITH_MEMORY else local_part(t) for t in tensors]
+    places = [memory_of(t) if type(t) in _WITH_MEMORY else 0 for t in local]
+    owners: dict[int, list[int]] = {}
+    for i in overwritten:
+        owners.setdefault(places[i], []).append(i)
+    return tuple(
+        (i, j) for j, place in enumerate(places) if place for i in owners.get(place, ())
+        if i != j and _meet(local[i], local[j])
+    )  # fmt: skip
+
+
+def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
+
+
+def _end(tensor: torch.Tensor) -> int:
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + tensor.element_size() * (last + 1)

@@ -164,16 +164,22 @@ def refuse_repeated_hooks(model: nn.Module, loss_fn: Callable[..., Any] | None) 
     Raises:
         Unsupported: there is another one.
     """
-    if not runs_hooks(model, loss_fn):
-        return
-    for hook in _own_hooks(model):
+    hook = repeated_hook(model, loss_fn)
+    if hook is not None:
+        raise Unsupported(
+            f"a forward hook on the planned model, {hook},",
+            type(model).__name__, "it belongs to the step, as what follows it does (a loss_fn, a weight that it "
+            "makes), and would run a second time around the plan", "Use plan.module; or register it on a "
+            "submodule, compute the loss outside of the plan, or use torch.nn.utils.parametrizations.",
+        )  # fmt: skip
+
+
+def repeated_hook(model: nn.Module, loss_fn: Callable[..., Any] | None) -> str | None:
+    """The name of a hook of the step's own that also runs around it, and does more than make a weight again."""
+    for hook in _own_hooks(model) if runs_hooks(model, loss_fn) else ():
         if not isinstance(hook, (WeightNorm, BasePruningMethod)) and not _is_from(hook, "torch.distributed", "planner"):
-            raise Unsupported(
-                f"a forward hook on the planned model, {getattr(hook, '__qualname__', type(hook).__name__)},",
-                type(model).__name__, "it belongs to the step, as what follows it does (a loss_fn, a weight that it "
-                "makes), and would run a second time around the plan", "Use plan.module; or register it on a "
-                "submodule, compute the loss outside of the plan, or use torch.nn.utils.parametrizations.",
-            )  # fmt: skip
+            return str(getattr(hook, "__qualname__", type(hook).__name__))
+    return None
 
 
 def _own_hooks(model: nn.Module) -> list[Any]:

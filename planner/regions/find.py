@@ -49,6 +49,8 @@ def candidates(model: nn.Module, patterns: Sequence[str]) -> Candidates:
     if not patterns:
         return Candidates(model, {**dict(children(model, "")), LOSS: CrossEntropy()}, True)
     paths = [path for path, _ in model.named_modules() if path]
+    if not paths:
+        raise RegionError(f'{type(model).__name__} has no submodules to be regions: plan it with regions="whole".')
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in paths):
             raise RegionError(

@@ -27,6 +27,8 @@ from passes.trace.arguments import (
     bind_call,
     call_bound,
     call_signature,
+    names_given,
+    repeated_hook,
     run_model,
     set_forward,
     state_entries,
@@ -35,7 +37,7 @@ from passes.trace.arguments import (
 from passes.trace.capture import OutputLeaf, casts_kept, choose_differentiated
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.refuse import has_sharded, is_sharded
-from passes.trace.structure import flatten, slots, unflatten
+from passes.trace.structure import Bound, flatten, slots, unflatten
 from passes.trace.value_guards import KnownValues
 from planner.check.restore import Generators, Snapshot, gradients_aside, hooks_aside, put_back, strangers_kept
 from planner.ranks.sharded import (
@@ -285,6 +287,8 @@ class HollowForward:
             why = "it runs within a backward (a reentrant torch.utils.checkpoint)"
         if not self.module.training:
             why = "it is in eval mode"
+        if hook := repeated_hook(self.module, None):
+            why = f"its forward hook {hook} would run within the plan and around it"
         if why:
             hollow.again = hollow.parts.refuse(self.path, why) or hollow.again
             return None
@@ -500,7 +504,8 @@ class Sample:
             signature = call_signature(self.model, self.loss_fn)
 
             def step(hollow: Hollow = hollow) -> None:
-                self._step(hollow, signature, unflatten(template, inputs))
+                bound = Bound(unflatten(template, inputs), names_given(self.arguments))
+                self._step(hollow, signature, bound)
 
             if not sharded:
                 self._prepare_gradients([p for p in own.values() if p.requires_grad and p.is_leaf])

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from passes.errors import Unsupported
 from passes.memory import measure_peak
-from planner import auto_checkpoint
+from planner import RegionError, auto_checkpoint
 from tests.zoo.compare import differences, forward_backward, run_step
 
 
@@ -381,6 +381,23 @@ def test_a_view_that_is_read_and_then_changed_in_place_stays_eager(often: bool, 
     plain(x).backward()
     plan.module(x).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_a_region_whose_hook_would_run_twice_stays_eager() -> None:
+    """The old `spectral_norm` changes a buffer in each call."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(16, 32)), nn.GELU(), Part(32), nn.Linear(32, 8))
+    x = torch.randn(8, 16)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False, time_limit=1, check=False, regions=["0", "2"])
+    assert {r.path: "SpectralNorm" in r.eager for r in plan.regions if r.eager} == {"0": True}
+    for _ in range(2):
+        assert torch.equal(plan.module(x), plain(x))
+
+
+def test_a_model_without_submodules_has_no_regions() -> None:
+    with pytest.raises(RegionError, match="LSTM has no submodules"):
+        auto_checkpoint(nn.LSTM(8, 16), torch.randn(3, 2, 8), progress=False, regions="*")
 
 
 class Gated(nn.Module):

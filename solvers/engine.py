@@ -27,6 +27,7 @@ from .staged import StagedModel
 
 ROWS_PER_ROUND = 24
 TOLERANCE = 1e-6
+IPM_TOLERANCE = 1e-5  # of the objective; prices that are a little off prove that much less
 SLACK = 1e-4
 OPEN_SHARE = 0.05
 SPREAD = 1000
@@ -100,6 +101,7 @@ def bound_staged(model: StagedModel, time_limit: float) -> Answer:
     run = _HighsRun(model, time.monotonic() + time_limit)
     run.highs.setOptionValue("solver", "ipm")
     run.highs.setOptionValue("run_crossover", "off")
+    run.highs.setOptionValue("ipm_optimality_tolerance", IPM_TOLERANCE)
     run.add_all()
     return run.bounded()
 

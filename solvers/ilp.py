@@ -153,7 +153,7 @@ class Hunt:
         known = self.cost
         if self.finished:
             return False
-        if not self.runs.worth_it(until):
+        if not self.runs.worth_it(self.live or start, until):
             self.notes[CLOCK] = None
             return False
         self.offer(self.runs.next(self.live or start, until))

@@ -23,6 +23,8 @@ from .problem import Problem
 from .schedule import Schedule, computes, with_frees
 
 Recompute = tuple[int, int]
+Move = list[tuple[int, int, int]]  # (1, slot, op) comes, (-1, slot, op) goes
+Levels = tuple[np.ndarray, list[int]]
 LARGE = 5000
 
 
@@ -36,6 +38,7 @@ class Live:
         self.bytes = [t.bytes for t in problem.tensors]
         self.inputs = [tuple(dict.fromkeys(op.inputs)) for op in problem.ops]
         self.replays = [tuple(dict.fromkeys((*op.inputs, *op.replay_inputs))) for op in problem.ops]
+        self.outputs = [op.outputs for op in problem.ops]
         self.alloc = [op.workspace + sum(self.bytes[t] for t in op.outputs) for op in problem.ops]
         self.reuse = [op.reuse for op in problem.ops]
         self.pinned = [t in problem.pinned for t in range(len(problem.tensors))]
@@ -49,6 +52,7 @@ class Live:
         self.total = np.zeros(n, dtype=np.int64)
         self._relative = [0] * n
         self._deferred: dict[int, None] | None = None
+        self._undoing = False  # what is live where is about to be put back
         self._optional_slot: dict[int, int] = {}
         self._replayers = _replayers(problem)
         self._load_plain()
@@ -83,12 +87,31 @@ class Live:
         self._refresh_optional(op)
 
     def add_all(self, recomputes: Iterable[Recompute]) -> None:
-        """Add many at once; slots are looked at again only at the end."""
+        """Add many at once."""
+        self.apply((1, slot, op) for slot, op in recomputes)
+
+    def apply(self, move: Iterable[tuple[int, int, int]]) -> None:
+        """Make several changes at once; slots are looked at again only at the end."""
+        self._refresh_all(self._apply(move))
+
+    def levels(self) -> Levels:
+        """What `take_back` needs to know of the state before a move."""
+        return self.total.copy(), self._relative.copy()
+
+    def take_back(self, move: Move, before: Levels) -> None:
+        """Undo the last `apply`; no slot is looked at again."""
+        self._undoing = True
+        self._apply((-sign, slot, op) for sign, slot, op in reversed(move))
+        self._undoing = False
+        self.total, self._relative = before
+
+    def _apply(self, move: Iterable[tuple[int, int, int]]) -> dict[int, None]:
+        """Returns the slots that have to be looked at again."""
         self._deferred = {}
-        for slot, op in recomputes:
-            self.add(slot, op)
+        for sign, slot, op in move:
+            (self.add if sign > 0 else self.remove)(slot, op)
         dirty, self._deferred = self._deferred, None
-        self._refresh_all(dirty)
+        return dirty
 
     def remove(self, slot: int, op: int) -> None:
         """Take back `add(slot, op)`."""
@@ -175,7 +198,7 @@ class Live:
         dirty = {slot: None}
         for t in reads:
             self._insert(t, event, dirty)
-        for t in self.problem.ops[op].outputs:
+        for t in self.outputs[op]:
             self._insert(t, event + 1, dirty)
         self._refresh_all(dirty)
 
@@ -185,21 +208,23 @@ class Live:
         dirty = {slot: None}
         for t in reads:
             self._delete(t, event, dirty)
-        for t in self.problem.ops[op].outputs:
+        for t in self.outputs[op]:
             self._delete(t, event + 1, dirty)
         self._refresh_all(dirty)
 
     def _insert(self, t: int, event: int, dirty: dict[int, None]) -> None:
         events = self.events[t]
         j = bisect_left(events, event)
-        self._shift(t, events, j, event, 1, dirty)
+        if not self._undoing:
+            self._shift(t, events, j, event, 1, dirty)
         events.insert(j, event)
 
     def _delete(self, t: int, event: int, dirty: dict[int, None]) -> None:
         events = self.events[t]
         j = bisect_left(events, event)
         del events[j]
-        self._shift(t, events, j, event, -1, dirty)
+        if not self._undoing:
+            self._shift(t, events, j, event, -1, dirty)
 
     def _shift(self, t: int, events: list[int], j: int, event: int, sign: int, dirty: dict[int, None]) -> None:
         """Account for `event` coming (sign 1) between events j - 1 and j, or going (sign -1)."""
@@ -237,15 +262,13 @@ class Live:
 
     def _walk(self, slot: int) -> list[tuple[int, int]]:
         """(moment, op) of each run in the slot, in bytes above what is live when the slot begins."""
-        items = self.items[slot]
-        if len(items) == 1:
-            return [(self._needs(2 * self.key(slot, items[0]), items[0]), items[0])]
+        items, begin, current = self.items[slot], 2 * slot * self.stride, 0
         moments = []
-        current = 0
         for i in items:
-            event = 2 * self.key(slot, i)
-            moments.append((current + self._needs(event, i), i))
-            current += self._change(event, i, slot)
+            event = begin + 2 * i
+            moments.append((current + (self._needs(event, i) if self.reuse[i] else self.alloc[i]), i))
+            if i != items[-1]:
+                current += self._change(event, i)
         return moments
 
     def _needs(self, event: int, op: int) -> int:
@@ -264,18 +287,20 @@ class Live:
         j = bisect_left(events, event)
         return not self.pinned[t] and (j + 1 == len(events) or bool(events[j + 1] & 1))
 
-    def _change(self, event: int, op: int, slot: int) -> int:
-        """Bytes that become resident by running `op`, less those that its last reads set free."""
+    def _change(self, event: int, op: int) -> int:
+        """Bytes that become resident by recomputing `op`, less those that its last reads set free."""
         change = 0
-        for t in self.problem.ops[op].outputs:
+        for t in self.outputs[op]:
             events = self.events[t]
             j = bisect_left(events, event + 1)
             if self.pinned[t]:
                 change += self.bytes[t] if j == 0 else 0
             elif j + 1 < len(events) and not events[j + 1] & 1:
                 change += self.bytes[t]
-        for t in self.inputs[op] if op == slot else self.replays[op]:
-            if self._is_last_read(t, event):
+        for t in self.replays[op]:
+            events = self.events[t]
+            j = bisect_left(events, event) + 1
+            if (j == len(events) or events[j] & 1) and not self.pinned[t]:
                 change -= self.bytes[t]
         return change
 

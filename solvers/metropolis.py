@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .descent import Taste, descend, drop_unneeded
-from .live import Live, Recompute
+from .live import Live, Move, Recompute
 from .problem import Problem
 
 COOLING = 10.0
@@ -34,19 +34,21 @@ GROWTH = 4
 FASTEST = 1e9  # until a first run has told
 FEWEST = 0.2  # of its turn: a shorter run is not worth it
 TURNS = 2  # of all ways: then the dearest is left out, and runs grow no longer
-
-Move = list[tuple[int, int, int]]  # (1, slot, op) comes, (-1, slot, op) goes
+SEARCH_GROWTH = 2
+WITH_ITS_OWN = 0.5  # of all shifts take along what serves the recompute alone
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a run goes about it: from no recompute or from the best plan, and how hot it begins."""
+    """How a run goes about it: from no recompute or from the best plan, how hot it begins, how mild the penalty is."""
 
     plain: bool
     hottest: float
+    mildest: float = MILDEST
 
 
-WAYS = (Way(False, 0.5), Way(True, 0.5), Way(False, 0.1))
+WAYS = (Way(False, 0.5), Way(True, 0.5), Way(False, 0.1), Way(False, 2.0, 1.0))
+SEARCH = Way(True, 10.0, 1.0)  # so hot that cost hardly counts: finds dear plans where the others find none
 
 
 @dataclass
@@ -62,10 +64,15 @@ class Annealed:
     moves: int
 
 
-def anneal(live: Live, budget_bytes: int, hottest: float, *, moves: int, deadline: float, seed: int = 0) -> Annealed:
-    """Try so many moves from `live`, which is changed and need not fit, at temperatures that fall from the hottest."""
+def anneal(
+    live: Live, budget_bytes: int, hottest: float, mildest: float = MILDEST,
+    *, moves: int, deadline: float, seed: int = 0,
+) -> Annealed:  # fmt: skip
+    """Try so many moves from `live`, which is changed and need not fit, at temperatures that fall from the hottest
+    while the weight of the penalty rises from the mildest.
+    """
     walk = _Walk(live, budget_bytes - live.problem.static_bytes, random.Random(seed))
-    done = walk.run(moves, hottest, deadline) if walk.candidates else moves
+    done = walk.run(moves, hottest, mildest, deadline) if walk.candidates else moves
     best = Live(live.problem, walk.best) if walk.best is not None else live
     if walk.best is None and not descend(live, budget_bytes, Taste(0.3), deadline=deadline):
         return Annealed(None, done)
@@ -77,8 +84,11 @@ def anneal(live: Live, budget_bytes: int, hottest: float, *, moves: int, deadlin
 class Runs:
     """Runs of more and more moves, each way in turn; the dearest way is left out after two turns.
 
+    Where there is no plan yet every other run is a search for one.
+
     Attributes:
         number: of runs so far; each has random numbers of its own.
+        searches: of them that were for a first plan.
         costs: what the last run of each way came to.
         pace: moves a second.
         hurried: the clock made a run shorter than its turn.
@@ -87,33 +97,46 @@ class Runs:
     problem: Problem
     budget_bytes: int
     number: int = 0
+    searches: int = 0
     costs: dict[Way, float] = field(default_factory=lambda: dict.fromkeys(WAYS, math.inf))
     pace: float = FASTEST
     hurried: bool = False
 
     def next(self, best: Live | None, deadline: float) -> Live | None:
         """What another run finds, of as many moves as its turn is or the time allows."""
-        if self.number == TURNS * len(WAYS):
+        if self.number - self.searches == TURNS * len(WAYS) and len(self.costs) == len(WAYS):
             del self.costs[max(self.costs, key=lambda way: self.costs[way])]
-        way = list(self.costs)[self.number % len(self.costs)]
+        way = self._way(best)
         start = Live(self.problem, () if way.plain or best is None else best.recomputes())
         begin = time.monotonic()
-        wanted = self._wanted()
+        wanted = self._wanted(way)
         moves = int(min(wanted, self.pace * max(0.0, deadline - begin)))
         self.number += 1
-        run = anneal(start, self.budget_bytes, way.hottest, moves=moves, deadline=deadline, seed=self.number)
+        run = anneal(
+            start, self.budget_bytes, way.hottest, way.mildest, moves=moves, deadline=deadline, seed=self.number
+        )  # fmt: skip
         self.pace = max(1, run.moves) / (time.monotonic() - begin)
         self.hurried |= run.moves < wanted
-        self.costs[way] = math.inf if run.live is None else run.live.cost
+        if way == SEARCH:
+            self.searches += 1
+        else:
+            self.costs[way] = math.inf if run.live is None else run.live.cost
         return run.live
 
-    def worth_it(self, deadline: float) -> bool:
+    def worth_it(self, best: Live | None, deadline: float) -> bool:
         """Whether there is time for another run."""
-        return self.pace * (deadline - time.monotonic()) > FEWEST * self._wanted()
+        return self.pace * (deadline - time.monotonic()) > FEWEST * self._wanted(self._way(best))
 
-    def _wanted(self) -> int:
-        turn = min(self.number // len(WAYS), TURNS)
-        return SHORTEST * min(len(self.problem.ops), MOST_OPS) * GROWTH**turn
+    def _way(self, best: Live | None) -> Way:
+        if (best is None or best.peak_bytes > self.budget_bytes) and self.number % 2:  # the first run tells the pace
+            return SEARCH
+        return list(self.costs)[(self.number - self.searches) % len(self.costs)]
+
+    def _wanted(self, way: Way) -> int:
+        shortest = SHORTEST * min(len(self.problem.ops), MOST_OPS)
+        if way == SEARCH:
+            return shortest * GROWTH**TURNS * SEARCH_GROWTH**self.searches
+        return shortest * GROWTH ** min((self.number - self.searches) // len(WAYS), TURNS)
 
 
 @dataclass
@@ -150,7 +173,7 @@ class _Walk:
         self.best: list[Recompute] | None = None
         self.best_cost = math.inf
 
-    def run(self, moves: int, hottest: float, deadline: float) -> int:
+    def run(self, moves: int, hottest: float, mildest: float, deadline: float) -> int:
         """Walk; returns how many moves were tried."""
         live, rng = self.live, self.rng
         cost, excess = live.cost / self.op_cost, self._excess()
@@ -161,16 +184,17 @@ class _Walk:
                     return number
                 done = number / moves
                 temperature = hottest * COOLING**-done
-                weight = MILDEST * (STRICTEST / MILDEST) ** done
+                weight = mildest * (STRICTEST / mildest) ** done
                 self.tight = np.nonzero(live.total > TIGHT * self.room)[0]
             move = self._draw()
             if not move:
                 continue
-            self._apply(move)
+            before = live.levels()
+            live.apply(move)
             then, over = live.cost / self.op_cost, self._excess()
             worse = then - cost + weight * (over - excess)
             if worse > 0 and rng.random() >= math.exp(-worse / temperature):
-                self._apply([(-sign, slot, op) for sign, slot, op in reversed(move)])
+                live.take_back(move, before)
                 continue
             cost, excess = then, over
             self.recomputes.update(move)
@@ -182,11 +206,7 @@ class _Walk:
         """Bytes above the budget, summed over the slots, and those of the worst one again."""
         over = self.live.total - self.room
         worst = int(over.max(initial=0))
-        return (float(over[over > 0].sum()) + WORST * worst) / self.tensor_bytes if worst > 0 else 0.0
-
-    def _apply(self, move: Move) -> None:
-        for sign, slot, op in move:
-            (self.live.add if sign > 0 else self.live.remove)(slot, op)
+        return (float(np.maximum(over, 0).sum()) + WORST * worst) / self.tensor_bytes if worst > 0 else 0.0
 
     def _draw(self) -> Move:
         """Half of all moves recompute something more, most of them for a tight slot."""
@@ -198,7 +218,7 @@ class _Walk:
         if not self.recomputes.items:
             return []
         slot, op = self.recomputes.items[self.rng.randrange(len(self.recomputes.items))]
-        return [(-1, slot, op)] if kind < 0.75 else self._shift(slot, op)
+        return [(-1, slot, i) for i in self._own(slot, op)] if kind < 0.75 else self._shift(slot, op)
 
     def _addition(self, near: int) -> Move:
         """Let a tensor go after one of its events (the last before slot `near`, if any) until its next read."""
@@ -250,4 +270,31 @@ class _Walk:
         there = max(first, min(last, far))
         if there == slot or not live.items[there] or live.has(there, op):
             return []
-        return [(-1, slot, op), (1, there, op)]
+        moved = self._own(slot, op) if rng.random() < WITH_ITS_OWN else [op]
+        return [(-1, slot, i) for i in moved] + [(1, there, i) for i in moved if i < there and not live.has(there, i)]
+
+    def _own(self, slot: int, op: int) -> list[int]:
+        """A recompute and those of its slot that serve it alone."""
+        live, producer = self.live, self.live.problem.producer
+        found, stack = [op], [op]
+        reads = {2 * live.key(slot, op)}
+        while stack:
+            for t in live.replays[stack.pop()]:
+                p = producer[t]
+                if p not in found and live.has(slot, p) and not self._is_read(slot, p, reads):
+                    found.append(p)
+                    stack.append(p)
+                    reads.add(2 * live.key(slot, p))
+        return found
+
+    def _is_read(self, slot: int, op: int, but: set[int]) -> bool:
+        """Whether there is a read, but for some, of what a recompute writes before it is written again."""
+        written = 2 * self.live.key(slot, op) + 1
+        for t in self.live.outputs[op]:
+            events = self.live.events[t]
+            j = bisect_left(events, written) + 1
+            while j < len(events) and events[j] in but:
+                j += 1
+            if j < len(events) and not events[j] & 1:
+                return True
+        return False

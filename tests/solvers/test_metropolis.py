@@ -40,6 +40,24 @@ def test_a_state_that_fits_is_a_schedule_of_that_peak_and_cost(data: st.DataObje
     assert seen.added_cost == live.cost
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_move_taken_back_leaves_the_state_as_it_was(data: st.DataObject) -> None:
+    problem = data.draw(problems())
+    allowed = [(s, i) for s in problem.required() for i in range(s) if problem.ops[i].recomputable]
+    chosen = data.draw(st.lists(st.sampled_from(allowed), unique=True)) if allowed else []
+    half = len(chosen) // 2
+    live, plain = Live(problem, chosen[:half]), Live(problem, chosen[:half])
+    before = live.levels()
+    move = [*((1, s, i) for s, i in chosen[half:]), *((-1, s, i) for s, i in chosen[:half])]
+    live.apply(move)
+    then = Live(problem, chosen[half:])
+    assert (live.total == then.total).all()
+    live.take_back(move, before)
+    assert (live.total == plain.total).all()
+    assert (live.events, live.cost, live.recomputes()) == (plain.events, plain.cost, plain.recomputes())
+
+
 @pytest.mark.slow
 def test_far_below_the_plain_peak_it_is_cheaper_than_descents() -> None:
     """Descents come to 37.8 % of the step, eight seeds to 31.0 to 37.0."""
@@ -77,3 +95,11 @@ def test_after_two_turns_the_dearest_way_is_left_out() -> None:
         if live is not None and (best is None or live.cost < best.cost):
             best = live
     assert len(runs.costs) == len(WAYS) - 1
+
+
+def test_without_a_plan_every_other_run_searches_for_one() -> None:
+    problem = FAMILIES["transformer-2"]()
+    runs = Runs(problem, floor_bytes(problem) - 1)
+    for _ in range(4):
+        assert runs.next(None, time.monotonic() + 0.3) is None
+    assert runs.searches == 2

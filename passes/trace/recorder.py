@@ -408,7 +408,8 @@ class Recorder:
         if isinstance(value, type):
             self._class_data(value, self.said)
         elif isinstance(value, types.ModuleType):
-            if _is_users_file(getattr(value, "__file__", None) or ""):
+            # One of another class (transformers' lazy ones) changes as it is used.
+            if type(value) is types.ModuleType and _is_users_file(getattr(value, "__file__", None) or ""):
                 for name in [n for n in self.said if _is_data(vars(value).get(n, len))]:
                     self._read(vars(value), of_globals, name, f"module {value.__name__}")
         elif not (callable(value) or hasattr(type(value), "__get__") or type(value).__module__.startswith("torch")):

@@ -1,8 +1,9 @@
-"""`python -m tests.gpu.table [NAME ...]`: predicted and measured memory of zoo models on this CUDA device.
+"""`python -m tests.gpu.table [--blocks] [NAME ...]`: predicted and measured memory of zoo models on this CUDA device.
 
 A line is one model at one share of what its plain step needs above static, in MiB. Exit status 1 when a prediction of
 allocated memory is below the measurement or more than .1 % above it, or one of reserved memory is off by more than
-2 %, or when more is reserved than `most_reserved`. A loss taken outside the model is not the plan's.
+2 %, or when more is reserved than `most_reserved`. A loss taken outside the model is not the plan's. With `--blocks`
+the plans are by regions: the model's own blocks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import sys
 
 from planner import PlannerError
+from tests.bench.step_time import BLOCKS
 from tests.gpu.device import HOLLOW, MIB, is_expandable, measure, on_device, plan_for
 from tests.zoo.compare import loss_bytes
 from tests.zoo.models import gpt2
@@ -30,10 +32,10 @@ def most_reserved(allocated_bytes: int) -> float:
     return (1.03 if is_expandable() else 1.05) * allocated_bytes
 
 
-def line(name: str, share: int | None) -> tuple[str, bool]:
+def line(name: str, share: int | None, blocks: bool) -> tuple[str, bool]:
     """The line, and whether it holds."""
     model, sample = on_device({**ENTRIES, **LARGE}[name])
-    plan = plan_for(model, sample, share)
+    plan = plan_for(model, sample, share, regions=BLOCKS[name.partition("-")[0]] if blocks else "auto")
     found = measure(plan, model, sample)
     reserved = plan.reserved_bytes or 0
     most = plan.peak_bytes + loss_bytes(plan.module, sample)
@@ -52,10 +54,12 @@ def main() -> int:
     print("| model | share | predicted allocated | measured | predicted reserved | measured | over | retries | holds |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     failed = 0
-    for name in sys.argv[1:] or NAMES:
+    blocks = "--blocks" in sys.argv
+    known = [name for name in NAMES if not blocks or name.partition("-")[0] in BLOCKS]
+    for name in [name for name in sys.argv[1:] if name != "--blocks"] or known:
         for share in SHARES:
             try:
-                text, holds = line(name, share)
+                text, holds = line(name, share, blocks)
             except PlannerError as error:
                 text, holds = f"| {name} | {type(error).__name__}: {str(error)[:150]} |", False
             print(text, flush=True)

@@ -66,13 +66,18 @@ def candidates(model: nn.Module, patterns: Sequence[str]) -> Candidates:
 
 
 def children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The submodules right below, but for those that are a single op of torch's: nothing in them can be decided."""
+    """The submodules right below, lists of modules looked through, but for those that are a single op of torch's:
+    nothing in them can be decided.
+    """
     for name, child in module.named_children():
+        place = f"{path}.{name}" if path else name
         one_op = type(child).__module__.startswith("torch.nn.") and not isinstance(child, nn.RNNCellBase)
-        if not one_op or next(child.children(), None) is not None:
-            yield (f"{path}.{name}" if path else name), child
+        if not has_forward(child):
+            yield from children(child, place)
+        elif not one_op or next(child.children(), None) is not None:
+            yield place, child
 
 
 def has_forward(module: nn.Module) -> bool:
     """Whether it is more than a list of modules."""
-    return not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__

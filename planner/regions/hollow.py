@@ -48,6 +48,7 @@ from planner.ranks.sharded import (
     without_talking,
 )
 
+from .find import Candidates, children
 from .losses import LOSS, looking_at_losses, losses_set_aside
 from .parts import Part, Parts
 from .writes import undone_writes
@@ -126,10 +127,13 @@ class Hollow:
         called: how often each candidate was called.
         accumulated_bytes: whole gradients that sharded modules kept from a step before.
         outputs: what the model returned, and each of those tensors without its data.
+        descend: whether the children of what cannot be a region are tried in its place.
     """
 
-    def __init__(self, model: nn.Module, static: Sequence[torch.Tensor], parts: Parts, device: torch.device) -> None:
-        self.model, self.parts, self.device = model, parts, device
+    def __init__(
+        self, model: nn.Module, static: Sequence[torch.Tensor], parts: Parts, device: torch.device, descend: bool
+    ) -> None:
+        self.model, self.parts, self.device, self.descend = model, parts, device, descend
         self.home = torch.get_default_device()  # which, where nothing has data, is the meta device meanwhile
         self.static = {place(local_part(t).untyped_storage()) for t in static}
         self.marks: list[Mark] = []
@@ -261,8 +265,10 @@ class HollowForward:
         bound = bind_call(self.__signature__, args, kwargs)
         tensors, template = flatten(bound)
         part = self._part(number, bound, tensors, template)
-        if part is None:
-            return self.original(*args, **kwargs)
+        if part is None:  # what is in it keeps nothing either: on a full device there is no room for it
+            inner = dict(children(self.module, path)) if hollow.descend else {}
+            with _hollowed(hollow, inner):
+                return self.original(*args, **kwargs)
         run = Run(path, number, part, [])
         hollow.runs.append(run)
         state = [local_part(t) for t in state_tensors(self.module, part.traced.state)]
@@ -454,7 +460,7 @@ class Sample:
     draws: Mapping[str, Any]
     written: set[str] = field(default_factory=set)
 
-    def run(self, candidates: Mapping[str, nn.Module], parts: Parts, counting: Counting | None = None) -> Hollow:
+    def run(self, candidates: Candidates, parts: Parts, counting: Counting | None = None) -> Hollow:
         """One hollow run; the model, its gradients and all generators are left as they were.
 
         Args:
@@ -471,7 +477,7 @@ class Sample:
             hollow.tell_kept(first)
             return hollow
 
-    def _run(self, candidates: Mapping[str, nn.Module], parts: Parts, counting: Counting | None) -> Hollow:
+    def _run(self, candidates: Candidates, parts: Parts, counting: Counting | None) -> Hollow:
         entries = state_entries(self.model)
         originals = state_tensors(self.model, entries)
         inputs, template = flatten(dict(self.arguments))
@@ -489,7 +495,8 @@ class Sample:
             real, copied = copied, [t.to("meta") for t in copied]
             without_data = _without_data(copied, real)
         inputs = [c.requires_grad_(t.requires_grad) for c, t in zip(copied, inputs, strict=True)]
-        hollow = Hollow(self.model, [*own.values(), *inputs], parts, self.device)
+        given, modules = [*own.values(), *inputs], candidates.chosen
+        hollow = Hollow(self.model, given, parts, self.device, candidates.descend)
         swapped = {name: t for (name, t), o in zip(own.items(), originals, strict=True) if t is not o}
         alone = without_talking(self.model)
         numbered = {str(i): t for i, t in enumerate(inputs)}
@@ -510,12 +517,12 @@ class Sample:
             if not sharded:
                 self._prepare_gradients([p for p in own.values() if p.requires_grad and p.is_leaf])
             elif self.gradients == "accumulated":
-                first = Hollow(self.model, [*own.values(), *inputs], parts, self.device)
-                with _hollowed(first, candidates), without_reducing(self.model):
+                first = Hollow(self.model, given, parts, self.device, candidates.descend)
+                with _hollowed(first, modules), looking_at_losses(modules.get(LOSS)), without_reducing(self.model):
                     kind_of(self.device).allocations(lambda: step(first), self.device)  # known by size when it is freed
                 hollow.sizes |= first.sizes  # what is left of it is told from this run's by its size
             left = frozenset(hollow.sizes)
-            with _hollowed(hollow, candidates):
+            with _hollowed(hollow, modules), looking_at_losses(modules.get(LOSS)):
                 hollow.accumulated_bytes = gathered_gradient_bytes(self.model)
                 if counting is None:
                     events = without_collections(lambda: kind_of(self.device).allocations(step, self.device))
@@ -657,5 +664,4 @@ def _hollowed(hollow: Hollow, candidates: Mapping[str, nn.Module]) -> Iterator[N
             forward = HollowForward(hollow, path, module)
             set_forward(module, forward)
             stack.callback(set_forward, module, forward.previous)
-        stack.enter_context(looking_at_losses(candidates.get(LOSS)))
         yield

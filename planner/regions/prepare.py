@@ -36,6 +36,7 @@ from planner.optimizer import NO_UPDATE
 from planner.options import Options
 from planner.prepared import Prepared, Regions, lower_step, model_device
 from planner.progress import Progress
+from solvers.errors import BudgetError
 from solvers.order import plain_peak
 from solvers.problem import Op, Problem
 from solvers.schedule import plain_order, with_frees
@@ -110,6 +111,7 @@ def prepare_regions(
 
     Raises:
         RegionError: nothing can be planned.
+        BudgetError: the device has no room for the step whatever is recomputed.
     """
     device = model_device(model)
     meta = any(p.device.type == "meta" for p in model.parameters())
@@ -130,6 +132,11 @@ def prepare_regions(
     )  # fmt: skip
     try:
         hollow = _settled_run(sample, chosen, parts, options)
+    except torch.OutOfMemoryError as error:
+        raise BudgetError(
+            f"the step does not fit on {device}: with nothing kept of its regions, it still runs out of memory there "
+            f"({str(error).partition('.')[0]}). Take a smaller batch, or free memory there."
+        ) from error
     except Exception as error:
         if why is not None:
             raise why from error  # whatever stops a run of the step, there is a better word for it
@@ -141,7 +148,7 @@ def prepare_regions(
     if not hollow.runs:
         raise _with_regions_tried(why, chosen) or RegionError(f"no region can be planned: {_first(parts.refused)}")
     counting = Counting(options.cost_function(device))
-    sample.run(chosen.chosen, parts, counting)
+    sample.run(chosen, parts, counting)
     found = _Found(model, arguments, options, device, chosen, parts, hollow, round(counting.total), why, sample.draws)
     return _prepared(found, required_hints)
 
@@ -158,7 +165,7 @@ def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Opti
     """The last of several hollow runs, which taught nothing new."""
     for _ in range(MOST_RUNS):
         interrupt_point()
-        hollow = sample.run(chosen.chosen, parts)
+        hollow = sample.run(chosen, parts)
         for run in hollow.runs:
             if not run.ended:
                 hollow.again = parts.refuse(run.path, "no gradient reaches it") or hollow.again

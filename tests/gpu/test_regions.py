@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -36,8 +39,8 @@ class Dropping(nn.Module):
         return self.head(x).logsumexp(-1).mean()
 
 
-def _dropping() -> tuple[nn.Module, Any]:
-    return Dropping(), torch.randn(16, 256, 64)
+def _dropping(blocks: int = 4) -> tuple[nn.Module, Any]:
+    return Dropping(blocks=blocks), torch.randn(16, 256, 64)
 
 
 def _assert_as_predicted(plan: Plan, model: nn.Module, sample: Any) -> None:
@@ -82,6 +85,37 @@ def test_what_the_loop_holds_besides(options: dict[str, Any]) -> None:
             optimizer.zero_grad()
     assert 0.999 * plan.peak_bytes <= torch.cuda.max_memory_allocated() <= plan.peak_bytes
     assert torch.cuda.max_memory_reserved() == pytest.approx(plan.reserved_bytes, rel=0.02)
+
+
+def _without_a_budget(megabytes: int) -> str:
+    code = (
+        "from planner import auto_checkpoint\n"
+        "from tests.gpu.device import measure, on_device\n"
+        "from tests.gpu.test_regions import _dropping\n"
+        "model, sample = on_device(lambda: _dropping(12))\n"
+        "plan = auto_checkpoint(model, sample, check=False, progress=False, time_limit=5)\n"
+        "found = measure(plan, model, sample)\n"
+        "print(plan.baseline_peak_bytes, plan.reserved_bytes, found.reserved_bytes, found.retries)"
+    )
+    environment = {**os.environ, "HOLLOW_MB": str(megabytes)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    return done.stdout.strip() or done.stderr
+
+
+@pytest.mark.skipif(not HOLLOW, reason="a real device's memory is what it is")
+@pytest.mark.parametrize("megabytes", [420, 300])
+def test_planning_needs_no_more_than_the_plan_where_the_plain_step_does_not_fit(megabytes: int) -> None:
+    """Blocks in a list, and what is in modules that cannot be regions, keep nothing while regions are looked for."""
+    plain, predicted, reserved, retries = map(int, _without_a_budget(megabytes).split())
+    assert plain > 2 * megabytes * MIB
+    assert 0.95 * megabytes * MIB <= reserved <= megabytes * MIB
+    assert reserved == pytest.approx(predicted, rel=0.02)
+    assert retries == 0
+
+
+@pytest.mark.skipif(not HOLLOW, reason="a real device's memory is what it is")
+def test_a_device_that_is_too_small_is_refused_by_name() -> None:
+    assert "BudgetError: the step does not fit on cuda:0" in _without_a_budget(150)
 
 
 def test_planning_leaves_nothing_on_the_device() -> None:

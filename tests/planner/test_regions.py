@@ -18,7 +18,7 @@ from passes.lower import UPDATE
 from passes.memory import measure_peak
 from planner import CaptureError, Plan, PlannerError, RegionError, auto_checkpoint
 from planner.regions.glue import Event, GlueOp, _ops
-from planner.regions.hollow import Edge
+from planner.regions.hollow import Edge, Sample
 from planner.session import open_session
 from tests.planner.steps import Block, SmallGPT, assert_same_gradients, assert_same_state
 from tests.zoo.compare import differences, run_step
@@ -397,6 +397,37 @@ def told(ops: Sequence[GlueOp], sizes: dict[Edge, int]) -> tuple[int, int]:
         peak = max(peak, level + made + op.workspace)
         level += made - op.released_bytes - sum(sizes[e] for e in op.dropped)
     return peak, level
+
+
+class Encoder(nn.Module):
+    """Not to be traced, in a model that is not either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleList([Block(16, 2, 0.0)]), nn.ModuleList([Block(16, 2, 0.0)])])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for (layer,) in self.layers:
+            x = layer(x) if torch.isfinite(x).all() else x
+        return x
+
+
+def test_nothing_is_kept_of_what_is_in_a_refused_region_while_regions_are_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the plain step does not fit, a run that keeps all of a refused region would not either."""
+    runs: list[list[str]] = []
+    run = Sample._run
+
+    def noted(*args: Any) -> Any:
+        hollow = run(*args)
+        runs.append([r.path for r in hollow.runs])
+        return hollow
+
+    monkeypatch.setattr(Sample, "_run", noted)
+    model = nn.Sequential(Encoder(), nn.Linear(16, 1))
+    auto_checkpoint(model, torch.randn(4, 8, 16), progress=False, check=False, time_limit=1)
+    assert runs[0] == runs[-1] == ["0.layers.0.0", "0.layers.1.0"]
 
 
 def test_glue_ops_are_exact() -> None:

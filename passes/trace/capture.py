@@ -594,14 +594,17 @@ def callers_alone(graph: fx.Graph, mutated: Sequence[int], leaves: Sequence[Outp
 
 def _refuse_overlaps(error: Exception, tracer: StepTracer) -> None:
     """Say of which tensors AOT autograd found that they share memory that the forward changes."""
-    if "share storage" not in str(error):
-        return
     names = [*(e.name for e in tracer.entries), *argument_names(tracer.input_template)]
-    found = overlaps(tracer.given, range(len(names)))
+    found = [(i, j) for i, j in overlaps(tracer.given, range(len(names))) if i < j]
+    if not found or not any(said in str(error) for said in _OF_SHARED_MEMORY):
+        return
     raise Unsupported(
-        "memory that " + ", ".join(f"{names[i]} and {names[j]} share" for i, j in found if i < j), "the call",
+        "memory that " + ", ".join(f"{names[i]} and {names[j]} share" for i, j in found), "the call",
         "forward changes one of them, and so the other", "Give each memory of its own: clone() one of them.",
     ) from error
+
+
+_OF_SHARED_MEMORY = ("share storage", "view input mutations")  # AOT autograd's words; the second are torch 2.11's
 
 
 def copied(graph: fx.Graph) -> fx.Graph:

@@ -184,7 +184,8 @@ def prepare(
     real = not any(p.device.type == "meta" for p in model.parameters())
     layouts, sizes = {} if layouts is None else layouts, Sizes() if sizes is None else sizes
     measured: dict[Any, Measured] = {}
-    while True:
+    again = True
+    while again:
         with progress.stage("capture"):
             traced = sizes.capture(
                 model, arguments, options.loss_fn, differentiated=differentiated, keep_outputs=options.keep_outputs,
@@ -200,25 +201,37 @@ def prepare(
                 traced.graph_module.graph, measure=real, timed=real and options.cost == "measured",
                 progress=progress.each, known=measured,
             )  # fmt: skip
-        made = learned(traced.graph_module.graph, {n: p.result_layouts for n, p in profiles.items()})
-        if all(layouts.get(key) == layout for key, layout in made.items()):
-            break
-        layouts.update(made)
+        again = _learn(layouts, traced, profiles)
     if any(n.meta.get(VARIES) for n in profiles):  # seen while profiling: it may not run again
         hinted = resolve(options.hints, traced, aliases, target, required=required_hints)
     options = replace(options, flight=with_loss(options.flight, traced, device))
     lowered = lower_step(traced, aliases, profiles, device, options, once)
-    schedule = with_frees(lowered.problem, plain_order(lowered.problem))
-    plain = simulate(lowered.problem, schedule).peak_bytes
-    resident = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(dict(arguments))]
-    here = real and device.type == target.type
-    start = start_of([t for t in resident if isinstance(t, torch.Tensor)], device) if here else None
+    start = _start(model, arguments, device) if real and device.type == target.type else None
     name = printable(type(model).__name__)
-    prepared = Prepared(
-        traced, aliases, profiles, lowered, device, plain, options, hinted, name, layouts, start, sizes=sizes
+    return _with_plain_peak(
+        Prepared(traced, aliases, profiles, lowered, device, 0, options, hinted, name, layouts, start, sizes=sizes)
     )
+
+
+def _start(model: nn.Module, arguments: Mapping[str, Any], device: torch.device) -> Start | None:
+    """The device's caching allocator, with what the step finds there."""
+    resident = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(dict(arguments))]
+    return start_of([t for t in resident if isinstance(t, torch.Tensor)], device)
+
+
+def _learn(layouts: Layouts, traced: Traced, profiles: Mapping[fx.Node, OpProfile]) -> bool:
+    """Take over how kernels laid out what they make; whether any did otherwise than the trace was told."""
+    made = learned(traced.graph_module.graph, {n: p.result_layouts for n, p in profiles.items()})
+    new = any(layouts.get(key) != layout for key, layout in made.items())
+    layouts.update(made)
+    return new
+
+
+def _with_plain_peak(prepared: Prepared) -> Prepared:
+    problem = prepared.problem
+    schedule = with_frees(problem, plain_order(problem))
     found = prepared.footprint(schedule)
-    plain = plain if found is None else found.allocated_bytes
+    plain = simulate(problem, schedule).peak_bytes if found is None else found.allocated_bytes
     return replace(prepared, baseline_peak_bytes=plain + prepared.others_bytes(schedule))
 
 

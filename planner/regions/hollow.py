@@ -24,6 +24,7 @@ from passes.profile import Counting
 from passes.run._torch import backward_number, under_autocast, under_transform
 from passes.run.mixing import Versions
 from passes.trace.arguments import (
+    StateEntry,
     bind_call,
     call_bound,
     call_signature,
@@ -484,10 +485,7 @@ class Sample:
         generators = Generators.of([*originals, *inputs])
         snapshot = Snapshot([self.model, self.loss_fn], originals)
         sharded = has_sharded(self.model)
-        own = {
-            e.name: t if sharded and e.is_parameter else _stand_in_of(t, e.is_parameter, e.name in self.written)
-            for e, t in zip(entries, originals, strict=True)
-        }
+        own = self._stand_ins(entries, originals, sharded)
         copied = [t.detach().clone() if str(i) in self.written else t.detach() for i, t in enumerate(inputs)]
         without_data: AbstractContextManager[Any] = nullcontext()
         if self.device.type == "meta":
@@ -521,20 +519,32 @@ class Sample:
                 with _hollowed(first, modules), looking_at_losses(modules.get(LOSS)), without_reducing(self.model):
                     kind_of(self.device).allocations(lambda: step(first), self.device)  # known by size when it is freed
                 hollow.sizes |= first.sizes  # what is left of it is told from this run's by its size
-            left = frozenset(hollow.sizes)
             with _hollowed(hollow, modules), looking_at_losses(modules.get(LOSS)):
-                hollow.accumulated_bytes = gathered_gradient_bytes(self.model)
-                if counting is None:
-                    events = without_collections(lambda: kind_of(self.device).allocations(step, self.device))
-                    hollow.events = [event for event in events if -event[1] not in left]
-                    parts.ordinary |= hollow.ordinary_sizes()
-                else:
-                    hollow.counting = counting
-                    with counting:
-                        step()
+                self._observe(hollow, step, counting)
             for parameter in own.values():
                 parameter.grad = None
         return hollow
+
+    def _stand_ins(
+        self, entries: Sequence[StateEntry], originals: Sequence[torch.Tensor], sharded: bool
+    ) -> dict[str, torch.Tensor]:
+        """What the step has in the place of parameters and buffers; of sharded ones the parameters themselves."""
+        return {
+            e.name: t if sharded and e.is_parameter else _stand_in_of(t, e.is_parameter, e.name in self.written)
+            for e, t in zip(entries, originals, strict=True)
+        }
+
+    def _observe(self, hollow: Hollow, step: Callable[[], None], counting: Counting | None) -> None:
+        left = frozenset(hollow.sizes)
+        hollow.accumulated_bytes = gathered_gradient_bytes(self.model)
+        if counting is None:
+            events = without_collections(lambda: kind_of(self.device).allocations(step, self.device))
+            hollow.events = [event for event in events if -event[1] not in left]
+            hollow.parts.ordinary |= hollow.ordinary_sizes()
+        else:
+            hollow.counting = counting
+            with counting:
+                step()
 
     def _prepare_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         for parameter in parameters:

@@ -214,6 +214,7 @@ def capture(
             except CaptureError:
                 raise error from error.__cause__
         check_backward(tracer.before, tracer.judged)
+    tracer.recorder.let_go()
     tracer.remembered.check()
     _check(joint, [e.name for e in entries] + names, len(entries))
     drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
@@ -332,9 +333,10 @@ class StepTracer:
             entered: list[AbstractContextManager[Any]] = [*first, known, EagerLayouts(self.remembered), *modes]
             for mode in entered:
                 stack.enter_context(mode)
+            self.recorder.take_arguments(bound, self.input_template)
             value = run_model(self.model, self.loss_fn, self.signature, bound)
-            _check_arguments(bound, flat[len(self.entries) :], self.input_template)
             _write_back_reassigned(self.model, self.entries, state)
+        _check_arguments(bound, flat[len(self.entries) :], self.input_template)  # not read by forward
         self.guard = known.guard
         return value
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,6 +62,16 @@ def match(reads: Reads, model: nn.Module, loss_fn: Any) -> Matched:
     return _Matching(reads, model).run(model, loss_fn)
 
 
+def match_arguments(reads: Reads, matched: Matched, model: nn.Module, given: Sequence[Any]) -> None:
+    """Look at what a call is given besides tensors (`held_objects`), where the model is as `matched`.
+
+    Raises:
+        Differs: something that forward reads there differs from what the trace was given.
+    """
+    if any(expected is not None for expected in reads.arguments):
+        _Matching(reads, model).go_on(matched, given)
+
+
 def _wrapped(value: torch.Tensor, *_: Any) -> tuple[Any, ...]:
     """What a wrapper of tensors is made of now."""
     return value.requires_grad, *map(id, wrapped_tensors(value))
@@ -77,6 +87,7 @@ class _Matching:
         self.numbers: dict[int, int] = {}
         self.pending: list[int] = []
         self.open: set[tuple[int, int]] = set()
+        self.tensors: list[torch.Tensor] = []
 
     def run(self, model: nn.Module, loss_fn: Any) -> Matched:
         self._state()
@@ -91,7 +102,23 @@ class _Matching:
         for number in self.reads.by_object:
             self._unreached(number)
             self._follow()
+        self.matched.numbered = self.objects
         return self.matched
+
+    def go_on(self, matched: Matched, given: Sequence[Any]) -> None:
+        """As `run`, from where that ended."""
+        self.objects = dict(matched.numbered)
+        self.tensors = matched.tensors() or []
+        self.numbers = {id(value): number for number, value in self.objects.items()}
+        for expected, value in zip(self.reads.arguments, given, strict=True):
+            if not self.agrees(expected, value):
+                raise Differs("(arguments)", show(value), self._words(expected))
+            self._follow()
+
+    def _words(self, expected: Expected) -> str:
+        if isinstance(expected, Object):
+            return describe_kind(self.reads.objects[expected.index].kind)
+        return describe(expected)
 
     def _unreached(self, number: int) -> None:
         """A submodule that no read led to (Python came to it some other way) is looked up at its path."""
@@ -115,7 +142,7 @@ class _Matching:
         tensors = matched.tensors()
         if tensors is None:
             raise Differs(*self._differing_state())
-        self.tensors: list[torch.Tensor] = tensors
+        self.tensors = tensors
 
     def _differing_state(self) -> tuple[str, str, str]:
         found = [get(name, None) for get, name in self.matched.state_getters]

@@ -131,6 +131,7 @@ class Reads:
         objects: the model first; then its submodules and what else was reached.
         by_object: the reads of each object; `fixed` are those of classes, functions and globals.
         live: ids of the tensors that the graph holds itself, whose changes in place are therefore seen.
+        arguments: what each of the call's `held_objects` has to be.
     """
 
     entries: tuple[StateEntry, ...]
@@ -139,6 +140,7 @@ class Reads:
     fixed: tuple[Read, ...]
     loss: Expected
     live: frozenset[int]
+    arguments: tuple[Expected, ...] = ()
 
 
 class Matched:
@@ -158,6 +160,7 @@ class Matched:
         self.computed: list[tuple[Getter, str, Any]] = []
         self.state_getters: list[tuple[Getter, str]] = []
         self.ties: list[int] = []
+        self.numbered: dict[int, Any] = {}  # which object stands for which
 
     def state(self) -> list[torch.Tensor] | None:
         """The parameters and buffers of the next call, or None where what was read has changed."""

@@ -10,6 +10,7 @@ Torch's own ops are not looked into.
 from __future__ import annotations
 
 import contextlib
+import dis
 import enum
 import functools
 import gc
@@ -18,7 +19,7 @@ import sys
 import sysconfig
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -65,6 +66,7 @@ from .reads import (
     of_hooks,
     of_instance,
 )
+from .structure import Template, argument_path, copies_in, flatten, held_objects, object_paths
 
 
 class Recorder:
@@ -85,7 +87,10 @@ class Recorder:
         self.opaque: dict[int, Any] = {}
         self.said: dict[str, None] = {}
         self.said_of_types: dict[str, None] = {}
-        self.in_backward = False
+        self.in_backward = self.on = False
+        self.inputs: set[int] = set()
+        self.arguments: tuple[Expected, ...] | None = None
+        self.copies: dict[int, Any] = {}
         for path, module in model.named_modules():
             self._add(module, path, is_submodule=True)
 
@@ -119,12 +124,32 @@ class Recorder:
                 self._watch(kind)
             sys.setprofile(self._profile)
             with _NotInsideOps(self._profile):
+                self.on = True
                 yield
         finally:
+            self.on = False
             _profile_again(before)
             if collects:
                 gc.enable()
             self.stop()
+
+    def take_arguments(self, bound: Mapping[str, Any], template: Template) -> None:
+        """Record what forward reads of what it is given, too, where this run is the first that is recorded."""
+        if not self.on or self.arguments is not None:
+            return
+        given = dict(bound)
+        self.inputs = {id(leaf) for leaf in flatten(given)[0]}
+        self.copies = {id(each): each for each in copies_in(template, given)}
+        self.arguments = tuple(
+            self.snapshot(value, argument_path(path)) if is_looked_into(value) else None
+            for value, path in zip(held_objects(bound), object_paths(template), strict=True)
+        )
+
+    def let_go(self) -> None:
+        """Keep no copies of what the call was given, as these hold tensors of the trace."""
+        self.objects = [None if id(each) in self.copies else each for each in self.objects]
+        self.numbers = {each: number for each, number in self.numbers.items() if each not in self.copies}
+        self.copies.clear()
 
     def finish(self, graph_module: fx.GraphModule) -> Reads:
         """What was read; outside the model's modules, as it is after the trace."""
@@ -138,14 +163,16 @@ class Recorder:
             (by_object.setdefault(read.holder.index, []) if isinstance(read.holder, Object) else fixed).append(read)
         nodes = graph_module.graph.find_nodes(op="get_attr")
         live = frozenset(id(getattr(graph_module, str(n.target), None)) for n in nodes)
-        return Reads(tuple(self.entries), tuple(self.known), by_object, tuple(fixed), self.loss, live)
+        return Reads(
+            tuple(self.entries), tuple(self.known), by_object, tuple(fixed), self.loss, live, self.arguments or ()
+        )
 
     def _as_it_is_now(self, read: Read) -> Read:
         holder = read.holder
         if isinstance(holder, Object):
-            if self.known[holder.index].is_submodule:
+            holder, known = self.objects[holder.index], self.known[holder.index]
+            if known.is_submodule or holder is None:
                 return read
-            holder = self.objects[holder.index]
         found = [read.getter(holder)(read.name, MISSING) for _ in range(2)]
         expected = self.snapshot(found[0], read.label)
         made_anew = isinstance(expected, Same) and found[0] is not found[1]
@@ -158,6 +185,8 @@ class Recorder:
         if type(value) in LITERALS or (isinstance(value, numpy.generic) and not isinstance(value, numpy.void)):
             return Literal(value)
         if isinstance(value, torch.Tensor):
+            if id(value) in self.inputs:
+                return None  # the key of a call has it
             if id(value) in self.state:
                 return State(self.state[id(value)])
             if wrapped_tensors(value):
@@ -341,7 +370,7 @@ class Recorder:
         if not _ASK_FOR_TYPES.isdisjoint(said):
             self.said_of_types.update(dict.fromkeys(said))
         for name in said:
-            if name in names:
+            if name in names and not (_is_data(names[name]) and _is_attribute(name, code)):
                 self._named(self._read(names, of_globals, name, label), code)
             elif isinstance(imported := sys.modules.get(name), types.ModuleType):
                 self._named(imported, code)
@@ -468,6 +497,16 @@ def _is_data(value: Any) -> bool:
     return not (callable(value) or isinstance(value, types.ModuleType) or hasattr(type(value), "__get__"))
 
 
+def _is_attribute(name: str, code: types.CodeType) -> bool:
+    """Whether code says a name without reading the global: `x.step` where the loop counts a `step`."""
+    return name in code.co_names and name not in _loaded(code)
+
+
+@functools.lru_cache(maxsize=4096)
+def _loaded(code: types.CodeType) -> frozenset[str]:
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+
+
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
     """The names that code says, and the strings that it may look up as names."""
@@ -499,6 +538,13 @@ _MACHINERY = frozenset({
 })  # fmt: skip
 _READ_AS_A_WHOLE = frozenset({"__dict__", "__reduce_ex__", "__reduce__", "__getstate__", "__deepcopy__", "__copy__"})
 _NOT_OBJECTS = (type, types.ModuleType, types.FunctionType, BaseException, enum.Enum, torch.Generator)
+
+
+def is_looked_into(value: Any) -> bool:
+    """Whether an argument is compared by what forward reads of it, or by what it consists of."""
+    if type(value) in LITERALS or isinstance(value, enum.Enum):
+        return False
+    return _is_plain_object(value) or parts_of(value) is not None
 
 
 def _is_plain_object(value: Any) -> bool:

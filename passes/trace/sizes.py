@@ -28,11 +28,11 @@ from .capture import StepTracer, Traced, callers_alone, copied
 from .contexts import private_contexts
 from .isolate import isolated
 from .layouts import Layouts
-from .matching import match
+from .matching import match, match_arguments
 from .notation import At, Departed
 from .overlaps import overlaps
 from .script import Played, Script
-from .structure import Template, flatten, shared, slots
+from .structure import Template, flatten, held_objects, shared, slots
 from .symbols import SizedTracer
 from .told import Told, at_sizes, check_same, tell
 
@@ -83,16 +83,18 @@ class Pattern:
         failed: Exception | None = None
         with exclusive(), isolated(model, loss_fn, shared(tracer.input_template)) as tracer.before, private_contexts():
             try:
-                output_template = self._play(tracer, at)
+                output_template = self._play(tracer, at, held_objects(bound))
+                tracer.recorder.let_go()
             except Exception as error:  # noqa: BLE001 - an error of the model's own, too: tracing it says more
                 failed = error
         if failed is not None:
             raise Departed(str(failed)) from failed
         return self._traced(graph, tracer, output_template, layouts)
 
-    def _play(self, tracer: StepTracer, at: At) -> Template:
+    def _play(self, tracer: StepTracer, at: At, objects: Sequence[Any]) -> Template:
         """How what the model returns at these sizes is built, where it is as it was and asks what the script says."""
-        match(self.traced.reads, tracer.model, tracer.loss_fn)
+        matched = match(self.traced.reads, tracer.model, tracer.loss_fn)
+        match_arguments(self.traced.reads, matched, tracer.model, objects)
         played = Played(self.script, at)
         tracer.below, flat = (played,), played.given()
         _check_given(flat, tracer.given)

@@ -97,6 +97,37 @@ def _take_apart(node: Any, tensors: list[torch.Tensor], positions: dict[int, int
     return Opaque(prototype, tuple(children))
 
 
+def held_objects(value: Any) -> list[Any]:
+    """What a call's arguments hold besides tensors, numbers and strings, outside of other objects, in order."""
+    leaves = pytree.tree_leaves(dict(value) if isinstance(value, Bound) else value)
+    return [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf) not in LITERALS]
+
+
+def object_paths(template: Template, path: str = "") -> list[str]:
+    """Where they are."""
+    match template:
+        case Constant(value) if type(value) not in LITERALS:
+            return [path]
+        case Tree(_, children):
+            names = child_names(template)
+            return [p for i, c in enumerate(children) for p in object_paths(c, path + names.get(i, f"[{i}]"))]
+        case Opaque():
+            return [path]
+    return []
+
+
+def copies_in(template: Template, value: Any) -> Iterator[Any]:
+    """The objects that `unflatten` made anew for `value`."""
+    match template:
+        case Tree(_, children):
+            for child, leaf in zip(children, pytree.tree_leaves(value), strict=True):
+                yield from copies_in(child, leaf)
+        case Opaque(_, attributes):
+            yield value
+            for name, child in attributes:
+                yield from copies_in(child, getattr(value, name))
+
+
 def unflatten(template: Template, tensors: Sequence[Any]) -> Any:
     """Fill `template` with `tensors`."""
     match template:

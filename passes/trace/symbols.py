@@ -96,6 +96,8 @@ class _Unrecorded:
     def recording(self, tensors: Any) -> Any:
         return nullcontext()
 
+    def take_arguments(self, bound: Any, template: Any) -> None: ...
+
 
 def _refuse_own_backwards(outputs: Sequence[torch.Tensor]) -> None:
     """Python that runs in the backward is not in the script."""

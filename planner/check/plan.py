@@ -34,8 +34,8 @@ def check_plan(module: PlannedModule, model: nn.Module | None, sample: Any) -> C
     with own.set_aside() if own.model is model else contextlib.nullcontext():
         tensors, template = flatten(arguments)
         key = own.key_of(tensors, template)
-        entry, _ = own.find(key, tensors)
+        entry, _ = own.find(key, tensors, arguments)
         if entry is None:
-            differs = str(own.difference(key))
+            differs = str(own.difference(key, tensors, arguments))
             raise ModelMismatch(f"the plan has not been made for this model and sample: {differs}", differs=differs)
         return check_step(model, entry.planned, arguments, state.loss_fn, True)

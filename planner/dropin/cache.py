@@ -25,11 +25,11 @@ from passes.run._torch import Autocast
 from passes.run.arena import ask_for
 from passes.trace.arguments import argument_names, bind_call, run_model, set_forward, state_tensors
 from passes.trace.layouts import BACKWARD_AUTOCAST
-from passes.trace.matching import Differs, match
+from passes.trace.matching import Differs, match, match_arguments
 from passes.trace.overlaps import overlaps
 from passes.trace.reads import Matched, Reads
 from passes.trace.refuse import has_sharded, is_sharded
-from passes.trace.structure import argument_path, flatten
+from passes.trace.structure import argument_path, flatten, held_objects
 from planner.decided import Decided
 from planner.errors import NothingTrained
 from planner.options import BUCKET
@@ -124,12 +124,12 @@ class PlanState:
         """The plan for such a call, made now where there is none and one may be made."""
         self._look_back()
         key, starts = self.key_of(tensors, template), self.losses.predict()
-        entry, state = self.find(key, tensors, starts)
+        entry, state = self.find(key, tensors, bound, starts)
         if entry is None or entry.outdated or entry.starts != (starts or entry.starts) or self._sharded_since(entry):
             trained = [t.requires_grad for t in (*self.model.parameters(), *tensors)]
             if not any(trained) or (key, trained) in self.idle:
                 return None, []
-            if entry is None and not self._may_plan(key, tensors):
+            if entry is None and not self._may_plan(key, tensors, bound):
                 return None, []
             if entry is not None and self._is_profiled:
                 return entry, state
@@ -230,7 +230,8 @@ class PlanState:
         """The next call is planned for that."""
 
     def find(
-        self, key: Key, inputs: Sequence[torch.Tensor], starts: tuple[str, ...] | None = None
+        self, key: Key, inputs: Sequence[torch.Tensor], bound: Mapping[str, Any],
+        starts: tuple[str, ...] | None = None,
     ) -> tuple[Entry | None, list[torch.Tensor]]:
         """The plan that holds for such a call of the model as it is now, with the model's parameters and buffers.
 
@@ -239,15 +240,15 @@ class PlanState:
         with self._own_forward():
             for entry in sorted(self.cache, key=lambda e: e.outdated or e.starts != (starts or e.starts)):
                 if entry.key == key:
-                    state = entry.holds(self.model, self.loss_fn, inputs)
+                    state = entry.holds(self.model, self.loss_fn, inputs, bound)
                     if state is not None:
                         self.cache.remove(entry)
                         self.cache.insert(0, entry)
                         return entry, state
         return None, []
 
-    def _may_plan(self, key: Key, inputs: Sequence[torch.Tensor]) -> bool:
-        mismatch = self.difference(key, inputs)
+    def _may_plan(self, key: Key, inputs: Sequence[torch.Tensor], bound: Mapping[str, Any]) -> bool:
+        mismatch = self.difference(key, inputs, bound)
         if self.on_new_shape == "error":
             raise mismatch
         self.replans[mismatch.argument] += 1
@@ -357,7 +358,9 @@ class PlanState:
                 stacklevel=_user_frame(),
             )
 
-    def difference(self, key: Key, inputs: Sequence[torch.Tensor] = ()) -> InputMismatch:
+    def difference(
+        self, key: Key, inputs: Sequence[torch.Tensor], bound: Mapping[str, Any]
+    ) -> InputMismatch:
         """How a call differs from those of the first plan."""
         known, hint = self.first.key, 'on_new_shape="replan" plans such calls, "eager" runs them unplanned.'
         names = argument_names(known.template)
@@ -368,7 +371,9 @@ class PlanState:
                 return InputMismatch(name, describe_tensor(got), describe_tensor(expected), hint)
         try:
             with self._own_forward():
-                state = match(self.first.reads, self.model, self.loss_fn).tensors() or []
+                matched = match(self.first.reads, self.model, self.loss_fn)
+                state = matched.tensors() or []
+                match_arguments(self.first.reads, matched, self.model, held_objects(bound))
         except Differs as differs:
             return InputMismatch(differs.where, differs.now, differs.then, hint)
         entries = self.first.reads.entries

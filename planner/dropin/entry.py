@@ -22,10 +22,10 @@ from passes.run.step import ChangedInPlace
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import Traced
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
-from passes.trace.matching import Differs, match
+from passes.trace.matching import Differs, match, match_arguments
 from passes.trace.overlaps import overlaps
 from passes.trace.reads import Matched, Reads
-from passes.trace.structure import Bound, flatten, unflatten
+from passes.trace.structure import Bound, flatten, held_objects, unflatten
 from planner.decided import Decided
 from solvers.errors import PlannerError
 
@@ -84,12 +84,14 @@ class Entry:
         """What it was planned with that earlier backwards had shown (see `Fallback`)."""
         return set(self.planned.prepared.traced.layouts)
 
-    def holds(self, model: nn.Module, loss_fn: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    def holds(
+        self, model: nn.Module, loss_fn: Any, inputs: Sequence[torch.Tensor], bound: Mapping[str, Any]
+    ) -> list[torch.Tensor] | None:
         """The model's parameters and buffers where the plan holds for a call now; its key is compared before."""
         if self.planned.runs:  # each region looks for itself
             parameters: list[torch.Tensor] = list(model.parameters())
             return parameters if self.trained == are_trained(parameters) else None
-        tensors = self._state(model, loss_fn)
+        tensors = self._state(model, loss_fn, bound)
         if tensors is None or not (_PLAIN.issuperset(map(type, tensors)) or all(map(_is_planned_for, tensors))):
             return None
         if list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state:
@@ -99,16 +101,18 @@ class Entry:
             return None
         return tensors if overlaps([*tensors, *inputs], traced.mutated) == traced.overlaps else None
 
-    def _state(self, model: nn.Module, loss_fn: Any) -> list[torch.Tensor] | None:
+    def _state(self, model: nn.Module, loss_fn: Any, bound: Mapping[str, Any]) -> list[torch.Tensor] | None:
         """What was read is as it was: the same objects (the usual case, checked quickly), or equal ones."""
         tensors = self.matched.state() if self.matched else None
-        if tensors is None:
-            try:
-                self.matched = match(self.reads, model, loss_fn)
-            except Differs:
+        try:
+            if tensors is None:
                 self.matched = None
-            else:
+                self.matched = match(self.reads, model, loss_fn)
                 tensors = self.matched.tensors()
+            if self.reads.arguments and self.matched is not None:
+                match_arguments(self.reads, self.matched, model, held_objects(bound))
+        except Differs:
+            return None
         return tensors
 
 
@@ -229,7 +233,7 @@ class Fallback:
         try:
             if self.compiled and generators:
                 raise PlannerError(f"{started}{_OTHER_DRAWS}")
-            if why := self._irreplayable():
+            if why := self._irreplayable(primals):
                 raise ChangedInPlace(f"{started}{_IRREPLAYABLE.format(why)}")
             warnings.warn(
                 f"{started}: this step replays the plain forward (correct, but not under the budget); "
@@ -250,7 +254,7 @@ class Fallback:
         """See `passes.run.step.Fallback`."""
         self.started.seen = True
 
-    def _irreplayable(self) -> str | None:
+    def _irreplayable(self, primals: Sequence[torch.Tensor]) -> str | None:
         """Why the forward cannot be replayed; None where it can."""
         lost = set(stateful_primals(self.traced)) - set(kept_primals(self.traced))
         if lost:
@@ -261,7 +265,9 @@ class Fallback:
                 return f"{since}: torch's {name} is {now}, in the forward {then}"
         try:
             with self.as_called():
-                self.state.match(self.traced.reads)
+                matched = self.state.match(self.traced.reads)
+                objects = held_objects(unflatten(self.traced.input_template, primals[len(self.traced.state) :]))
+                match_arguments(self.traced.reads, matched, self.state.model, objects)
         except Differs as differs:
             return f"{since}: {differs.where} {differs.now}, in the forward {differs.then}"
         return None

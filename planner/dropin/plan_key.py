@@ -11,7 +11,8 @@ import torch
 
 from passes._torch import is_distributed, local_part
 from passes.run._torch import Autocast, active_autocast
-from passes.trace.structure import Constant, Template, Tree, outline, slots
+from passes.trace.recorder import is_looked_into
+from passes.trace.structure import Constant, Opaque, Slot, Template, Tree, outline
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,21 @@ def describe_tensor(key: Any) -> str:
 
 
 def template_key(template: Template) -> str:
-    if isinstance(template, Tree):
-        return f"{template.spec}({', '.join(template_key(c) for c in template.children)})"
-    if isinstance(template, Constant):
-        return repr(template.value)
-    return str(slots(template))
+    match template:
+        case Tree(spec, children):
+            return f"{spec}({', '.join(map(template_key, children))})"
+        case Opaque(prototype, attributes):
+            inside = ", ".join(f"{name}={template_key(child)}" for name, child in attributes)
+            return f"{_kind(prototype)}({inside})"
+        case Constant(value):
+            return _kind(value) if is_looked_into(value) else repr(value)
+        case Slot(index):
+            return f"tensor {index}"
+
+
+def _kind(value: Any) -> str:
+    """Of what is compared by what forward reads of it."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def structure_difference(got: Template, expected: Template) -> tuple[str, str, str]:

@@ -66,7 +66,7 @@ class RegionForward:
             key = call_key(inputs, template)
             planned = () if under_transform(inputs) else (*self.cache[number : number + 1], *self.cache)
             for entry in planned:
-                if entry.key == key and (state := entry.holds(self.model, None, inputs)) is not None:
+                if entry.key == key and (state := entry.holds(self.model, None, inputs, bound)) is not None:
                     primals = [*state, *inputs]
                     sources = sources_of(self.scattered, primals) if self.scattered else None
                     return entry.planned.run(primals, Fallback(self, entry), sources)

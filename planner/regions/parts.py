@@ -19,8 +19,9 @@ from passes.run.tensors import is_laid_out
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import EVERY_OUTPUT, Traced, capture
 from passes.trace.layouts import Layouts, gradient_key, learned
-from passes.trace.matching import Differs, match
+from passes.trace.matching import Differs, match, match_arguments
 from passes.trace.refuse import refuse_sharded
+from passes.trace.structure import held_objects
 from planner.dropin.plan_key import Key, call_key, state_key
 from planner.progress import Progress
 
@@ -113,15 +114,18 @@ class Part:
         storages = [self.aliases.of[n] for n in self.gradients if n is not None]
         return [self.position[s] for s in storages if s in self.position]
 
-    def holds(self, module: nn.Module, key: Key, asked: Asked, inputs: Sequence[torch.Tensor]) -> bool:
+    def holds(
+        self, module: nn.Module, key: Key, asked: Asked, inputs: Sequence[torch.Tensor], bound: Mapping[str, Any]
+    ) -> bool:
         """Whether capturing `module` for such a call would give this part again."""
         if type(module) is not self.kind or key != self.key or asked != self.asked:
             return False
         try:
-            tensors = match(self.traced.reads, module, None).tensors()
+            matched = match(self.traced.reads, module, None)
+            match_arguments(self.traced.reads, matched, module, held_objects(bound))
         except Differs:
             return False
-        guard = self.traced.guard
+        guard, tensors = self.traced.guard, matched.tensors()
         same = tensors is not None and list(map(state_key, tensors)) == self.state
         return same and (guard is None or guard.holds(inputs))
 
@@ -160,7 +164,7 @@ class Parts:
         """The part for a call, and whether anything is new: it was captured now, or refused."""
         key, asked = call_key(tensors, template), self.asked.get((path, number), Asked())
         for part in self.known:
-            if part.holds(module, key, asked, tensors):
+            if part.holds(module, key, asked, tensors, bound):
                 return part, False
         if not any(t.requires_grad for t in (*module.parameters(), *tensors)):
             self.refuse(path, NO_GRADIENT)

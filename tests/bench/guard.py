@@ -48,7 +48,7 @@ def guard_seconds(model: nn.Module, sample: dict[str, Any]) -> tuple[float, int]
 
     def find() -> None:
         tensors, template = flatten(dict(bound))
-        entry, _ = state.find(call_key(tensors, template), tensors)
+        entry, _ = state.find(call_key(tensors, template), tensors, bound)
         assert entry is not None
 
     find()

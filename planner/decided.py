@@ -6,7 +6,7 @@ Viewers, plan files and exports read this record; `Plan` is it with a module and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from passes.leaves import cast_often
 from passes.rewrite import Rewritten
 from passes.run.arena import Arena
 from passes.run.step import Fallback, Step
+from passes.trace.given import deliver
 from passes.trace.modules import module_path
 from passes.trace.structure import unflatten
 from solvers.errors import PlannerError
@@ -202,16 +203,19 @@ class Decided:
         )
 
     def run(
-        self, primals: Sequence[torch.Tensor], fallback: Fallback, sources: Sequence[torch.Tensor] | None = None
-    ) -> Any:
+        self, primals: Sequence[torch.Tensor], fallback: Fallback, bound: Mapping[str, Any],
+        sources: Sequence[torch.Tensor] | None = None,
+    ) -> Any:  # fmt: skip
         """Run the planned step on parameters, buffers and inputs; its output, built like the model's.
 
         Args:
+            bound: the call's arguments, some of which forward may change.
             sources: as for `Step`.
         """
         traced = self.prepared.traced
         results = self.step(local_parts(primals), fallback, sources)
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in traced.outputs]
+        deliver(traced.changes, leaves, bound)
         return unflatten(traced.output_template, leaves)
 
     @cached_property

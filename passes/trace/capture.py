@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from operator import is_
 from typing import Any
 
 import torch
@@ -51,6 +50,7 @@ from .arguments import (
 )
 from .contexts import private_contexts
 from .failure import capture_error
+from .given import Changed, Returned, changed_slots, left_alone
 from .hidden import refuse_hidden
 from .isolate import isolated
 from .layouts import (
@@ -71,7 +71,7 @@ from .reads import Reads
 from .recorder import Recorder
 from .refuse import own_generator, storage_kind
 from .state import Snapshot
-from .structure import Bound, Template, Tree, argument_path, flatten, shared, slots, unflatten
+from .structure import Bound, Template, Tree, flatten, shared, slots, unflatten
 from .value_guards import Guard, KnownValues
 from .watch import Watch
 
@@ -114,7 +114,8 @@ class Traced:
     holds what the trace took as given about the inputs' values, `reads` what it took as given about everything else,
     `layouts` what it was told about how kernels lay out what they make. `repeated` names the buffers that the plain
     step updates again when a checkpoint of its own recomputes, and the planned step once. `by_name` are the arguments
-    that the call gave by name, `overlaps` the primals that had memory of a mutated one.
+    that the call gave by name, `overlaps` the primals that had memory of a mutated one. `changes` is what forward
+    changes in its arguments; the tensors that it puts there follow those of the output in `outputs`.
     """
 
     graph_module: fx.GraphModule
@@ -134,6 +135,7 @@ class Traced:
     layouts: Layouts = field(default_factory=dict)
     by_name: frozenset[str] = frozenset()
     overlaps: Overlaps = ()
+    changes: tuple[Changed, ...] = ()
 
     @property
     def num_primals(self) -> int:
@@ -273,6 +275,7 @@ class StepTracer:
         self.entries, self.input_template, self.differentiated = entries, input_template, differentiated
         self.recorder = Recorder(model, loss_fn, entries)
         self.output_template: Template = Tree(None, ())
+        self.changes: tuple[Changed, ...] = ()
         self.layouts = layouts
         self.leaves: list[OutputLeaf] = []
         self.guard: Guard | None = None
@@ -293,11 +296,11 @@ class StepTracer:
         self.remembered = Remembered()
         self.remembered.add(flat)
         recording = self.recorder.recording(flat[: len(self.entries)])
-        value = self._run(flat, recording) if self.runs else self._first_run(flat)
-        tensors, self.output_template = flatten(value)
+        result = self._run(flat, recording) if self.runs else self._first_run(flat)
+        tensors, self.output_template, self.changes = result.tensors, result.template, result.changes
         _refuse_distributed(tensors, self.output_template)
         paths: dict[int, str] = {}
-        for path, i in slots(self.output_template):
+        for path, i in (*slots(self.output_template), *changed_slots(self.changes)):
             paths.setdefault(i, path)
         wanted = choose_differentiated(self.output_template, tensors, paths, self.differentiated)
         self.leaves = []
@@ -323,12 +326,12 @@ class StepTracer:
         self.runs += 1
         return returned
 
-    def _run(self, flat: Sequence[torch.Tensor], *modes: AbstractContextManager[Any]) -> Any:
-        """The forward's output for these parameters, buffers and inputs."""
+    def _run(self, flat: Sequence[torch.Tensor], *modes: AbstractContextManager[Any]) -> Returned:
+        """What forward returns, and changes in its arguments, for these parameters, buffers and inputs."""
         state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
         bound = Bound(unflatten(self.input_template, flat[len(self.entries) :]), self.by_name)
         known = self._known_values(flat[len(self.entries) :])
-        with ExitStack() as stack:
+        with left_alone(bound) as given, ExitStack() as stack:
             first = (casts_kept(self.keeps_casts), swapped_state(self.model, state), *self.below)
             entered: list[AbstractContextManager[Any]] = [*first, known, EagerLayouts(self.remembered), *modes]
             for mode in entered:
@@ -336,14 +339,15 @@ class StepTracer:
             self.recorder.take_arguments(bound, self.input_template)
             value = run_model(self.model, self.loss_fn, self.signature, bound)
             _write_back_reassigned(self.model, self.entries, state)
-        _check_arguments(bound, flat[len(self.entries) :], self.input_template)  # not read by forward
+            stack.close()  # what follows is not read by forward
+            result = given.returned(value)
         self.guard = known.guard
-        return value
+        return result
 
     def _known_values(self, inputs: Sequence[torch.Tensor]) -> KnownValues:
         return KnownValues(inputs, self.sample)
 
-    def _first_run(self, flat: Sequence[torch.Tensor]) -> Any:
+    def _first_run(self, flat: Sequence[torch.Tensor]) -> Returned:
         """As `_run`; what a trace cannot see is refused or said."""
         buffers = {e.name: t for e, t in zip(self.entries, flat, strict=False) if not e.is_parameter}
 
@@ -351,8 +355,8 @@ class StepTracer:
             return {name: mutation_count(t) for name, t in buffers.items()}
 
         counts, watch = changes(), Watch(changes, flat[: len(self.entries)])
-        value = self._run(flat, watch)
-        refuse_hidden(flatten(value)[1], "the output")
+        result = self._run(flat, watch)
+        refuse_hidden(result.template, "the output")
         steady = frozenset(name for name, count in changes().items() if count == counts[name])
         names = [*(e.name for e in self.entries), *(f"input {i}" for i in range(len(flat) - len(self.entries)))]
         arguments = shared(self.input_template)
@@ -363,7 +367,7 @@ class StepTracer:
         notes = notice(self.before, watch, rerun)
         self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes, *notes)))
         self.watch = watch
-        return value
+        return result
 
     def _started(self, path: str, tensor: torch.Tensor, aliased: Sequence[int] | None) -> torch.Tensor:
         """A gradient comes in its output's strides until another is seen (torch 2.11 expects it contiguous).
@@ -431,10 +435,12 @@ def choose_differentiated(
 ) -> set[int]:
     """Which of a forward's tensors the backward starts from: those at the paths asked for, else the likely ones."""
     candidates = [i for i, t in enumerate(tensors) if t.requires_grad]
+    if asked is not None and asked is not EVERY_OUTPUT:
+        return {i for i in candidates if paths[i] in asked}
+    returned = {i for _, i in slots(template)}
+    candidates = [i for i in candidates if i in returned]  # not what forward puts into its arguments
     if asked is EVERY_OUTPUT:
         return set(candidates)
-    if asked is not None:
-        return {i for i in candidates if paths[i] in asked}
     losses = [i for i in candidates if paths[i] in (".loss", "['loss']") and tensors[i].dim() == 0]
     scalars = [i for i in candidates if tensors[i].dim() == 0]
     if losses or scalars:
@@ -442,20 +448,6 @@ def choose_differentiated(
     if isinstance(template, Tree) and hasattr(template.spec.type, "to_tuple"):  # HF ModelOutput without a loss
         return set(candidates[:1])
     return set(candidates)
-
-
-def _check_arguments(bound: Any, given: Sequence[torch.Tensor], template: Template) -> None:
-    """An argument that holds tensors (a cache of keys and values) must hold the same ones after the forward."""
-    held, now = flatten(bound)
-    if len(held) == len(given) and all(map(is_, held, given)):
-        return
-    before = {argument_path(path) for path, _ in slots(template)}
-    names = [name for path, _ in slots(now) if (name := argument_path(path)) not in before]
-    raise Unsupported(
-        "argument changed in forward", names[0] if names else "an object among the arguments",
-        "the planned step would leave it as it was", "Return the new tensors from forward, or pass use_cache=False "
-        "where it is a cache of keys and values.",
-    )  # fmt: skip
 
 
 def _write_back_reassigned(model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor]) -> None:
@@ -582,6 +574,7 @@ def _traced(
         notes=tracer.notes,
         repeated=tuple(name for _, names in tracer.watch.checkpoints for name in names),
         by_name=tracer.by_name,
+        changes=tracer.changes,
         overlaps=overlaps(tracer.given, joint.mutated_inputs),
     )
 

@@ -14,7 +14,7 @@ from ..errors import Unsupported
 from .nodes import Change, alike
 from .rerun import Script, Stale, is_named, line_of_change, reads
 from .state import Snapshot, scramble
-from .structure import constants, flatten
+from .structure import constants
 from .watch import DRAW, SEED, Watch
 
 _WHY_STATE = "a later step would read what an earlier one left there, and a planned step leaves nothing there"
@@ -54,10 +54,9 @@ class Rerun:
         """What it asks of torch, from the state as it is now."""
         copies = self.copies()
         script = Script(dict(zip(self.names, copies, strict=True)), self.steady, earlier)
-        value = self.run(copies, script)
-        tensors, template = flatten(value)
-        script.lines.append(f"returns {[script.name_of(t)[0] for t in tensors]}")
-        script.lines += [script.name_of(c)[0] for c in constants(template)]
+        result = self.run(copies, script)
+        script.lines.append(f"returns {[script.name_of(t)[0] for t in result.tensors]}")
+        script.lines += [script.name_of(c)[0] for c in constants(result.template)]
         return script
 
 

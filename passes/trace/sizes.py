@@ -26,13 +26,14 @@ from passes.fuse.rules import fuse
 from .arguments import call_signature, names_given, state_entries, state_tensors
 from .capture import StepTracer, Traced, callers_alone, copied
 from .contexts import private_contexts
+from .given import Returned, changed_slots
 from .isolate import isolated
 from .layouts import Layouts
 from .matching import match, match_arguments
 from .notation import At, Departed
 from .overlaps import overlaps
 from .script import Played, Script
-from .structure import Template, flatten, held_objects, shared, slots
+from .structure import flatten, held_objects, shared, slots
 from .symbols import SizedTracer
 from .told import Told, at_sizes, check_same, tell
 
@@ -83,26 +84,28 @@ class Pattern:
         failed: Exception | None = None
         with exclusive(), isolated(model, loss_fn, shared(tracer.input_template)) as tracer.before, private_contexts():
             try:
-                output_template = self._play(tracer, at, held_objects(bound))
+                result = self._play(tracer, at, held_objects(bound))
                 tracer.recorder.let_go()
             except Exception as error:  # noqa: BLE001 - an error of the model's own, too: tracing it says more
                 failed = error
         if failed is not None:
             raise Departed(str(failed)) from failed
-        return self._traced(graph, tracer, output_template, layouts)
+        return self._traced(graph, tracer, result, layouts)
 
-    def _play(self, tracer: StepTracer, at: At, objects: Sequence[Any]) -> Template:
-        """How what the model returns at these sizes is built, where it is as it was and asks what the script says."""
+    def _play(self, tracer: StepTracer, at: At, objects: Sequence[Any]) -> Returned:
+        """What the model returns at these sizes, where it is as it was and asks what the script says."""
         matched = match(self.traced.reads, tracer.model, tracer.loss_fn)
         match_arguments(self.traced.reads, matched, tracer.model, objects)
         played = Played(self.script, at)
         tracer.below, flat = (played,), played.given()
         _check_given(flat, tracer.given)
-        value = tracer._run(flat, tracer.recorder.recording(flat[: len(tracer.entries)]))
-        tensors, template = flatten(value)
-        if played.of(tensors) != self.returned or slots(template) != slots(self.traced.output_template):
+        result = tracer._run(flat, tracer.recorder.recording(flat[: len(tracer.entries)]))
+        own = self.traced
+        if played.of(result.tensors) != self.returned or slots(result.template) != slots(own.output_template):
             raise Departed("the model returns something else")
-        return template
+        if changed_slots(result.changes) != changed_slots(own.changes):
+            raise Departed("the model changes something else")
+        return result
 
     def _at(self, given: Sequence[torch.Tensor]) -> At:
         sizes = self.symbols.assignment(given)
@@ -110,15 +113,15 @@ class Pattern:
             raise Departed("the trace does not hold at these sizes")
         return At(sizes)
 
-    def _traced(self, graph: fx.Graph, tracer: StepTracer, output_template: Any, layouts: Layouts) -> Traced:
+    def _traced(self, graph: fx.Graph, tracer: StepTracer, result: Returned, layouts: Layouts) -> Traced:
         module = LazyGraphModule(self.traced.graph_module, copied(graph))
         refer_weakly(module)
         own = self.traced
         fuse(module.graph, () if self.keep_outputs else callers_alone(module.graph, own.mutated, own.outputs))
         return replace(
             own, graph_module=module, pristine=graph, input_template=tracer.input_template,
-            output_template=output_template, reads=tracer.recorder.finish(module), guard=tracer.guard,
-            layouts=dict(layouts), by_name=tracer.by_name,
+            output_template=result.template, changes=result.changes, reads=tracer.recorder.finish(module),
+            guard=tracer.guard, layouts=dict(layouts), by_name=tracer.by_name,
             overlaps=overlaps(tracer.given, own.mutated),
         )  # fmt: skip
 

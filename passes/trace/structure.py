@@ -52,6 +52,11 @@ class Opaque:
     attributes: tuple[tuple[str, Template], ...]
 
 
+@dataclass(frozen=True)
+class Kept(Constant):
+    """What is in the call's own arguments, at the `Place` that is the value."""
+
+
 Template = Slot | Constant | Tree | Opaque
 
 
@@ -70,8 +75,12 @@ class Bound(dict[str, Any]):
 def flatten(value: Any) -> tuple[list[torch.Tensor], Template]:
     """Split `value` into its tensors, each object once, and a template that `unflatten` fills again."""
     tensors: list[torch.Tensor] = []
-    template = _take_apart(dict(value) if isinstance(value, Bound) else value, tensors, {}, 0)
-    return tensors, template
+    return tensors, take_apart(dict(value) if isinstance(value, Bound) else value, tensors, {})
+
+
+def take_apart(value: Any, tensors: list[torch.Tensor], positions: dict[int, int]) -> Template:
+    """As `flatten`; its tensors are added to those that `positions` has by their ids."""
+    return _take_apart(value, tensors, positions, 0)
 
 
 # A function of the module, not a closure: one that calls itself is a reference cycle, and would keep the tensors alive
@@ -128,19 +137,21 @@ def copies_in(template: Template, value: Any) -> Iterator[Any]:
                 yield from copies_in(child, getattr(value, name))
 
 
-def unflatten(template: Template, tensors: Sequence[Any]) -> Any:
-    """Fill `template` with `tensors`."""
+def unflatten(template: Template, tensors: Sequence[Any], given: Any = None) -> Any:
+    """Fill `template` with `tensors`, and with what is in the call's arguments."""
     match template:
         case Slot(index):
             return tensors[index]
+        case Kept(place):
+            return place.of(given)
         case Constant(value):
             return value
         case Tree(spec, children):
-            return pytree.tree_unflatten([unflatten(child, tensors) for child in children], spec)
+            return pytree.tree_unflatten([unflatten(child, tensors, given) for child in children], spec)
         case Opaque(prototype, attributes):
             result = _shallow(prototype)
             for name, child in attributes:
-                object.__setattr__(result, name, unflatten(child, tensors))
+                object.__setattr__(result, name, unflatten(child, tensors, given))
             return result
 
 

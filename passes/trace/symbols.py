@@ -28,7 +28,7 @@ from .isolate import isolated
 from .layouts import BATCH_NORMS, VIEWS, EagerFakes
 from .notation import Departed, Pinned
 from .script import Script
-from .structure import flatten, shared
+from .structure import shared
 from .value_guards import KnownValues
 
 aten = torch.ops.aten
@@ -71,13 +71,12 @@ class SizedTracer(StepTracer):
         self.script = Script(flat, self.symbols.sample)
         self.below = (self.script,)
         try:
-            value = super()._run(flat, *modes)
-            tensors = flatten(value)[0]
-            self.returned = self.script.of(tensors)
-            _refuse_own_backwards(tensors)
+            result = super()._run(flat, *modes)
+            self.returned = self.script.of(result.tensors)
+            _refuse_own_backwards(result.tensors)
         finally:
             self.script.close()
-        return value
+        return result
 
     def _first_run(self, flat: Sequence[torch.Tensor]) -> Any:
         return self._run(flat)

@@ -15,6 +15,7 @@ from passes.memory import place, span
 from passes.run._torch import under_autocast
 from passes.trace.arguments import argument_names, call_signature, names_given, run_model, state_tensors
 from passes.trace.capture import Traced
+from passes.trace.given import left_alone
 from passes.trace.structure import Bound, constants, flatten, slots, unflatten
 from planner.decided import Decided
 from planner.dropin.regions import regions_of, running_regions
@@ -82,7 +83,8 @@ class Case:
         named = {e.name: t for e, t in zip(self.traced.state, tensors, strict=False)}
         with swapped_state(self.model, named), around:
             bound = Bound(unflatten(self.template, tensors[self.count :]), self.by_name)
-            result = backward(run_model(self.model, self.loss_fn, self.signature, bound))
+            with left_alone(bound):
+                result = backward(run_model(self.model, self.loss_fn, self.signature, bound))
         tensors[: self.count] = [named[e.name] for e in self.traced.state]
         return result
 
@@ -91,7 +93,12 @@ class Case:
         if planned.runs:
             regions = regions_of(self.model, planned)
             return lambda tensors, step, backward: self._own_forward(tensors, backward, running_regions(regions))
-        return lambda tensors, step, backward: backward(planned.run(tensors, _NoOtherBackward()))
+        return lambda tensors, step, backward: self._rewritten(planned, tensors, backward)
+
+    def _rewritten(self, planned: Decided, tensors: Tensors, backward: Callable[[Any], Any]) -> Any:
+        bound = Bound(unflatten(self.template, tensors[self.count :]), self.by_name)
+        with left_alone(bound):
+            return backward(planned.run(tensors, _NoOtherBackward(), bound))
 
     # A run of some steps ------------------------------------------------------------------------------------------
 

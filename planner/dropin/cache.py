@@ -116,7 +116,7 @@ class PlanState:
             return plain(bound)
         if entry.planned.runs:
             return self._by_regions(entry, bound, state, plain)
-        return self._execute(entry, [*state, *tensors])
+        return self._execute(entry, [*state, *tensors], bound)
 
     def _look(
         self, bound: Mapping[str, Any], tensors: Sequence[torch.Tensor], template: Any
@@ -278,7 +278,7 @@ class PlanState:
         self._notice_replans(time.monotonic() - begin)
         return self._add(key, planned, starts), state_tensors(self.model, planned.prepared.traced.state)
 
-    def _execute(self, entry: Entry, primals: list[torch.Tensor]) -> Any:
+    def _execute(self, entry: Entry, primals: list[torch.Tensor], bound: Mapping[str, Any]) -> Any:
         planned, traced = entry.planned, entry.planned.prepared.traced
         _check_materialized(
             primals, lambda: [*(e.name for e in traced.state), *argument_names(traced.input_template)]
@@ -287,7 +287,7 @@ class PlanState:
             _check_cast_leaves(primals, planned)
         self._notice_hooks()
         self._notice_gradients(planned, primals)
-        return planned.run(primals, Fallback(self, entry, partial(self.through, self.applied)))
+        return planned.run(primals, Fallback(self, entry, partial(self.through, self.applied)), bound)
 
     def _notice_replans(self, seconds: float) -> None:
         """Say after several replans, and rarely after that, what is slowing training."""

@@ -21,11 +21,12 @@ from passes.run.random import set_rng_state
 from passes.run.step import ChangedInPlace
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import Traced
+from passes.trace.given import all_outputs, left_alone
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.matching import Differs, match, match_arguments
 from passes.trace.overlaps import overlaps
 from passes.trace.reads import Matched, Reads
-from passes.trace.structure import Bound, flatten, held_objects, unflatten
+from passes.trace.structure import Bound, held_objects, unflatten
 from planner.decided import Decided
 from solvers.errors import PlannerError
 
@@ -308,7 +309,8 @@ class Fallback:
             arguments = [t if p.is_leaf else t.view_as(t) for t, p in pairs]
             with under_autocast(self.key.autocast):
                 bound = Bound(unflatten(traced.input_template, arguments), traced.by_name)
-                outputs, _ = flatten(self.state.plain(bound))
+                with left_alone(bound):
+                    outputs = all_outputs(self.state.plain(bound), traced.changes, bound)
         indices = [leaf.index for leaf in traced.outputs]
         started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]
         inputs = [t for t in leaves if t.requires_grad]

@@ -35,7 +35,8 @@ from passes.trace.arguments import (
     state_entries,
     state_tensors,
 )
-from passes.trace.capture import OutputLeaf, casts_kept, choose_differentiated
+from passes.trace.capture import OutputLeaf, Traced, casts_kept, choose_differentiated
+from passes.trace.given import all_outputs, deliver, left_alone
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.refuse import has_sharded, is_sharded
 from passes.trace.structure import Bound, flatten, slots, unflatten
@@ -281,6 +282,7 @@ class HollowForward:
         results = _HollowResult.apply(self, run, bound, token)
         hollow.mark("forward out", len(hollow.runs) - 1)
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in outputs]
+        deliver(part.traced.changes, leaves, bound)
         return unflatten(part.traced.output_template, leaves)
 
     def _part(self, number: int, bound: Mapping[str, Any], tensors: list[torch.Tensor], template: Any) -> Part | None:
@@ -343,7 +345,7 @@ class _HollowResult(torch.autograd.Function):
         hollow, traced = of.hollow, run.part.traced
         index = len(hollow.runs) - 1
         with hollow.within(), torch.enable_grad(), _casts_dropped():
-            found = run.part.output_values if hollow.imagined else _flat_call(of, bound)
+            found = run.part.output_values if hollow.imagined else _flat_call(of, traced, bound)
         outputs: list[Any] = [None] * traced.num_outputs
         made: dict[int, torch.UntypedStorage] = {}
         with hollow.within():
@@ -384,8 +386,9 @@ def _casts_dropped() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def _flat_call(of: HollowForward, bound: Any) -> list[torch.Tensor]:
-    return flatten(call_bound(of.original, of.__signature__, bound))[0]
+def _flat_call(of: HollowForward, traced: Traced, bound: Any) -> list[torch.Tensor]:
+    with left_alone(bound):
+        return all_outputs(call_bound(of.original, of.__signature__, bound), traced.changes, bound)
 
 
 def _moved(tensor: torch.Tensor, hollow: Hollow, run: int, storage: Storage, made: dict[int, Any]) -> torch.Tensor:
@@ -510,7 +513,8 @@ class Sample:
 
             def step(hollow: Hollow = hollow) -> None:
                 bound = Bound(unflatten(template, inputs), names_given(self.arguments))
-                self._step(hollow, signature, bound)
+                with left_alone(bound):
+                    self._step(hollow, signature, bound)
 
             if not sharded:
                 self._prepare_gradients([p for p in own.values() if p.requires_grad and p.is_leaf])

@@ -85,6 +85,10 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
             'regions="whole", or share the plan itself: plan.save(...), and Plan.load beside the model.'
         )
     _refuse_quantized(module._plan_state.model)
+    if changes := plan.prepared.traced.changes:
+        raise PlannerError(
+            f"forward changes its argument {changes[0]}, which an export does not do: return what it leaves there."
+        )
     spec, tensors, constants = _spec(plan, module)
     forward, backward = _halves(plan)
     with new_folder(path) as folder:

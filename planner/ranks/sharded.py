@@ -78,22 +78,44 @@ def without_reducing(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def of_last_micro_batch(model: nn.Module) -> Iterator[None]:
+    """Let a backward in the block reduce gradients and be the last one, whatever was set for the caller's next one."""
+    contexts = {id(state._state_ctx): state._state_ctx for state in _states(model)}.values()
+    before: list[tuple[Any, str, bool]] = [(group, "reduce_grads", group.reduce_grads) for group in _groups(model)]
+    before += [(context, "is_last_backward", context.is_last_backward) for context in contexts]
+    try:
+        for place, name, _ in before:
+            setattr(place, name, True)
+        yield
+    finally:
+        for place, name, value in before:
+            setattr(place, name, value)
+
+
+@contextmanager
 def gathered_gradients_aside(model: nn.Module) -> Iterator[None]:
-    """No whole gradients wait to be reduced in the block; at its end those from before do."""
+    """No whole gradients wait to be reduced in the block; at its end those from before do, and no others."""
+    before = [(place, name, getattr(place, name)) for place, name in _gathered_gradients(model)]
+    for place, name, _ in before:
+        setattr(place, name, None)
+    try:
+        yield
+    finally:
+        for place, name in _gathered_gradients(model):  # there are more where parameters were first gathered
+            setattr(place, name, None)
+        for place, name, gradient in before:
+            setattr(place, name, gradient)
+
+
+def _gathered_gradients(model: nn.Module) -> list[tuple[Any, str]]:
+    """Where whole gradients are kept until they are reduced."""
     held: list[tuple[Any, str]] = []
     for parameter in gathered_parameters(model):
         if hasattr(parameter, "_unsharded_param"):
             held.append((parameter._unsharded_param, "grad"))
         if GATHERED in vars(parameter):  # since torch 2.15 that is the other's gradient
             held.append((parameter, GATHERED))
-    before = [(place, name, getattr(place, name)) for place, name in held]
-    for place, name in held:
-        setattr(place, name, None)
-    try:
-        yield
-    finally:
-        for place, name, gradient in before:
-            setattr(place, name, gradient)
+    return held
 
 
 def gathered_gradient_bytes(model: nn.Module) -> int:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from passes._torch import local_part
 from passes.run.step import ChangedInPlace
 from planner import Plan, auto_checkpoint
+from planner.integrations import plan_on_first_batch
 from tests.planner.histories import RANKS, run
 
 QUICK: dict[str, Any] = {"solver": "greedy", "time_limit": 2, "progress": False}
@@ -110,6 +111,39 @@ def test_a_new_length_among_micro_batches_loses_none_of_what_they_accumulated(re
                 each(batch).square().mean().backward()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     assert all(torch.equal(local_part(p.grad), local_part(q.grad)) for p, q in pairs)
+
+
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = blocks(), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.body(x)).sin()
+        return output
+
+
+def headed() -> nn.Module:
+    """With parameters of the root's own behind its regions."""
+    torch.manual_seed(0)
+    model = Headed()
+    sharded(root=False, model=model.body)
+    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.parametrize("gradients", ["fresh", "accumulated"])
+def test_what_is_planned_on_a_first_micro_batch_counts_what_the_last_one_holds(gradients: str) -> None:
+    (model, plain, other), x = (headed() for _ in range(3)), torch.randn(64, 16)
+    waiting = plan_on_first_batch(model, "95%", gradients=gradients, **QUICK)
+    for each in (model, plain):
+        for last in (False, True):
+            each.set_requires_gradient_sync(last)
+            each.set_is_last_backward(last)
+            each(x).square().mean().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(local_part(p.grad), local_part(q.grad)) for p, q in pairs)
+    assert waiting.plan is not None
+    assert waiting.plan.peak_bytes == planned(other, x, gradients=gradients).peak_bytes
 
 
 def test_inputs_that_fully_shard_casts_are_those_of_the_plan() -> None:

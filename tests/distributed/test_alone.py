@@ -146,6 +146,23 @@ def test_what_is_planned_on_a_first_micro_batch_counts_what_the_last_one_holds(g
     assert waiting.plan.peak_bytes == planned(other, x, gradients=gradients).peak_bytes
 
 
+@pytest.mark.parametrize(
+    "kept, said", [(False, "MiB of gradients that the plan"), (True, r"parameters \(set_reshard_after_backward\(False")]
+)
+def test_what_sharded_micro_batches_hold_besides_the_plan_is_said(kept: bool, said: str) -> None:
+    model, x = sharded(), torch.randn(64, 16)
+    plan = planned(model, x)
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(not kept)
+    with pytest.warns(UserWarning, match=said):
+        for _ in range(2):
+            plan.module(x).square().mean().backward()
+    room = auto_checkpoint(model, x, "200%", gradients="accumulated", reserve_mb=1, **QUICK)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        room.module(x).square().mean().backward()
+
+
 def test_inputs_that_fully_shard_casts_are_those_of_the_plan() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     (model, plain), x = (sharded(mp_policy=policy) for _ in range(2)), torch.randn(64, 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,15 @@ from passes.trace.refuse import has_sharded
 from planner.api import auto_checkpoint
 from planner.budget import Budget
 from planner.plan import Plan
-from planner.ranks.wrapper import group_of, running_wrapper, wrapper_bytes, wrapper_gradients
+from planner.ranks.wrapper import (
+    check_wrapper,
+    group_of,
+    inner_module,
+    running_wrapper,
+    wrapper_bytes,
+    wrapper_gradients,
+    wrapper_notes,
+)
 from solvers.errors import MIB, PlannerError
 
 log = logging.getLogger("planner")
@@ -31,7 +40,8 @@ def plan_on_first_batch(model: nn.Module, budget_mb: float | str | None = None, 
     model's own forward and plan nothing.
 
     Args:
-        model: as for `plan.apply`: it keeps its class, methods, hooks and state.
+        model: as for `plan.apply`: it keeps its class, methods, hooks and state. Of a DistributedDataParallel what it
+            wraps is planned.
         budget_mb, options: those of `auto_checkpoint`.
 
     Raises:
@@ -56,7 +66,8 @@ class FirstBatch:
         batches: int = 0, **options: Any,
     ) -> None:  # fmt: skip
         Budget(budget_mb)
-        self.model, self.budget_mb, self.called, self.options = model, budget_mb, called, options
+        self.model = inner_module(model)  # whose forward is told the arguments by name
+        self.budget_mb, self.called, self.options = budget_mb, called, options
         self.batches = batches
         self.plan: Plan | None = None
         self.hook: Any = None
@@ -100,6 +111,10 @@ class FirstBatch:
         sample = bind_call(call_signature(self.model, self.options.get("loss_fn")), args, kwargs)
         held = sum(t.nbytes for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         around = running_wrapper(self.model)  # of which the model is a part: it is planned without, as it runs now
+        if around is not None:
+            check_wrapper(around)
+            for note in wrapper_notes(around):
+                warnings.warn(note, stacklevel=2)
         reserve_mb = self.options.get("reserve_mb", 0) + (self.batches * held + wrapper_bytes(around)) / MIB
         options = {"group": group_of(around), **self.options, "reserve_mb": reserve_mb}
         options["gradients"] = wrapper_gradients(around, options.get("gradients", "fresh"))

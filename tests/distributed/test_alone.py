@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -146,17 +147,22 @@ def test_what_is_planned_on_a_first_micro_batch_counts_what_the_last_one_holds(g
     assert waiting.plan.peak_bytes == planned(other, x, gradients=gradients).peak_bytes
 
 
-@pytest.mark.parametrize(
-    "kept, said", [(False, "MiB of gradients that the plan"), (True, r"parameters \(set_reshard_after_backward\(False")]
-)
+def two_micro_batches(module: nn.Module, x: torch.Tensor) -> None:
+    for _ in range(2):
+        module(x).square().mean().backward()
+
+
+KEPT = [(False, "MiB of gradients that the plan"), (True, r"parameters \(set_reshard_after_backward\(False")]
+
+
+@pytest.mark.parametrize(("kept", "said"), KEPT)
 def test_what_sharded_micro_batches_hold_besides_the_plan_is_said(kept: bool, said: str) -> None:
     model, x = sharded(), torch.randn(64, 16)
     plan = planned(model, x)
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(not kept)
     with pytest.warns(UserWarning, match=said):
-        for _ in range(2):
-            plan.module(x).square().mean().backward()
+        two_micro_batches(plan.module, x)
     room = auto_checkpoint(model, x, "200%", gradients="accumulated", reserve_mb=1, **QUICK)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -213,6 +219,26 @@ def test_another_start_of_the_backward_of_a_wrapped_model_is_replayed() -> None:
         plan.module(x)["hidden"].sin().sum().backward()
     plain(x)["hidden"].sin().sum().backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_wrapped_model_is_planned_on_its_first_batch_as_what_it_wraps_would_be() -> None:
+    plain, model, inner = Two(), DistributedDataParallel(Two()), Two()
+    waiting = [plan_on_first_batch(model, "95%", **QUICK), plan_on_first_batch(inner, "95%", **QUICK)]
+    wrapped = DistributedDataParallel(inner)
+    for each in (plain, model, wrapped):
+        each(torch.ones(64, 16))["loss"].backward()
+    assert len({first.plan.peak_bytes for first in waiting if first.plan is not None}) == 1
+    for other in (model, wrapped):
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(other.parameters(), plain.parameters(), strict=True))
+
+
+def test_what_a_wrapper_does_is_looked_at_on_the_first_batch() -> None:
+    model = Two()
+    plan_on_first_batch(model, "95%", **QUICK)
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, noop_hook)
+    with pytest.warns(UserWarning, match="what the communication hook .* holds is not known"):
+        wrapped(torch.ones(64, 16))
 
 
 @pytest.mark.parametrize("way", RANKS)

@@ -44,8 +44,8 @@ from .expected import (
     Same,
     State,
     Whole,
+    compared_in,
     describe_kind,
-    items_of,
     parts_of,
 )
 from .places import OUR_FOLDERS, is_users, is_users_file
@@ -179,7 +179,7 @@ class Recorder:
 
     def _contents(self, value: Any, parts: list[Any], path: str, depth: int) -> Expected:
         if len(parts) > LARGEST:
-            return Whole(type(value), items_of(value))
+            return Whole(type(value), compared_in(value))
         if depth > _DEEPEST:
             return None
         return Contents(type(value), tuple(self.snapshot(part, path, depth + 1) for part in parts))

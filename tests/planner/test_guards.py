@@ -1066,6 +1066,38 @@ def test_memory_that_is_overwritten_and_read_elsewhere(change: Callable[[Any], t
         plan(model, change(model), regions="whole")
 
 
+class Vocabulary(nn.Module):
+    """Reads a container of thousands of items."""
+
+    def __init__(self, words: Any) -> None:
+        super().__init__()
+        self.layer, self.words = linear(), words
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x)) * len(self.words)
+
+
+LARGE: dict[str, Callable[[range], Any]] = {
+    "list": list, "tuple": tuple, "frozenset": lambda r: frozenset(map(str, r)), "set": lambda r: set(map(str, r)),
+    "dict": lambda r: {str(i): i for i in r}, "objects": lambda r: numpy.array([str(i) for i in r], dtype=object),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_what_a_large_container_holds_is_compared(kind: str) -> None:
+    make, x = LARGE[kind], torch.randn(4, 8)
+    model = Vocabulary(make(range(3000)))
+    made = plan(model, x, on_new_shape="error")
+    for _ in range(2):
+        made.module(x).sum().backward()
+    if kind != "frozenset":  # whose order is the memory's
+        model.words = make(range(3000))
+        made.module(x)
+    model.words = make(range(1, 3001))
+    with pytest.raises(PlannerError, match="words"):
+        made.module(x)
+
+
 def test_a_replaced_layer_is_not_kept_alive() -> None:
     import gc
     import weakref

@@ -157,6 +157,8 @@ class Recorder:
         """What a later call has to find in the place of `value`."""
         if type(value) in LITERALS or (isinstance(value, numpy.generic) and not isinstance(value, numpy.void)):
             return Literal(value)
+        if value is sys.modules:  # any import adds to it
+            return None
         if isinstance(value, torch.Tensor):
             if id(value) in self.state:
                 return State(self.state[id(value)])

@@ -1098,6 +1098,24 @@ def test_what_a_large_container_holds_is_compared(kind: str) -> None:
         made.module(x)
 
 
+class Asking(nn.Module):
+    """Asks what is imported, as libraries do for optional ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if "torch" in sys.modules else x
+
+
+def test_what_is_imported_later_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 8)
+    made = plan(Asking(), x, on_new_shape="error")
+    monkeypatch.setitem(sys.modules, "imported_later", types.ModuleType("imported_later"))
+    made.module(x)
+
+
 def test_a_replaced_layer_is_not_kept_alive() -> None:
     import gc
     import weakref

@@ -100,6 +100,7 @@ __all__ = [
     "mutation_count",
     "native_kernels",
     "number_of",
+    "optimizer_hooks_aside",
     "outside_tracing",
     "plain_class",
     "private_generator",
@@ -525,6 +526,21 @@ def global_hooks() -> list[Any]:
     hooks = [hook for table in tables for hook in table.values()]
     watchers = ("torch.", "passes.")  # FlopCounterMode's; those of a trace in another thread
     return [h for h in hooks if not str(getattr(h, "__module__", "")).startswith(watchers)]
+
+
+@contextlib.contextmanager
+def optimizer_hooks_aside() -> Iterator[None]:
+    """Let no hook of every optimizer (`register_optimizer_step_post_hook` and its like) be called in the block."""
+    optimizers = sys.modules["torch.optim.optimizer"]
+    tables = [getattr(optimizers, f"_global_optimizer_{when}_hooks", {}) for when in ("pre", "post")]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.update(hooks)
 
 
 def native_kernels() -> contextlib.AbstractContextManager[Any]:

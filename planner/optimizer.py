@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes._torch import optimizer_hooks_aside
 from passes.memory import granule, measure_peak, round_up
 from passes.printable import brief
 from solvers.errors import BudgetError
@@ -156,14 +157,16 @@ def _step(
     made = [(options, [_stand_in(p, shape(p), device) for p in own]) for options, own in groups]
     twin = _twin(optimizer, made)
     kind: Any = type(twin)
-    kind.step(twin)
-    peak = measure_peak(lambda: kind.step(twin), device)
+    with optimizer_hooks_aside():
+        kind.step(twin)
+        peak = measure_peak(lambda: kind.step(twin), device)
+    states = {id(each.state): each.state for each in (twin, *(inner for _, inner in _inside(twin)))}.values()
     real, small = ([p for _, own in each for p in own] for each in (groups, made))
     elements = [max(1, sum(p.numel() for p in each)) for each in (real, small)]
     ratio: dict[Any, float] = {s: p.numel() / max(1, s.numel()) for p, s in zip(real, small, strict=True)}
     state = [
         round_up(math.ceil(t.nbytes() * (ratio.get(key, 1.0) if t.nbytes() > _SCALAR else 1)), granule(device))
-        for key, held in twin.state.items() for t in _storages(held, device)
+        for each in states for key, held in each.items() for t in _storages(held, device)
     ]  # fmt: skip
     return Update(sum(state), math.ceil(peak * elements[0] / elements[1]))
 
@@ -182,12 +185,21 @@ def _twin(optimizer: Any, groups: Groups) -> torch.optim.Optimizer:
             return optimizer(parameters)
         except TypeError:
             return optimizer(parameters, lr=1e-3)
+    for name, inner in _inside(optimizer):
+        raise ValueError(f"its {name} is another optimizer, {_name(inner)}, with the model's own parameters")
     twin = object.__new__(type(optimizer))
     twin.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})  # a scheduler's is bound to it
     twin.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     twin.state = defaultdict(dict)
     twin.param_groups = [{**options, "params": own} for options, own in groups]
     return twin
+
+
+def _inside(optimizer: Any) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Other optimizers that this one holds, with the attribute: Lookahead and its like step them."""
+    for name, value in vars(optimizer).items():
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        yield from ((name, each) for each in held if isinstance(each, torch.optim.Optimizer))
 
 
 def _storages(held: Any, device: torch.device) -> list[torch.UntypedStorage]:

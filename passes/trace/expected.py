@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.sharedctypes import SynchronizedBase
+from operator import is_
 from typing import Any
 
 import numpy
@@ -161,6 +162,17 @@ _PLAIN = frozenset({
     "builtins", "collections", "functools", "types", "numpy", "array", "weakref", "threading", "queue",
     "multiprocessing.sharedctypes",
 })  # fmt: skip
+
+
+def compared_in(container: Any) -> list[Any]:
+    """What `holds_these` compares of a container."""
+    return (parts_of(container) or []) if isinstance(container, BY_VALUE) else items_of(container)
+
+
+def holds_these(container: Any, items: list[Any]) -> bool:
+    """Whether a container that held these items, as `compared_in` has them, still does."""
+    now = compared_in(container)
+    return len(now) == len(items) and (all(map(is_, now, items)) or all(map(same_value, now, items)))
 
 
 def same_value(a: Any, b: Any) -> bool:

@@ -23,9 +23,9 @@ from .expected import (
     Same,
     State,
     Whole,
+    compared_in,
     describe,
     describe_kind,
-    items_of,
     parts_of,
     same_value,
     show,
@@ -225,13 +225,10 @@ class _Matching:
         now = parts_of(value) or []
         if isinstance(value, torch.Tensor):
             self.matched.computed.append((partial(_wrapped, value), "", _wrapped(value)))
-        if isinstance(value, BY_VALUE):
-            self.matched.contents.append((value, now))
-        elif isinstance(value, (list, dict, deque)):
-            if len(value):
-                self.matched.contents.append((value, items_of(value)))
-            else:
-                self.matched.empty.append(value)
+        if isinstance(value, (list, dict, deque)) and not len(value):
+            self.matched.empty.append(value)
+        elif isinstance(value, (*BY_VALUE, list, dict, deque)):
+            self.matched.contents.append((value, compared_in(value)))
         return len(now) == len(expected.parts) and all(map(self.agrees, expected.parts, now))
 
     def _same_tensor(self, expected: Constant, value: Any) -> bool:

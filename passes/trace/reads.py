@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .arguments import StateEntry
-from .expected import BY_VALUE, LITERALS, MISSING, Expected, items_of, parts_of, same_value
+from .expected import LITERALS, MISSING, Expected, holds_these, same_value
 
 Getter = Callable[[str, Any], Any]
 
@@ -192,11 +192,3 @@ class Matched:
                 return None
         distinct = len(set(map(id, tensors))) == len(tensors)
         return tensors if distinct and not any(map(is_, tensors, repeat(None))) else None
-
-
-def holds_these(container: Any, items: list[Any]) -> bool:
-    if isinstance(container, BY_VALUE):
-        now = parts_of(container) or []
-        return len(now) == len(items) and all(map(same_value, now, items))
-    now = items_of(container)
-    return len(now) == len(items) and all(map(is_, now, items))

@@ -34,7 +34,7 @@ from planner.decided import Decided
 from planner.errors import NothingTrained
 from planner.options import BUCKET
 from planner.pipeline import Replan
-from planner.ranks.sharded import input_dtype
+from planner.ranks.sharded import gathered_gradients, input_dtype, kept_whole_bytes
 from solvers.errors import MIB, BudgetError, PlannerError
 
 from .entry import Entry, Fallback, Losses, Watched, are_trained, starts_of
@@ -305,22 +305,26 @@ class PlanState:
         )
 
     def _notice_gradients(self, planned: Decided, primals: Iterable[torch.Tensor]) -> None:
-        """Say once that there are gradients from before the step which its plan does not count."""
+        """Say once that there is what the plan does not count: gradients from before the step, or whole parameters."""
         if self.noticed_gradients or planned.budget_bytes is None:
             return
         held = [local_part(p.grad) for p in primals if p.is_leaf and p.grad is not None]
-        if not held:
+        whole, kept = (gathered_gradients(self.model), kept_whole_bytes(self.model)) if planned.runs else ([], 0)
+        if not held and not whole and not kept:
             return
         options = planned.prepared.options
         counted = options.reserve_bytes + planned.prepared.lowered.accumulated_bytes
-        extra = sum(g.numel() * g.element_size() for g in held if g.layout == torch.strided) - counted
+        each = {id(g): g for g in (*held, *whole)}.values()
+        extra = kept + sum(g.numel() * g.element_size() for g in each if g.layout == torch.strided) - counted
         if extra <= 0:
             return
         self.noticed_gradients = True
+        what = "gradients and whole parameters (set_reshard_after_backward(False))" if kept else "gradients"
+        reserved = f"reserve_mb={math.ceil((options.reserve_bytes + extra) / MIB)}"
+        remedy = f"{REMEDIES[options.gradients]} or {reserved}, or call zero_grad() before the forward"
         warnings.warn(
-            f"this step holds {extra / MIB:.3f} MiB of gradients that the plan did not count: "
-            f"{REMEDIES[options.gradients]} or reserve_mb={math.ceil((options.reserve_bytes + extra) / MIB)}, or call "
-            "zero_grad() before the forward.",
+            f"this step holds {extra / MIB:.3f} MiB of {what} that the plan did not count: "
+            f"{f'plan with {reserved}' if kept else remedy}.",
             stacklevel=_user_frame(),
         )
 

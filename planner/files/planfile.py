@@ -31,7 +31,7 @@ from planner.options import GRADIENTS, ON_NEW_SHAPE, WHOLE, Options
 from planner.pipeline import emit, prepare_step
 from planner.prepared import Prepared, check_model
 from planner.progress import Progress
-from planner.ranks.wrapper import inner_module, wrapper_bytes, wrapper_gradients
+from planner.ranks.wrapper import check_wrapper, inner_module, wrapper_bytes, wrapper_gradients
 from solvers.errors import MIB, PlannerError, ScheduleError
 from solvers.problem import Problem
 from solvers.schedule import Schedule, Step, computes, with_frees
@@ -272,6 +272,7 @@ def load(
     """
     file = read(path)
     _check_loss(file, loss_fn)
+    check_wrapper(model)
     options = replace(
         _options(file, loss_fn, cost, progress), wrapper_bytes=wrapper_bytes(model),
         gradients=wrapper_gradients(model, file["options"]["gradients"]),

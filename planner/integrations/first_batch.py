@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,20 @@ from torch import nn
 
 from passes._torch import pytree
 from passes.run._torch import under_transform
-from passes.trace.arguments import bind_call, call_signature
+from passes.trace.arguments import bind_call, call_signature, set_forward
 from passes.trace.refuse import has_sharded
 from planner.api import auto_checkpoint
 from planner.budget import Budget
 from planner.plan import Plan
-from planner.ranks.wrapper import group_of, running_wrapper, wrapper_bytes, wrapper_gradients
+from planner.ranks.wrapper import (
+    check_wrapper,
+    group_of,
+    inner_module,
+    running_wrapper,
+    wrapper_bytes,
+    wrapper_gradients,
+    wrapper_notes,
+)
 from solvers.errors import MIB, PlannerError
 
 log = logging.getLogger("planner")
@@ -31,11 +40,13 @@ def plan_on_first_batch(model: nn.Module, budget_mb: float | str | None = None, 
     model's own forward and plan nothing.
 
     Args:
-        model: as for `plan.apply`: it keeps its class, methods, hooks and state.
+        model: as for `plan.apply`: it keeps its class, methods, hooks and state. Of a DistributedDataParallel what it
+            wraps is planned.
         budget_mb, options: those of `auto_checkpoint`.
 
     Raises:
         BudgetError: `budget_mb` is not a budget. What planning raises comes out of the first training call.
+        PlannerError: the model waits for its first batch already.
     """
     return FirstBatch(model, budget_mb, **options).start()
 
@@ -56,20 +67,29 @@ class FirstBatch:
         batches: int = 0, **options: Any,
     ) -> None:  # fmt: skip
         Budget(budget_mb)
-        self.model, self.budget_mb, self.called, self.options = model, budget_mb, called, options
+        self.model = inner_module(model)  # whose forward is told the arguments by name
+        self.budget_mb, self.called, self.options = budget_mb, called, options
         self.batches = batches
         self.plan: Plan | None = None
         self.hook: Any = None
+        self.waiting: _Waiting | None = None
 
     def start(self) -> FirstBatch:
         """Plan at the next training call; run the plan where there is one already."""
         self.stop()
-        if self.plan is not None:
+        if self.waiting is not None and self.waiting.is_inside:
+            self.waiting.asleep = False
+        elif self.plan is not None:
             self.plan.apply(self.model)
         elif has_sharded(self.model):  # before its hooks gather anything
             self.hook = self.model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         else:
-            self.model.forward = _Waiting(self.model, self._planned)
+            if isinstance(self.model.__dict__.get("forward"), _Waiting):
+                raise PlannerError(
+                    f"this {type(self.model).__name__} waits for its first batch already: call stop() of what "
+                    "plan_on_first_batch returned then, or close() of the PlanCallback."
+                )
+            self.waiting = self.model.forward = _Waiting(self.model, self._planned)
         return self
 
     def stop(self) -> None:
@@ -78,28 +98,35 @@ class FirstBatch:
             self.hook.remove()
             self.hook = None
         current: Any = self.model.__dict__.get("forward")
-        if isinstance(current, _Waiting) and current.planned == self._planned:
-            current.put_back()
+        if self.waiting is not None and current is self.waiting:
+            self.waiting.put_back()
+            self.waiting = None
         elif self.plan is not None and getattr(current, "module", None) is self.plan.module:
             self.plan.remove(self.model)
+        elif self.waiting is not None:
+            self.waiting.asleep = True
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if has_sharded(self.model):
             raise PlannerError("fully_shard was called on what is to be planned on its first batch: call it before.")
         self._plan(args, kwargs)
-        return self.model.forward(*args, **kwargs)
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_trained(model, args, kwargs):
             self._plan(args, kwargs)
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.stop()
+        if self.hook is not None:
+            self.stop()
         if self.called is not None:
             self.called()
         sample = bind_call(call_signature(self.model, self.options.get("loss_fn")), args, kwargs)
         held = sum(t.nbytes for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         around = running_wrapper(self.model)  # of which the model is a part: it is planned without, as it runs now
+        if around is not None:
+            check_wrapper(around)
+            for note in wrapper_notes(around):
+                warnings.warn(note, stacklevel=2)
         reserve_mb = self.options.get("reserve_mb", 0) + (self.batches * held + wrapper_bytes(around)) / MIB
         options = {"group": group_of(around), **self.options, "reserve_mb": reserve_mb}
         options["gradients"] = wrapper_gradients(around, options.get("gradients", "fresh"))
@@ -109,25 +136,53 @@ class FirstBatch:
 
 
 class _Waiting:
-    """The `forward` of a model that has not been trained yet."""
+    """The `forward` of a model that has not been trained yet.
 
-    def __init__(self, model: nn.Module, planned: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    What is put around it before its first batch (a trainer's autocast) stays around the plan, and is not planned.
+
+    Attributes:
+        previous: the instance's own `forward` from before; None where the class's was in use.
+        own: the forward that ran before.
+        applied: the plan's forward, once there is one.
+        asleep: whether nothing is to be planned, nor a plan to be run.
+    """
+
+    def __init__(self, model: nn.Module, planned: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
         self.model, self.planned = model, planned
         self.previous = model.__dict__.get("forward")
         self.own: Callable[..., Any] = model.forward
+        self.applied: Callable[..., Any] | None = None
+        self.asleep = False
         self.__name__ = "forward"
         self.__signature__ = inspect.signature(model.forward)
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether it runs within the model's forward, as far as that tells what it is wrapped around."""
+        current: Any = self.model.__dict__.get("forward")
+        return current is not None and inspect.unwrap(current, stop=lambda f: f is self) is self
+
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        trained = _is_trained(self.model, args, kwargs)
-        return self.planned(args, kwargs) if trained else self.own(*args, **kwargs)
+        if self.applied is None and not self.asleep and _is_trained(self.model, args, kwargs):
+            self._plan(args, kwargs)
+        run = self.own if self.asleep or self.applied is None else self.applied
+        return run(*args, **kwargs)
+
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan the forward from before, and run the plan where this one runs, or in its place if nothing is around."""
+        around: Any = self.model.__dict__.get("forward")
+        set_forward(self.model, self.previous)
+        self.asleep = True  # should that fail
+        try:
+            self.planned(args, kwargs)
+            self.applied, self.asleep = self.model.__dict__["forward"], False
+        finally:
+            if around is not self:
+                set_forward(self.model, around)
 
     def put_back(self) -> None:
-        if self.previous is None:
-            del self.model.forward
-        else:
-            self.model.forward = self.previous
+        set_forward(self.model, self.previous)
 
 
 def _is_trained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -78,31 +78,64 @@ def without_reducing(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def of_last_micro_batch(model: nn.Module) -> Iterator[None]:
+    """Let a backward in the block be the last one, which reduces and scatters, whatever was set for the next one."""
+    contexts = {id(state._state_ctx): state._state_ctx for state in _states(model)}.values()
+    switches = [(group, name) for group in _groups(model) for name in ("reduce_grads", "reshard_after_backward")]
+    switches += [(context, "is_last_backward") for context in contexts]
+    before = [(place, name, getattr(place, name)) for place, name in switches]
+    try:
+        for place, name, _ in before:
+            setattr(place, name, True)
+        yield
+    finally:
+        for place, name, value in before:
+            setattr(place, name, value)
+
+
+@contextmanager
 def gathered_gradients_aside(model: nn.Module) -> Iterator[None]:
-    """No whole gradients wait to be reduced in the block; at its end those from before do."""
+    """No whole gradients wait to be reduced in the block; at its end those from before do, and no others."""
+    before = [(place, name, getattr(place, name)) for place, name in _gathered_gradients(model)]
+    for place, name, _ in before:
+        setattr(place, name, None)
+    try:
+        yield
+    finally:
+        for place, name in _gathered_gradients(model):  # there are more where parameters were first gathered
+            setattr(place, name, None)
+        for place, name, gradient in before:
+            setattr(place, name, gradient)
+
+
+def _gathered_gradients(model: nn.Module) -> list[tuple[Any, str]]:
+    """Where whole gradients are kept until they are reduced."""
     held: list[tuple[Any, str]] = []
     for parameter in gathered_parameters(model):
         if hasattr(parameter, "_unsharded_param"):
             held.append((parameter._unsharded_param, "grad"))
         if GATHERED in vars(parameter):  # since torch 2.15 that is the other's gradient
             held.append((parameter, GATHERED))
-    before = [(place, name, getattr(place, name)) for place, name in held]
-    for place, name in held:
-        setattr(place, name, None)
-    try:
-        yield
-    finally:
-        for place, name, gradient in before:
-            setattr(place, name, gradient)
+    return held
 
 
 def gathered_gradient_bytes(model: nn.Module) -> int:
     """Whole gradients that sharded modules keep until they are reduced."""
+    return sum(round_up(g.nbytes, granule(g.device)) for g in gathered_gradients(model))
+
+
+def gathered_gradients(model: nn.Module) -> list[torch.Tensor]:
+    """The whole gradients themselves."""
     parameters = gathered_parameters(model)
     found = [p.unsharded_accumulated_grad for p in parameters]
     found += [p.unsharded_param.grad for p in parameters if hasattr(p, "_unsharded_param")]
-    each = {id(g): g for g in found if g is not None}  # since torch 2.15 both are the same
-    return sum(round_up(g.nbytes, granule(g.device)) for g in each.values())
+    return list({id(g): g for g in found if g is not None}.values())  # since torch 2.15 both are the same
+
+
+def kept_whole_bytes(model: nn.Module) -> int:
+    """Whole parameters that the backward leaves gathered, as `set_reshard_after_backward(False)` asks for."""
+    parameters = [p for group in _groups(model) if not group.reshard_after_backward for p in group.fsdp_params]
+    return sum(p.sharded_param.numel() * (p.param_dtype or p.sharded_param.dtype).itemsize for p in parameters)
 
 
 def gathered_parameters(model: nn.Module) -> list[Any]:

@@ -45,6 +45,7 @@ from planner.check.restore import Generators, Snapshot, gradients_aside, hooks_a
 from planner.ranks.sharded import (
     gathered_gradient_bytes,
     gathered_gradients_aside,
+    of_last_micro_batch,
     scattered,
     without_reducing,
     without_talking,
@@ -471,7 +472,7 @@ class Sample:
             counting: adds up what glue costs. Ops that are looked at may allocate otherwise: it shows no events.
         """
         kept = casts_kept(torch.is_autocast_cache_enabled())  # a copy of what one rank gathers alone is a wrong one
-        with scattered(self.model), gathered_gradients_aside(self.model), kept:
+        with scattered(self.model), gathered_gradients_aside(self.model), of_last_micro_batch(self.model), kept:
             if counting is not None or not kind_of(self.device).caches:
                 return self._run(candidates, parts, counting)
             empty_cache(self.device)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from passes._torch import local_part
 from passes.run.step import ChangedInPlace
 from planner import Plan, auto_checkpoint
+from planner.integrations import plan_on_first_batch
 from tests.planner.histories import RANKS, run
 
 QUICK: dict[str, Any] = {"solver": "greedy", "time_limit": 2, "progress": False}
@@ -112,6 +114,61 @@ def test_a_new_length_among_micro_batches_loses_none_of_what_they_accumulated(re
     assert all(torch.equal(local_part(p.grad), local_part(q.grad)) for p, q in pairs)
 
 
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = blocks(), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.body(x)).sin()
+        return output
+
+
+def headed() -> nn.Module:
+    """With parameters of the root's own behind its regions."""
+    torch.manual_seed(0)
+    model = Headed()
+    sharded(root=False, model=model.body)
+    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.parametrize("gradients", ["fresh", "accumulated"])
+def test_what_is_planned_on_a_first_micro_batch_counts_what_the_last_one_holds(gradients: str) -> None:
+    (model, plain, other), x = (headed() for _ in range(3)), torch.randn(64, 16)
+    waiting = plan_on_first_batch(model, "95%", gradients=gradients, **QUICK)
+    for each in (model, plain):
+        for last in (False, True):
+            each.set_requires_gradient_sync(last)
+            each.set_is_last_backward(last)
+            each(x).square().mean().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(local_part(p.grad), local_part(q.grad)) for p, q in pairs)
+    assert waiting.plan is not None
+    assert waiting.plan.peak_bytes == planned(other, x, gradients=gradients).peak_bytes
+
+
+def two_micro_batches(module: nn.Module, x: torch.Tensor) -> None:
+    for _ in range(2):
+        module(x).square().mean().backward()
+
+
+KEPT = [(False, "MiB of gradients that the plan"), (True, r"parameters \(set_reshard_after_backward\(False")]
+
+
+@pytest.mark.parametrize(("kept", "said"), KEPT)
+def test_what_sharded_micro_batches_hold_besides_the_plan_is_said(kept: bool, said: str) -> None:
+    model, x = sharded(), torch.randn(64, 16)
+    plan = planned(model, x)
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(not kept)
+    with pytest.warns(UserWarning, match=said):
+        two_micro_batches(plan.module, x)
+    room = auto_checkpoint(model, x, "200%", gradients="accumulated", reserve_mb=1, **QUICK)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        room.module(x).square().mean().backward()
+
+
 def test_inputs_that_fully_shard_casts_are_those_of_the_plan() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     (model, plain), x = (sharded(mp_policy=policy) for _ in range(2)), torch.randn(64, 16)
@@ -162,6 +219,26 @@ def test_another_start_of_the_backward_of_a_wrapped_model_is_replayed() -> None:
         plan.module(x)["hidden"].sin().sum().backward()
     plain(x)["hidden"].sin().sum().backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_wrapped_model_is_planned_on_its_first_batch_as_what_it_wraps_would_be() -> None:
+    plain, model, inner = Two(), DistributedDataParallel(Two()), Two()
+    waiting = [plan_on_first_batch(model, "95%", **QUICK), plan_on_first_batch(inner, "95%", **QUICK)]
+    wrapped = DistributedDataParallel(inner)
+    for each in (plain, model, wrapped):
+        each(torch.ones(64, 16))["loss"].backward()
+    assert len({first.plan.peak_bytes for first in waiting if first.plan is not None}) == 1
+    for other in (model, wrapped):
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(other.parameters(), plain.parameters(), strict=True))
+
+
+def test_what_a_wrapper_does_is_looked_at_on_the_first_batch() -> None:
+    model = Two()
+    plan_on_first_batch(model, "95%", **QUICK)
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, noop_hook)
+    with pytest.warns(UserWarning, match="what the communication hook .* holds is not known"):
+        wrapped(torch.ones(64, 16))
 
 
 @pytest.mark.parametrize("way", RANKS)

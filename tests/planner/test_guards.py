@@ -1066,6 +1066,56 @@ def test_memory_that_is_overwritten_and_read_elsewhere(change: Callable[[Any], t
         plan(model, change(model), regions="whole")
 
 
+class Vocabulary(nn.Module):
+    """Reads a container of thousands of items."""
+
+    def __init__(self, words: Any) -> None:
+        super().__init__()
+        self.layer, self.words = linear(), words
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x)) * len(self.words)
+
+
+LARGE: dict[str, Callable[[range], Any]] = {
+    "list": list, "tuple": tuple, "frozenset": lambda r: frozenset(map(str, r)), "set": lambda r: set(map(str, r)),
+    "dict": lambda r: {str(i): i for i in r}, "objects": lambda r: numpy.array([str(i) for i in r], dtype=object),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_what_a_large_container_holds_is_compared(kind: str) -> None:
+    make, x = LARGE[kind], torch.randn(4, 8)
+    model = Vocabulary(make(range(3000)))
+    made = plan(model, x, on_new_shape="error")
+    for _ in range(2):
+        made.module(x).sum().backward()
+    if kind != "frozenset":  # whose order is the memory's
+        model.words = make(range(3000))
+        made.module(x)
+    model.words = make(range(1, 3001))
+    with pytest.raises(PlannerError, match="words"):
+        made.module(x)
+
+
+class Asking(nn.Module):
+    """Asks what is imported, as libraries do for optional ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if "torch" in sys.modules else x
+
+
+def test_what_is_imported_later_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 8)
+    made = plan(Asking(), x, on_new_shape="error")
+    monkeypatch.setitem(sys.modules, "imported_later", types.ModuleType("imported_later"))
+    made.module(x)
+
+
 def test_a_replaced_layer_is_not_kept_alive() -> None:
     import gc
     import weakref

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from passes.memory import measure_peak, round_up
 from planner import Plan, auto_checkpoint
@@ -117,6 +118,46 @@ def test_an_instance_is_measured_with_its_own_groups_and_left_as_it_was() -> Non
     assert measure_update(optimizer, model, CPU).state_bytes == first.numel() * 4
     assert all(torch.equal(p, b) and p.grad is None for p, b in zip(model.parameters(), before, strict=True))
     assert not optimizer.state
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer, and keeps slow weights."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("slow", p.detach().clone())
+
+
+def test_an_optimizer_within_an_optimizer_is_counted_or_refused_and_never_stepped() -> None:
+    model, x = perceptron()
+    alone = measure_update(torch.optim.AdamW, model, CPU)
+    both = measure_update(lambda own: Lookahead(torch.optim.AdamW(own)), model, CPU)
+    assert both.state_bytes - alone.state_bytes == sum(round_up(p.nbytes, 64) for p in model.parameters())
+    model(x).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(BudgetError, match="its inner is another optimizer, AdamW, with the model's own parameters"):
+        measure_update(Lookahead(torch.optim.AdamW(model.parameters())), model, CPU)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_hooks_of_every_optimizer_do_not_hear_of_stand_ins() -> None:
+    heard: list[Any] = []
+    registers = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+    handles = [register(lambda *given: heard.append(given)) for register in registers]
+    try:
+        measure_update(torch.optim.SGD, perceptron()[0], CPU)
+        assert heard == []
+        torch.optim.SGD(perceptron()[0].parameters()).step()
+        assert len(heard) == 2
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def test_muon_is_counted_for_matrices() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from planner import BudgetError, Plan, auto_checkpoint
+from planner import BudgetError, Plan, PlannerError, auto_checkpoint
 from tests.planner.steps import SmallGPT, assert_same_gradients, assert_same_state
 
 QUICK: dict[str, Any] = {"solver": "greedy", "time_limit": 5, "progress": False}
@@ -242,6 +242,46 @@ def test_accelerate_on_the_first_batch(accelerator: Any) -> None:
     assert first.plan is not None and first.plan.recomputed
     first.stop()
     assert not hasattr(model.forward, "runs_plan")
+
+
+def test_accelerate_prepares_what_waits_for_its_first_batch(accelerator: Any) -> None:
+    from planner.integrations import plan_on_first_batch
+
+    torch.manual_seed(0)
+    model = SmallGPT()
+    plain = copy.deepcopy(model)
+    waiting = plan_on_first_batch(model, "75%", gradients="accumulated", **QUICK)
+    assert accelerated(accelerator, model, lambda *_: None) == accelerated(accelerator, plain, lambda *_: None)
+    assert_same_state(model, plain)
+    assert waiting.plan is not None and waiting.plan.recomputed and plans_made(waiting.plan) == 1
+    calls = []
+    waiting.plan.module._plan_state.run = lambda *_: calls.append(1)
+    waiting.stop()
+    model(SAMPLE["input_ids"])
+    assert not calls
+    waiting.start()
+    model(SAMPLE["input_ids"])
+    assert calls
+
+
+def test_a_model_waits_once(accelerator: Any) -> None:
+    from planner.integrations import plan_on_first_batch
+
+    model = SmallGPT()
+    waiting = plan_on_first_batch(model, "75%", **QUICK)
+    with pytest.raises(PlannerError, match=r"SmallGPT waits for its first batch already: call stop\(\)"):
+        plan_on_first_batch(model, "80%", **QUICK)
+    waiting.stop()
+    assert "forward" not in vars(model)
+    waiting = plan_on_first_batch(model, "1%", **QUICK)
+    accelerator.prepare(model)
+    with pytest.raises(BudgetError):
+        model(SAMPLE["input_ids"])
+    assert not torch.is_autocast_enabled("cpu")
+    assert model(SAMPLE["input_ids"]).dim() == 0
+    waiting.start()
+    with pytest.raises(BudgetError):
+        model(SAMPLE["input_ids"])
 
 
 @pytest.mark.parametrize("when", ["module", "apply", "apply after prepare"])

@@ -83,6 +83,7 @@ class Recorder:
         self.functions: dict[int, types.FunctionType] = {}
         self.watched: dict[type, dict[str, Any]] = {}
         self.opaque: dict[int, Any] = {}
+        self.registered: dict[tuple[int, Any, str], torch.Tensor] = {}
         self.said: dict[str, None] = {}
         self.said_of_types: dict[str, None] = {}
         self.in_backward = False
@@ -111,6 +112,7 @@ class Recorder:
     def recording(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         """Record in the block, in which `tensors` stand for the model's parameters and buffers."""
         self.state = {id(tensor): i for i, tensor in enumerate(tensors)}
+        self.registered = self._registered()
         self.loss = self.snapshot(self.loss_fn, "loss_fn")
         before, collects = sys.getprofile(), gc.isenabled()
         try:
@@ -125,6 +127,7 @@ class Recorder:
             if collects:
                 gc.enable()
             self.stop()
+            self.registered = {}
 
     def finish(self, graph_module: fx.GraphModule) -> Reads:
         """What was read; outside the model's modules, as it is after the trace."""
@@ -311,6 +314,18 @@ class Recorder:
             elif usual is not object.__getattribute__ and not hasattr(type(in_class), "__get__"):
                 self._own(obj, name, by_attribute)  # `threading.local` has other attributes in each thread
 
+    def _registered(self) -> dict[tuple[int, Any, str], torch.Tensor]:
+        """What stands in the place of each parameter and buffer as the forward starts.
+
+        What the forward puts there itself for a while (`torch.func.functional_call`) is not what a later call finds.
+        """
+        return {
+            (number, REGISTERED[table], name): value
+            for number, module in enumerate(self.objects) if self.known[number].is_submodule
+            for table in ("_parameters", "_buffers")
+            for name, value in object.__getattribute__(module, "__dict__")[table].items() if value is not None
+        }  # fmt: skip
+
     def _own(self, obj: Any, name: str, getter: Callable[[Any], Getter] = of_instance) -> None:
         number = self.numbers[id(obj)]
         if (number, getter, name) in self.reads:
@@ -318,6 +333,8 @@ class Recorder:
         place = Object(number)
         self.reads[number, getter, name] = Read(place, getter, name, None)
         value = getter(obj)(name, MISSING)
+        if isinstance(value, torch.Tensor):
+            value = self.registered.get((number, getter, name), value)
         path, kind = self.known[number].path, type(obj).__name__
         expected = self.snapshot(value, f"{path}.{name}".strip("."))
         self.reads[number, getter, name] = Read(place, getter, name, expected, f"{path or 'the model'} ({kind})")

@@ -345,12 +345,12 @@ def as_distributed(part: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def mutation_count(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place so far, while it is traced; 0 where that is not counted."""
+    """How often a tensor was changed in place so far, also while it is traced; 0 where that is not counted."""
     elem = getattr(tensor, "elem", tensor)
     counter: Any = getattr(torch, "_functionalize_mutation_counter", None)
     if counter is not None and torch._is_functional_tensor(elem):
         return int(counter(elem))
-    return int(tensor._version)
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def profiler_runs() -> bool:

@@ -197,11 +197,11 @@ class Recorder:
         return Object(number)
 
     def _special_methods(self, kind: type) -> None:
-        """Python looks them up by itself, and the functions may have other names."""
+        """Python looks them up by itself, and the functions may have other names; no `__init__` of what is there."""
         if kind in self.entered:
             return
         self.entered.add(kind)
-        for name in dir(kind):
+        for name in [n for n in dir(kind) if n != "__init__"]:
             function = getattr(kind, name, None) if name.startswith("__") else None
             if isinstance(function, types.FunctionType) and (_is_users(function.__code__) or name == "__call__"):
                 self._class_attribute(kind, name)

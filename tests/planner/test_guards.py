@@ -1001,6 +1001,17 @@ def test_what_forward_lends_a_layer_is_its_own() -> None:
         compare(chosen, model, x)
 
 
+def test_how_modules_are_made_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, model, x = planned(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    made = nn.Module.__init__
+    # As Dynamo replaces it when it first compiles anything.
+    monkeypatch.setattr(nn.Module, "__init__", lambda self, *args, **kwargs: made(self, *args, **kwargs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(chosen, model, x)
+    assert count(chosen) == 1
+
+
 class Curious(nn.Module):
     """Asks what it is."""
 

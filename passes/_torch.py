@@ -81,6 +81,8 @@ __all__ = [
     "allocator_events",
     "as_distributed",
     "called_by_dynamo",
+    "check_in_the_kernels",
+    "checks_kept",
     "compiling_flags",
     "cuda_allocations",
     "direct_call",
@@ -346,12 +348,12 @@ def as_distributed(part: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def mutation_count(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place so far, while it is traced; 0 where that is not counted."""
+    """How often a tensor was changed in place so far, also while it is traced; 0 where that is not counted."""
     elem = getattr(tensor, "elem", tensor)
     counter: Any = getattr(torch, "_functionalize_mutation_counter", None)
     if counter is not None and torch._is_functional_tensor(elem):
         return int(counter(elem))
-    return int(tensor._version)
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def profiler_runs() -> bool:
@@ -581,11 +583,9 @@ def eager_kernels(stand_ins: Mapping[tuple[Any, Any], Callable[..., Any]]) -> It
         for (op, key), kernel in stand_ins.items():
             op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
-        _keep_checks(True)
-        with grouped_mm_of_any_type():
+        with checks_kept(), grouped_mm_of_any_type():
             yield
     finally:
-        _keep_checks(False)
         for op, key in stand_ins:
             op.py_kernels.pop(key, None)
             op._dispatch_cache.clear()
@@ -597,13 +597,28 @@ def eager_kernels(stand_ins: Mapping[tuple[Any, Any], Callable[..., Any]]) -> It
         dropout._dispatch_cache.clear()
 
 
-def _keep_checks(keep: bool) -> None:
-    """Whether a traced graph holds checks of factorizations as ops without a result."""
+@contextlib.contextmanager
+def checks_kept() -> Iterator[None]:
+    """Let a traced graph hold checks of factorizations as ops without a result (see `check_in_the_kernels`)."""
     check = torch.ops.aten._linalg_check_errors.default
-    (fx.node._side_effectful_functions.add if keep else fx.node._side_effectful_functions.discard)(check)
     effects: Any = getattr(torch._library.simple_registry.singleton.find(check._name), "effect", None)
-    if effects is not None:  # torch >= 2.13, ordered by tokens
-        effects._effect = None if keep else _EFFECT_OF_CHECKS
+    try:
+        fx.node._side_effectful_functions.add(check)
+        if effects is not None:  # torch >= 2.13, ordered by tokens
+            effects._effect = None
+        yield
+    finally:
+        fx.node._side_effectful_functions.discard(check)
+        if effects is not None:
+            effects._effect = _EFFECT_OF_CHECKS
+
+
+def check_in_the_kernels(graph: fx.Graph) -> None:
+    """A factorization that is checked (`linalg.inv` of a singular matrix raises) checks itself: one op of the graph."""
+    for check in graph.find_nodes(op="call_function", target=torch.ops.aten._linalg_check_errors.default):
+        factorization: Any = check.args[0].args[0]
+        factorization.kwargs = {**factorization.kwargs, "check_errors": True}
+        graph.erase_node(check)
 
 
 @contextlib.contextmanager

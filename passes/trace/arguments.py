@@ -14,7 +14,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from ..errors import PlannerError, Unsupported
 from .hidden import refuse_hidden
-from .refuse import is_quantized_weight, storage_kind
+from .refuse import is_quantized_weight, refuse_untracked, storage_kind
 from .structure import Bound, Template, argument_path, constants, slots
 
 Sample = Any
@@ -243,6 +243,7 @@ def check_inputs(tensors: list[torch.Tensor], names: list[str], template: Templa
                 f"{kind} tensor", f"argument {name}", "its memory is not one dense block",
                 "Pass a dense tensor (to_dense(), dequantize(), or padding with a mask).",
             )  # fmt: skip
+        refuse_untracked(tensor, f"argument {name}")
     refuse_hidden(template, "the arguments")
     for value in constants(template):
         if type(value).__module__ == "numpy":

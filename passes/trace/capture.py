@@ -20,6 +20,7 @@ from torch import fx, nn
 from passes._torch import (
     JointGraph,
     as_distributed,
+    check_in_the_kernels,
     compiling_flags,
     eager_kernels,
     export_joint,
@@ -241,18 +242,10 @@ def export_step(tracer: StepTracer, fake: list[torch.Tensor]) -> JointGraph:
     finally:
         tracer.watch.stop()
         tracer.recorder.stop()
-    _check_in_the_kernels(joint.graph_module.graph)
+    check_in_the_kernels(joint.graph_module.graph)
     settle_gradients(joint.graph_module.graph)
     fill_forward_paths(joint.graph_module.graph.nodes)
     return joint
-
-
-def _check_in_the_kernels(graph: fx.Graph) -> None:
-    """A factorization that is checked (`linalg.inv` of a singular matrix raises) checks itself: one op of the graph."""
-    for check in graph.find_nodes(op="call_function", target=torch.ops.aten._linalg_check_errors.default):
-        factorization: Any = check.args[0].args[0]
-        factorization.kwargs = {**factorization.kwargs, "check_errors": True}
-        graph.erase_node(check)
 
 
 class StepTracer:

@@ -43,6 +43,7 @@ from .reads import (
     of_hooks,
     of_parameters,
 )
+from .refuse import refuse_untracked
 
 
 class Differs(Exception):
@@ -235,7 +236,10 @@ class _Matching:
         then = expected.value
         if value is then and id(then) in self.reads.live:
             return True
-        self.matched.versions += [(t, t._version) for t in (value, then) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in (value, then) if isinstance(t, torch.Tensor)]
+        for tensor in tensors:
+            refuse_untracked(tensor, "what forward reads")
+        self.matched.versions += [(t, t._version) for t in tensors]
         return value is then or (
             type(value) is type(then)
             and value.dtype is then.dtype

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from passes._torch import mutation_count
+
 from .expected import held_by
 from .nodes import PLAIN, Node, refill
 from .places import is_users, is_users_module, is_users_own
@@ -72,7 +74,7 @@ def _visit_tensor(walk: Walk, tensor: torch.Tensor, path: str, name: str) -> Non
         if data is not None:
             tensor.detach().copy_(data)
 
-    walk.add(Node(tensor, path, name, "tensor", lambda: tensor._version, give))
+    walk.add(Node(tensor, path, name, "tensor", lambda: mutation_count(tensor), give))
 
 
 def _visit_module(walk: Walk, module: nn.Module, path: str, name: str) -> None:

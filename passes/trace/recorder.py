@@ -85,6 +85,7 @@ class Recorder:
         self.functions: dict[int, types.FunctionType] = {}
         self.watched: dict[type, dict[str, Any]] = {}
         self.opaque: dict[int, Any] = {}
+        self.registered: dict[tuple[int, Any, str], torch.Tensor] = {}
         self.said: dict[str, None] = {}
         self.said_of_types: dict[str, None] = {}
         self.in_backward = self.on = False
@@ -116,6 +117,7 @@ class Recorder:
     def recording(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         """Record in the block, in which `tensors` stand for the model's parameters and buffers."""
         self.state = {id(tensor): i for i, tensor in enumerate(tensors)}
+        self.registered = self._registered()
         self.loss = self.snapshot(self.loss_fn, "loss_fn")
         before, collects = sys.getprofile(), gc.isenabled()
         try:
@@ -132,6 +134,7 @@ class Recorder:
             if collects:
                 gc.enable()
             self.stop()
+            self.registered = {}
 
     def take_arguments(self, bound: Mapping[str, Any], template: Template) -> None:
         """Record what forward reads of what it is given, too, where this run is the first that is recorded."""
@@ -225,11 +228,11 @@ class Recorder:
         return Object(number)
 
     def _special_methods(self, kind: type) -> None:
-        """Python looks them up by itself, and the functions may have other names."""
+        """Python looks them up by itself, and the functions may have other names; no `__init__` of what is there."""
         if kind in self.entered:
             return
         self.entered.add(kind)
-        for name in dir(kind):
+        for name in [n for n in dir(kind) if n != "__init__"]:
             function = getattr(kind, name, None) if name.startswith("__") else None
             if isinstance(function, types.FunctionType) and (_is_users(function.__code__) or name == "__call__"):
                 self._class_attribute(kind, name)
@@ -342,6 +345,18 @@ class Recorder:
             elif usual is not object.__getattribute__ and not hasattr(type(in_class), "__get__"):
                 self._own(obj, name, by_attribute)  # `threading.local` has other attributes in each thread
 
+    def _registered(self) -> dict[tuple[int, Any, str], torch.Tensor]:
+        """What stands in the place of each parameter and buffer as the forward starts.
+
+        What the forward puts there itself for a while (`torch.func.functional_call`) is not what a later call finds.
+        """
+        return {
+            (number, REGISTERED[table], name): value
+            for number, module in enumerate(self.objects) if self.known[number].is_submodule
+            for table in ("_parameters", "_buffers")
+            for name, value in object.__getattribute__(module, "__dict__")[table].items() if value is not None
+        }  # fmt: skip
+
     def _own(self, obj: Any, name: str, getter: Callable[[Any], Getter] = of_instance) -> None:
         number = self.numbers[id(obj)]
         if (number, getter, name) in self.reads:
@@ -349,6 +364,8 @@ class Recorder:
         place = Object(number)
         self.reads[number, getter, name] = Read(place, getter, name, None)
         value = getter(obj)(name, MISSING)
+        if isinstance(value, torch.Tensor):
+            value = self.registered.get((number, getter, name), value)
         path, kind = self.known[number].path, type(obj).__name__
         expected = self.snapshot(value, f"{path}.{name}".strip("."))
         self.reads[number, getter, name] = Read(place, getter, name, expected, f"{path or 'the model'} ({kind})")

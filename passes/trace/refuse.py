@@ -88,6 +88,23 @@ def _not_dense(model: nn.Module) -> Iterator[str]:
             yield f"{name} ({kind})"
 
 
+def refuse_untracked(tensor: torch.Tensor, place: str) -> None:
+    """Raise Unsupported for a tensor made under `inference_mode`."""
+    if tensor.is_inference():
+        construct, reason, remedy = UNTRACKED
+        raise Unsupported(construct, place, reason, remedy)
+
+
+def _untracked(model: nn.Module) -> Iterator[str]:
+    return (name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_inference())
+
+
+UNTRACKED = (
+    "tensor made under torch.inference_mode()", "torch does not count its changes, which a plan has to notice",
+    "Make it under torch.no_grad(), or take a clone() outside of the block.",
+)  # fmt: skip
+
+
 def _uninitialized(model: nn.Module) -> Iterator[str]:
     return (n for n, p in model.named_parameters() if torch.nn.parameter.is_lazy(p))
 
@@ -196,6 +213,7 @@ TABLE: tuple[Refusal, ...] = (
         "sparse, nested or quantized parameter or buffer", "its memory is not one dense block",
         "Convert it to a dense tensor before planning.", _not_dense,
     ),
+    Refusal(*UNTRACKED, _untracked),
     Refusal(
         "parameters on several devices", "one budget covers one device", "Move the model to one device.",
         _mixed_devices,

@@ -1,9 +1,9 @@
 """Ops that eager differentiates along another formula than a trace would.
 
 Some of autograd's formulas look at values: whether a factor of `prod` is zero, where a full `max` lies. Under any
-dispatch mode, which tracing is, they take a way around that gives other bits (ATen's `isTensorSubclassLike`). While
-tracing, such an op's backward is therefore one op of its own, `planner::gradient_of`, that runs eager's formula.
-`python -m tests.databases.routes` finds them.
+dispatch mode, which tracing is, they take a way around that gives other bits, or other strides (ATen's
+`isTensorSubclassLike`). While tracing, such an op's backward is therefore one op of its own, `planner::gradient_of`,
+that runs eager's formula. `python -m tests.databases.routes` finds them.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ REROUTED: dict[Any, tuple[int, ...]] = {
     aten.nanmedian.default: (0,),
     aten.masked_fill.Tensor: (2,),
     aten.ormqr.default: (0, 1, 2),
+    aten.linalg_householder_product.default: (0, 1),
 }
 IN_PLACE = {aten.masked_fill_.Tensor: aten.masked_fill.Tensor, aten.cumprod_.default: aten.cumprod.default}
 

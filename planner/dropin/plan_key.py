@@ -27,7 +27,8 @@ class Key:
 
 def call_key(tensors: Sequence[torch.Tensor], template: Template, cast: torch.dtype | None = None) -> Key:
     """The key of a call with these arguments, made now; `cast` is to what those of floating point are cast before."""
-    inputs: tuple[Any, ...] = (template_key(template), *((*state_key(t), t.stride()) for t in tensors))
+    looks = [(*state_key(t), t.stride(), t.is_inference()) for t in tensors]
+    inputs: tuple[Any, ...] = (template_key(template), *looks)
     if cast is not None:
         floats = [t.is_floating_point() for t in tensors]
         inputs = (inputs[0], *((k[0], cast, *k[2:]) if f else k for k, f in zip(inputs[1:], floats, strict=True)))
@@ -48,9 +49,9 @@ def home(t: torch.Tensor) -> torch.device:
 
 
 def describe_tensor(key: Any) -> str:
-    shape, dtype, device, requires_grad, *_ = key
-    gradient = ", requires_grad" if requires_grad else ""
-    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}{gradient}"
+    shape, dtype, device, requires_grad, *others = key
+    more = ", requires_grad" * requires_grad + ", made under inference_mode" * (others[-1:] == [True])
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}{more}"
 
 
 def template_key(template: Template) -> str:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from passes._torch import symbolic
+from passes._torch import check_in_the_kernels, checks_kept, symbolic
 from passes.run._torch import active_autocast, under_autocast
 
 from ._torch_inductor import planned_order
@@ -39,6 +39,7 @@ class _Partitioner(CustomPartitionerFn):
         self.partition = partition
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Halves:
+        check_in_the_kernels(gm.graph)
         return self.partition(gm, kwargs["num_fwd_outputs"])
 
     def uuid(self) -> Any | None:
@@ -52,9 +53,10 @@ def compile_eager(
     """AOT autograd with our partition; `run(half, is_backward)` makes each half callable."""
 
     def split(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Halves:
+        check_in_the_kernels(joint.graph)
         return partition(joint, num_fwd_outputs)
 
-    with functorch_config.patch(enable_autograd_cache=False):
+    with functorch_config.patch(enable_autograd_cache=False), checks_kept():
         made = aot_autograd(
             fw_compiler=lambda half, _: run(half, False), bw_compiler=lambda half, _: run(half, True),
             partition_fn=split,
@@ -70,12 +72,13 @@ def compile_inductor(
     """Inductor with our partition; `seen(half, is_backward)` may wrap each compiled half."""
 
     def inner(half: fx.GraphModule, half_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        check_in_the_kernels(half.graph)  # of an evaluation, too, which is not partitioned
         with planned_order(half, options):  # a backward for sizes that vary is compiled when it is first run
             compiled = compile_fx_inner(half, half_inputs, **kwargs)
         return seen(compiled, bool(kwargs.get("is_backward", False)))
 
     patches = {**options, "custom_partitioner_fn": _Partitioner(partition)}
-    with functorch_config.patch(enable_autograd_cache=False), inductor_config.patch(patches):
+    with functorch_config.patch(enable_autograd_cache=False), inductor_config.patch(patches), checks_kept():
         compiled: Callable[..., Any] = cast(Any, compile_fx)(gm, list(inputs), inner_compile=inner)
     return compiled
 

@@ -47,9 +47,10 @@ HELPERS: dict[Any, Callable[..., Any]] = {
     routes.SUM_OF_SELECTED: gradients.sum_of_selected,
 }
 # Names that the source itself uses.
-RESERVED = frozenset(
-    {"torch", "aten", "values", "constants", "float", "slice", "handed_over", *(f.__name__ for f in HELPERS.values())}
-)
+RESERVED = frozenset({
+    "torch", "aten", "values", "constants", "complex", "float", "slice", "handed_over",
+    *(f.__name__ for f in HELPERS.values()),
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -256,6 +257,8 @@ def literal(value: Any, names: Mapping[fx.Node, str]) -> str:
     if isinstance(value, float):
         text = float.__repr__(value)
         return text if math.isfinite(value) else f"float({text!r})"
+    if isinstance(value, complex):
+        return f"complex({literal(value.real, names)}, {literal(value.imag, names)})"
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return str(value)
     if isinstance(value, Ref):

@@ -2,7 +2,8 @@
 
 ATen asks whether any dispatch mode is active (`isTensorSubclassLike`) and then avoids what reads values, so the plain
 step under an empty mode shows the formulas that a trace would take. Each sample runs as it is, with zeros among its
-values, and with gradients that are not finite. Exits with 1 where one differs that `passes.trace.routes` does not list.
+values, with its matrices in columns, and with gradients that are not finite. Prints what has other bits, or gradients
+in other strides; `passes.trace.routes` lists the ops.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import argparse
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.databases.cases import DTYPES, cases
@@ -33,24 +36,38 @@ class Empty(TorchDispatchMode):
 def rerouted(dtype: torch.dtype, samples: int, names: list[str]) -> Iterator[tuple[str, str]]:
     """`(sample, what differs)` of each sample that does."""
     for case in cases(dtype, ("outside",), samples, names, modules=False):
-        for variant in ("as it is", "zeros", "not finite"):
+        for variant in ("as it is", "zeros", "columns", "not finite"):
             try:
                 step = case.make()
-                with torch.no_grad():
-                    if variant == "zeros":
-                        for parameter in step.parameter_list:
-                            parameter.view(-1)[::3] = 0
+                came: dict[int, Any] = {}
+                for i, parameter in enumerate(step.parameter_list):
+                    _vary(parameter, variant)
+                    parameter.register_hook(partial(_note_strides, came, i))
                 _, gradients = plain_step(step)
                 if variant == "not finite":
                     gradients = [torch.full_like(g, torch.inf) for g in gradients]
                 plain = [run(step, step, gradients) for _ in range(REPEATS)]
             except Exception:  # noqa: BLE001 - not a sample for training
                 continue
+            strides = dict(came)
             with Empty():
                 traced = run(step, step, gradients)
-            found = _differences(plain[0], traced)
+            found = _differences(plain[0], traced) + [f"strides {i}" for i in came if came[i] != strides[i]]
             if found and not any(_differences(plain[0], p) for p in plain[1:]):
                 yield case.name, f"{variant}: {', '.join(found)}"
+
+
+def _vary(parameter: nn.Parameter, variant: str) -> None:
+    if variant == "zeros":
+        parameter.data.view(-1)[::3] = 0
+    elif variant == "columns" and parameter.dim() > 1:
+        parameter.data = parameter.data.mT.contiguous().mT
+
+
+def _note_strides(came: dict[int, Any], position: int, gradient: torch.Tensor) -> None:
+    """Those of dimensions that have several indices; an empty gradient has none."""
+    pairs = zip(gradient.shape, gradient.stride(), strict=True)
+    came[position] = [stride for size, stride in pairs if size > 1] if gradient.numel() else []
 
 
 def _differences(plain: StepResult, other: StepResult) -> list[str]:

@@ -73,6 +73,20 @@ def test_what_needs_no_such_gradient_is_traced_as_it_is() -> None:
     assert GRADIENT_OF not in targets and set(REROUTED) & targets
 
 
+def test_gradients_come_in_eager_s_strides() -> None:
+    class Reflections(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(16, 16), nn.Parameter(values(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.householder_product(self.linear(x).mT, self.scale).sin().sum()
+
+    model, x = Reflections(), values(8, 16)
+    plain = copy.deepcopy(model)
+    assert differences(run_step(plain, plain, x), run_step(tight(model, x).module, model, x)) == []
+
+
 def test_an_exported_step_holds_the_formula(tmp_path: Path) -> None:
     x = values(4, 5)
     auto_checkpoint(Scaled(FUNCTIONS["prod of a dimension"], x), x, progress=False).export(tmp_path / "step")

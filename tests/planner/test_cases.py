@@ -219,6 +219,22 @@ def test_a_numpy_argument_is_refused_by_name() -> None:
         plan(model, (batch(), np.ones((4, 8), np.float32)))
 
 
+def test_tensors_made_under_inference_mode_are_refused_by_name() -> None:
+    model, x = linear(), torch.randn(4, 8)
+    with torch.inference_mode():
+        untracked, cached = torch.randn(4, 8), torch.randn(3)
+    model.cached = cached  # type: ignore[assignment]  # what forward does not use is none of the plan's
+    chosen = plan(model, x)
+    for call in (lambda: plan(model, untracked), lambda: chosen.module(untracked)):
+        with pytest.raises(Unsupported, match=r"inference_mode\(\) at argument input.*clone\(\)"):
+            call()
+    model.bias = nn.Parameter(torch.ones_like(model.bias))
+    with torch.inference_mode():
+        model.weight = nn.Parameter(torch.ones(model.weight.shape), requires_grad=False)
+    with pytest.raises(Unsupported, match=r"inference_mode\(\) at weight.*clone\(\)"):
+        plan(model, x)
+
+
 def test_a_model_that_does_not_run_on_the_sample() -> None:
     with pytest.raises(CaptureError, match=r"\[4, 7\] X \[8, 8\]. Check that the model runs on the sample"):
         plan(linear(), batch(4, 7))

@@ -533,6 +533,33 @@ def test_assertions_are_kept(inner: str) -> None:
     assert not counters["graph_break"] and plans(options)[0].overhead > 0
 
 
+class Solving(nn.Module):
+    """Solves equations, which a singular matrix has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.linear(x).tanh()
+        return torch.linalg.solve(a @ a.mT + x.sum() * torch.eye(8), a).sin().sum()
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_factorizations_are_compiled_and_checked(inner: str) -> None:
+    model, x = Solving(), torch.rand(8, 8)
+    loss, expected = _step(model, x), _gradients(model)
+    run = torch.compile(model, backend=checkpoint_planner, options={"budget_mb": None, "inner": inner})
+    torch.testing.assert_close(_step(run, x), loss)
+    torch.testing.assert_close(_gradients(model), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), loss)
+        model.linear.bias.zero_()
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode(), pytest.raises(torch.linalg.LinAlgError, match="singular"):
+            run(torch.zeros(8, 8))
+
+
 def test_an_evaluation_runs_too() -> None:
     model, x = Net().eval(), torch.randn(64, 32)
     compiled = torch.compile(model, backend=checkpoint_planner, options={"budget_mb": 1.0, "inner": "eager"})

@@ -310,6 +310,7 @@ def test_inputs_of_other_libraries_are_refused(tmp_path: Path) -> None:
 
 
 def test_literals() -> None:
+    assert literal(complex(float("nan"), -0.0), {}) == "complex(float('nan'), -0.0)"
     assert literal((1, [2.5, None], float("-inf")), {}) == "(1, [2.5, None], float('-inf'))"
     assert literal(torch.float32, {}) == "torch.float32"
     assert literal(torch.channels_last, {}) == "torch.channels_last"

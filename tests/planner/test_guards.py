@@ -976,6 +976,42 @@ def test_what_forward_sets_before_it_reads_it_is_its_own() -> None:
     assert count(chosen) == 1
 
 
+class Lent(nn.Module):
+    """Calls a layer with parameters and buffers of others, as `functional_call` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("shift", torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lent = {"weight": self.first.weight, "bias": self.shift}
+        return torch.func.functional_call(self.second, lent, (self.first(x).sin(),))
+
+
+def test_what_forward_lends_a_layer_is_its_own() -> None:
+    chosen, model, x = planned(Lent)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            compare(chosen, model, x)
+            model.second.weight = nn.Parameter(torch.ones(8, 8))
+    model.second.bias = None  # functional_call then sets an attribute
+    with pytest.warns(UserWarning, match="planning anew"):
+        compare(chosen, model, x)
+
+
+def test_how_modules_are_made_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, model, x = planned(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    made = nn.Module.__init__
+    # As Dynamo replaces it when it first compiles anything.
+    monkeypatch.setattr(nn.Module, "__init__", lambda self, *args, **kwargs: made(self, *args, **kwargs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(chosen, model, x)
+    assert count(chosen) == 1
+
+
 class Curious(nn.Module):
     """Asks what it is."""
 

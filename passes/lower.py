@@ -536,8 +536,13 @@ def _heeded(node: fx.Node) -> list[fx.Node]:
 
 
 def _stolen(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether autograd keeps the gradient itself instead of a copy (`AccumulateGrad`, accumulate_grad.h)."""
-    dense = is_dense(gradient)
-    if is_dense(parameter):
-        return dense and gradient.stride() == parameter.stride()
-    return dense and gradient.is_contiguous()
+    """Whether autograd keeps the gradient itself instead of a copy (`AccumulateGrad`, accumulate_grad.h).
+
+    Of dimensions of one element (a 1x1 convolution's) no stride counts.
+    """
+    if not is_dense(gradient):
+        return False
+    if not is_dense(parameter):
+        return gradient.is_contiguous()
+    steps = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
+    return all(mine == its for size, mine, its in steps if size != 1)

@@ -21,8 +21,10 @@ SPARE_BYTES, IDLE = 40 << 20, 0.5
 
 Arena = tuple[int, ...]  # bytes of its segments, ascending: none is served from those before it
 
-# What was reserved on a device once an arena had been asked for, by whose arena it is.
-_reserved_bytes: WeakKeyDictionary[Any, dict[torch.device, int]] = WeakKeyDictionary()
+# What had been given back to a device when an arena was last known to be there, by whose arena it is.
+_given_back: WeakKeyDictionary[Any, dict[torch.device, int]] = WeakKeyDictionary()
+# Address and size of the segments that were asked for, whoever asked.
+_segments: dict[torch.device, set[tuple[int, int]]] = {}
 
 
 def least_arena(idle_bytes: int) -> int:
@@ -34,17 +36,28 @@ def ask_for(arena: Arena, device: torch.device, owner: Any) -> None:
     """Have an arena's segments reserved, at the owner's first step and wherever the cache has been emptied since."""
     if not arena or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return
-    known = _reserved_bytes.setdefault(owner, {})
-    if device in known and _now(device) >= known[device]:
+    known = _given_back.setdefault(owner, {})
+    if device in known and (known[device] == _bytes("freed", device) or _is_there(arena, device)):
+        known[device] = _bytes("freed", device)
         return
     torch.cuda.empty_cache()
-    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    idle = _bytes("current", device) - torch.cuda.memory_allocated(device)
     if sum(arena) >= least_arena(idle) and torch.cuda.mem_get_info(device)[0] >= sum(arena):
         with segments_that_do_not_grow(), contextlib.suppress(torch.OutOfMemoryError):
             for size in arena:
-                torch.empty(size, dtype=torch.uint8, device=device)
-    known[device] = _now(device)
+                address = torch.empty(size, dtype=torch.uint8, device=device).data_ptr()
+                _segments.setdefault(device, set()).add((address, size))
+    known[device] = _bytes("freed", device)
 
 
-def _now(device: torch.device) -> int:
-    return int(torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]["current"])
+def _is_there(arena: Arena, device: torch.device) -> bool:
+    """Whether segments that were asked for, for this arena or for larger ones, have not been given back."""
+    asked = _segments.get(device, set())
+    asked &= {(s["address"], s["total_size"]) for s in torch.cuda.memory_snapshot() if s["device"] == device.index}
+    largest = sorted(size for _, size in asked)[-len(arena) :]
+    return len(largest) == len(arena) and all(size >= needed for size, needed in zip(largest, arena, strict=True))
+
+
+def _bytes(which: str, device: torch.device) -> int:
+    """Of what is reserved: "current", or "freed" for what was given back so far."""
+    return int(torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"]["all"][which])

@@ -16,6 +16,7 @@ import torch
 from passes._torch import AUTOGRAD_KEYS, native_kernels, skip_autograd
 from passes.errors import Unsupported
 from passes.fuse.fused import LIBRARY
+from passes.run._torch import active_autocast, under_autocast
 from passes.run.gradients import gradient_of, sum_of_selected
 
 aten = torch.ops.aten
@@ -85,6 +86,7 @@ def kernels() -> dict[tuple[Any, Any], Callable[..., Any]]:
     """What stands for each op on each of autograd's keys while tracing."""
     found = {op: _kernel(op) for op in (*REROUTED, *IN_PLACE)}
     found |= {aten.ctc_loss.IntList: _ctc_loss, aten.cross_entropy_loss.default: _cross_entropy_loss}
+    found |= {aten.affine_grid_generator.default: _affine_grid}
     return {(op, key): kernel for op, kernel in found.items() for key in AUTOGRAD_KEYS}
 
 
@@ -145,6 +147,33 @@ def _cross_entropy_loss(
     weights = weight.gather(0, target.masked_fill(ignored, 0).flatten())
     mean = smooth.sum() / SUM_OF_SELECTED(weights, ignored.logical_not().flatten())
     return loss * (1 - label_smoothing) + mean * (label_smoothing / logs.shape[dim])
+
+
+class _AffineGrid(torch.autograd.Function):
+    """The product in autocast's type, as its own kernel asks for it: the points, with a one, times theta."""
+
+    @staticmethod
+    def forward(ctx: Any, theta: torch.Tensor, size: list[int], align_corners: bool, dtype: torch.dtype) -> Any:
+        ctx.size, ctx.align_corners = size, align_corners
+        batch, rows, columns = theta.shape
+        with skip_autograd(), under_autocast(()):
+            still = torch.eye(rows, columns, dtype=theta.dtype, device=theta.device).expand(batch, -1, -1)
+            points = aten.affine_grid_generator.default(still, size, align_corners).view(batch, -1, rows)
+            points = torch.cat([points, torch.ones_like(points[..., :1])], -1)
+            return torch.bmm(points.to(dtype), theta.to(dtype).mT).view(batch, *size[2:], rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return aten.affine_grid_generator_backward.default(gradient, ctx.size, ctx.align_corners), None, None, None
+
+
+def _affine_grid(theta: torch.Tensor, size: list[int], align_corners: bool) -> Any:
+    """In eager autocast reaches the product inside the op's kernel; a planned step runs kernels without autocast."""
+    dtype = dict(active_autocast()).get(theta.device.type, theta.dtype)
+    if dtype == theta.dtype or theta.dtype == torch.float64:  # which autocast leaves alone
+        with native_kernels():
+            return aten.affine_grid_generator.default(theta, size, align_corners)
+    return _AffineGrid.apply(theta, size, align_corners, dtype)
 
 
 def _positional(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,13 +50,18 @@ class Call:
     first: int
     count: int
 
+    @property
+    def results(self) -> range:
+        """The numbers of its tensor results."""
+        return range(self.first, self.first + self.count)
+
 
 @dataclass(frozen=True)
 class Guard:
     """The sample's answers to the questions that Python asked about the step's inputs.
 
     Attributes:
-        tape: the calls that lead to the questions, in order; a question is a call without tensor results.
+        tape: the calls that the questions depend on, in order; a question is a call without tensor results.
         answers: what each question answered.
     """
 
@@ -67,13 +73,26 @@ class Guard:
         values: dict[int, Any] = dict(enumerate(inputs))
         answers = []
         with torch.no_grad():
-            for call in self.tape:
+            for call, last in zip(self.tape, self._last_read, strict=True):
                 args, kwargs = _resolve((call.args, call.kwargs), values)
                 result = call.func(*args, **kwargs)
-                values.update(zip(range(call.first, call.first + call.count), _tensors(result), strict=False))
+                values.update(zip(call.results, _tensors(result), strict=False))
                 if not call.count:
                     answers.append(bool(result))
+                del args, kwargs, result
+                for index in last:
+                    values.pop(index, None)
         return tuple(answers) == self.answers
+
+    @cached_property
+    def _last_read(self) -> tuple[tuple[int, ...], ...]:
+        """For each call the values that none after it reads."""
+        seen: set[int] = set()
+        found = []
+        for call in reversed(self.tape):
+            found.append(tuple((_read(call) | set(call.results)) - seen))
+            seen |= _read(call)
+        return tuple(reversed(found))
 
 
 @dataclass(frozen=True)
@@ -107,7 +126,7 @@ class KnownValues(TorchFunctionMode):
     @property
     def guard(self) -> Guard | None:
         """What the trace took as given about the inputs; None when it asked nothing."""
-        return Guard(tuple(self.tape[: self.asked_at]), tuple(self.answers)) if self.answers else None
+        return Guard(_leading(self.tape[: self.asked_at]), tuple(self.answers)) if self.answers else None
 
     def plain(self, value: Any) -> Any:
         """A call's arguments, or a shape, as they are in the sample."""
@@ -182,6 +201,24 @@ class _Known(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise LookupError(f"{func} draws")
         return func(*args, **(kwargs or {}))
+
+
+def _leading(tape: Sequence[Call]) -> tuple[Call, ...]:
+    """The calls that the questions on a tape depend on; all where one of them changes what another made."""
+    if any(_writes(call.func, call.kwargs) for call in tape):
+        return tuple(tape)
+    wanted: set[int] = set()
+    found = []
+    for call in reversed(tape):
+        if not call.count or not wanted.isdisjoint(call.results):
+            wanted |= _read(call)
+            found.append(call)
+    return tuple(reversed(found))
+
+
+def _read(call: Call) -> set[int]:
+    """The numbers of the values that a call reads."""
+    return {a.index for a in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(a, Ref)}
 
 
 def _resolve(tree: Any, values: dict[int, Any]) -> Any:

@@ -191,7 +191,7 @@ def _prepared(found: _Found, required_hints: bool) -> Prepared:
     traced, flat = _flat(found)
     besides = _besides(found)
     static = _resident_bytes(found) + besides.accumulated_bytes + held_bytes(flat.profiles, device, found.target)
-    static += _kept_bytes(parts.values(), hollow.kept)
+    static += _kept_bytes(parts.values(), hollow.kept, again=has_sharded(found.model))
     whole = _Together(hollow.crossings, [p.lowered for p in prepared], traced, flat, found.glue_cost, besides)
     composed, view, hinted = whole.composed(options, device, static, required_hints)
     made = Prepared(
@@ -322,12 +322,19 @@ def _start(found: _Found) -> Start | None:
     return start_of(_resident(found), found.device)
 
 
-def _kept_bytes(parts: Iterable[Part], glue: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
-    """What products leave on the device for ever, each size once in each thread that runs some."""
+def _kept_bytes(parts: Iterable[Part], glue: tuple[tuple[int, ...], tuple[int, ...]], *, again: bool) -> int:
+    """What products leave on the device for ever, each size once in each thread that runs some.
+
+    Args:
+        again: count for the backward's thread those of the forward, too, which a recompute runs there: where no
+            allocator is played, nothing else tells.
+    """
     kept = tuple(dict.fromkeys(sizes) for sizes in glue)
     for part in parts:
         for found, nodes in zip(kept, split_nodes(part.traced), strict=True):
             found.update(dict.fromkeys(kept_sizes(nodes, part.profiles or {})))
+            if again:
+                kept[1].update(found)
     return sum(map(sum, kept))
 
 

@@ -112,3 +112,31 @@ def test_without_a_budget_the_plan_fills_the_device_and_no_more() -> None:
 @pytest.mark.skipif(not HOLLOW, reason="a real device's memory is what it is")
 def test_a_device_that_is_too_small_is_refused_before_it_runs_out() -> None:
     assert _fill(150).startswith("BudgetError: ")
+
+
+def test_an_arena_is_missed_whatever_was_allocated_since() -> None:
+    """cuBLAS's workspaces, made in the first step, hid that as much had been given back."""
+    device, owner = CUDA, test_an_arena_is_missed_whatever_was_allocated_since
+    empty_cache(device)
+    before = torch.cuda.memory_reserved()
+    ask_for((22 * MIB,), device, owner)
+    kept = torch.empty(60 * MIB, dtype=torch.uint8, device=device)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == before + kept.nbytes
+    ask_for((22 * MIB,), device, owner)
+    assert torch.cuda.memory_reserved() == before + kept.nbytes + 22 * MIB
+
+
+def test_a_larger_arena_serves_a_smaller_one() -> None:
+    """Two steps that take turns do not take each other's arena away."""
+    device, owners = CUDA, (test_a_larger_arena_serves_a_smaller_one, ask_for)
+    empty_cache(device)
+    before = torch.cuda.memory_reserved()
+    for _ in range(2):
+        for owner, size in zip(owners, (44 * MIB, 22 * MIB), strict=True):
+            ask_for((size,), device, owner)
+    freed = torch.cuda.memory_stats()["reserved_bytes.all.freed"]
+    for owner, size in zip(owners, (44 * MIB, 22 * MIB), strict=True):
+        ask_for((size,), device, owner)
+    assert torch.cuda.memory_reserved() == before + 44 * MIB
+    assert torch.cuda.memory_stats()["reserved_bytes.all.freed"] == freed

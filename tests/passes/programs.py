@@ -147,7 +147,7 @@ def draw_schedule(pick: Pick, problem: Problem) -> Schedule:
     """A valid schedule that no solver would choose."""
     kind = pick(0, 3)
     if kind <= 1:
-        schedule = with_frees(problem, _handed_over_last(problem, make_order(pick, problem, 12)))
+        schedule = with_frees(problem, make_order(pick, problem, 12))
         return schedule if kind else lazier(pick, schedule, problem)
     order = list(problem.required())
     again = [i for i in problem.forward if problem.ops[i].recomputable]
@@ -158,17 +158,6 @@ def draw_schedule(pick: Pick, problem: Problem) -> Schedule:
         position = pick(order.index(problem.num_forward), len(order) - 1)
         order[position:position] = _chain(pick, problem, order[position])
     return with_frees(problem, order)
-
-
-def _handed_over_last(problem: Problem, order: tuple[int, ...]) -> tuple[int, ...]:
-    """The order without recomputes between the forward's results and the backward's start.
-
-    Results are handed over when the forward graph ends, with whatever ran before that; no solver puts anything there.
-    """
-    handover = next((i for i in problem.forward if problem.ops[i].name == "return_outputs"), None)
-    start = order.index(problem.num_forward)
-    first = start if handover is None else order.index(handover) + 1
-    return (*order[:first], order[start], *order[first:start], *order[start + 1 :])
 
 
 def _chain(pick: Pick, problem: Problem, op: int) -> list[int]:

@@ -12,6 +12,8 @@ from passes.errors import CaptureError
 from passes.trace.arguments import bind_sample
 from passes.trace.capture import capture
 from planner import auto_checkpoint
+from tests.zoo.compare import measured_peak_bytes
+from tests.zoo.hazards import Wrap
 
 
 class Positions(nn.Module):
@@ -91,3 +93,23 @@ def test_a_question_about_a_float_is_refused() -> None:
     model = Asks(lambda x: 2.0 if x.sum() > 0 else 1.0)
     with pytest.raises(CaptureError, match=r"test_constants\.py:\d+"):
         capture(model, bind_sample(model, torch.ones(2, 8)))
+
+
+def test_questions_hold_only_what_they_are_still_to_read() -> None:
+    """Before each call they held all that was computed on the way, and constants that no question reads: 107 % more
+    than predicted for a small TAPAS.
+    """
+
+    def forward(self: Any, tokens: torch.Tensor) -> torch.Tensor:
+        table = torch.arange(1 << 18) * 2
+        wide = tokens.repeat(1 << 12, 1)
+        for _ in range(4):
+            wide = wide + 1
+        embedded = self.embedding(tokens).sin().sum()
+        return embedded if bool((wide > 0).all()) else embedded * table[:8].sum()
+
+    model, tokens = Wrap(forward, embedding=nn.Embedding(200, 2048)), torch.randint(50, (16,))
+    plan = auto_checkpoint(model, tokens, progress=False, check=False)
+    guard = plan.prepared.traced.guard
+    assert guard is not None and torch.arange not in [call.func for call in guard.tape]
+    assert measured_peak_bytes(plan.module, model, tokens, plan.static_bytes) <= plan.peak_bytes

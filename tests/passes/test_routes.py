@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from passes.errors import Unsupported
 from passes.memory import measure_peak
@@ -184,3 +185,30 @@ def test_the_weights_of_a_smoothed_cross_entropy_are_not_trained() -> None:
     model = Scaled(lambda w: smoothed(torch.eye(4), labels, w, label_smoothing=0.1), values(4))
     with pytest.raises(Unsupported, match="class weights require gradients.*label_smoothing=0"):
         auto_checkpoint(model, values(4), progress=False)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 5, 6), (2, 1, 4, 5, 6)])
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_autocast_reaches_into_an_affine_grid(shape: tuple[int, ...], align_corners: bool) -> None:
+    """Its kernel multiplies matrices: the grid is in bfloat16, and was in float32 in a plan."""
+
+    class Warping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.theta = nn.Parameter(torch.randn(2, len(shape) - 2, len(shape) - 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            still = torch.eye(*self.theta.shape[1:]).expand(2, -1, -1)
+            grids = [F.affine_grid(theta, list(shape), align_corners=align_corners) for theta in (self.theta, still)]
+            return F.grid_sample(x, grids[0].sin() + grids[1], align_corners=align_corners).square().mean()
+
+    torch.manual_seed(0)
+    model, x = Warping(), torch.randn(shape)
+    plain = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        planned = tight(model, x, check=False).module
+        expected, found = plain(x), planned(x)
+    expected.backward()
+    found.backward()
+    assert same_bits(expected, found)
+    assert same_bits(plain.theta.grad, model.theta.grad)

@@ -164,7 +164,7 @@ class _Lowering:
         held += self._add_kept()
         for node in forward:
             self._add_node(node, True, mutated)
-        held += self._handed_over()
+        self._add_handover()
         num_forward = len(self.ops)
         tangent_tensors = self._add_tangents(tangents, held)
         for node in backward:
@@ -279,15 +279,11 @@ class _Lowering:
         nodes = (n for n in outputs[first : self.traced.num_forward_outputs] if isinstance(n, fx.Node))
         return dict.fromkeys(s for n in nodes for s in self.aliases.storages(n))
 
-    def _handed_over(self) -> list[int]:
-        """Outputs and new values of overwritten primals, which live until the forward ends. A whole step's ends where
-        its backward begins: what is computed again before that holds them, too. Between a region's end and the
-        beginning of its backward nothing of it runs (`planner.regions.emit`).
-        """
-        read = [self.storage_tensor[s] for s in self.returned if s in self.storage_tensor]
-        if read and self.region:
-            self._add_op(Op("return_outputs", tuple(read), (), 0, 0, False), None)
-        return [] if self.region else read
+    def _add_handover(self) -> None:
+        """Outputs and new values of overwritten primals live until the forward ends."""
+        read = tuple(self.storage_tensor[s] for s in self.returned if s in self.storage_tensor)
+        if read:
+            self._add_op(Op("return_outputs", read, (), 0, 0, False), None)
 
     def _add_inputs(self, inputs: list[fx.Node]) -> list[int]:
         """The inputs of a region, which whoever made them may drop before the region has read them."""
@@ -304,7 +300,7 @@ class _Lowering:
         """What autograd hands over is dense and lives on; where the trace wants gaps (a view's), a copy is made.
 
         Args:
-            held: what the runtime holds until the backward begins.
+            held: what the runtime holds until the backward begins, should it have to start elsewhere than planned.
         """
         given, written = [], []
         for node in tangents:

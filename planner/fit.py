@@ -22,9 +22,8 @@ from solvers.solution import Solution, solution
 
 from .footprint import Footprint, unknown_settings
 from .options import BUCKET
-from .preference import solve_step, within_regions
+from .preference import placed, placed_within, solve_step
 from .prepared import Prepared
-from .regions.emit import settled
 
 TRIES = 8
 WELL_USED = 0.97
@@ -119,7 +118,7 @@ def trimmed_to_fit(prepared: Prepared, live: Live, budget_bytes: int) -> Solutio
     drop_unneeded(live, budget_bytes, time.monotonic() + prepared.options.time_limit)
     found = solution(prepared.problem, live.schedule(), BUCKET)
     try:
-        found = found if prepared.regions is None else within_regions(prepared.regions.composed, found, budget_bytes)
+        found = placed_within(prepared, found, budget_bytes)
     except BudgetError:
         return None
     if prepared.start is not None:
@@ -132,9 +131,9 @@ def trimmed_to_fit(prepared: Prepared, live: Live, budget_bytes: int) -> Solutio
 def minimum_schedule(prepared: Prepared) -> Minimum:
     """The schedule of the smallest peak known."""
     found = minimum_budget(prepared.problem, time_limit=prepared.options.time_limit)
-    if prepared.regions is None:
+    schedule = placed(prepared, found.schedule)
+    if schedule == found.schedule:
         return found
-    schedule = settled(prepared.regions.composed, found.schedule)
     return replace(found, schedule=schedule, minimum_bytes=simulate(prepared.problem, schedule).peak_bytes)
 
 

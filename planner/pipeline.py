@@ -32,6 +32,7 @@ from .check.run import check_step
 from .decided import Decided, PlannedRun
 from .errors import RegionError
 from .options import WHOLE, Options
+from .preference import placed
 from .prepared import Prepared, Regions, check_model, prepare
 from .progress import Progress
 from .regions.emit import cut
@@ -200,7 +201,8 @@ def planned_runs(
 
 def emit_schedule(prepared: Prepared, schedule: Schedule, solver: str = "given") -> Decided:
     """`emit` for a schedule from elsewhere (a plan file, a test)."""
-    return emit(prepared, solution(prepared.problem, schedule, solver), None, Progress(False))
+    found = solution(prepared.problem, placed(prepared, schedule), solver)
+    return emit(prepared, found, None, Progress(False))
 
 
 def bind_step(prepared: Prepared, rewritten: Rewritten, arena: Arena = ()) -> Step:

@@ -21,12 +21,12 @@ from solvers import Report, minimum_budget, solve
 from solvers.errors import MIB, BudgetError
 from solvers.live import Live, recomputes_of
 from solvers.problem import Problem
-from solvers.schedule import Schedule, computes
+from solvers.schedule import Schedule, computes, with_frees
+from solvers.simulate import simulate
 from solvers.solution import Solution, plain_solution, solution
 
 from .options import Options
 from .prepared import Prepared, lower_step
-from .regions.compose import Composed
 from .regions.emit import settled
 
 AS_OFTEN = "all schedules that run the ops of the recompute hints at least as often as this one"
@@ -54,28 +54,50 @@ def solve_step(
         found = solve_preferring(problem, preferred, budget_bytes, options, report, warm_starts)
     except BudgetError as error:
         raise _under_hints(_below_update(error, prepared), prepared) from error
-    if prepared.regions is not None:
-        found = within_regions(prepared.regions.composed, found, budget_bytes)
+    found = placed_within(prepared, found, budget_bytes)
     binding = options.hints.binding
     if binding and found.bound is not None and found.added_cost:
         found = replace(found, family=f"{found.family}, under {binding}")
     return found
 
 
-def within_regions(composed: Composed, found: Solution, budget_bytes: int | None) -> Solution:
-    """The same recomputes, each where its region runs.
+def placed(prepared: Prepared, schedule: Schedule) -> Schedule:
+    """The same recomputes, each where it can run: within its own region, and not between a step's two halves."""
+    if prepared.regions is not None:
+        return settled(prepared.regions.composed, schedule)
+    return _in_the_halves(prepared.problem, schedule)
+
+
+def _in_the_halves(problem: Problem, schedule: Schedule) -> Schedule:
+    """What stands between the end of the forward, which hands its results over, and the backward's start runs in one of
+    them: in the forward it would hold these results. So it follows the start, or goes first where that takes less.
+    """
+    order = computes(schedule)
+    begins = order.index(problem.num_forward)
+    last = order.index(problem.num_forward - 1)
+    between = order[last + 1 : begins]
+    if not between:
+        return schedule
+    first = (*order[: last + 1], order[begins], *between, *order[begins + 1 :])
+    second = (*order[:last], *between, *order[last : last + 1], *order[begins:])
+    either = [with_frees(problem, o) for o in (first, second)]
+    return min(either, key=lambda s: simulate(problem, s).peak_bytes)
+
+
+def placed_within(prepared: Prepared, found: Solution, budget_bytes: int | None) -> Solution:
+    """`found` with its recomputes where they can run.
 
     Raises:
         BudgetError: there, they do not fit.
     """
-    schedule = settled(composed, found.schedule)
+    schedule = placed(prepared, found.schedule)
     if schedule == found.schedule:
         return found
     moved = solution(
-        composed.problem, schedule, found.solver, bound=found.bound, family=found.family, notes=found.notes
+        prepared.problem, schedule, found.solver, bound=found.bound, family=found.family, notes=found.notes
     )
     if budget_bytes is not None and moved.peak_bytes > budget_bytes:
-        message = f"within their regions, the recomputes that were found peak at {moved.peak_bytes / MIB:.3f} MiB"
+        message = f"where they can run, the recomputes that were found peak at {moved.peak_bytes / MIB:.3f} MiB"
         raise BudgetError(message, budget_bytes=budget_bytes, minimum_bytes=moved.peak_bytes)
     return moved
 

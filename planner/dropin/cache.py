@@ -39,11 +39,13 @@ from solvers.errors import MIB, BudgetError, PlannerError
 
 from .entry import Entry, Fallback, Losses, Watched, are_trained, starts_of
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
-from .regions import are_of, regions_of, running_regions
+from .regions import RegionForward, are_of, regions_of, running_regions
 
 CACHE_BYTES = 1 << 30  # of host memory, for the plans that are kept
 SLOW_REPLANS = 5  # after so many, and each time they have doubled, it is said what they cost
 OPAQUE = 'a planned step runs as it is; torch.compile(model, backend="checkpoint_planner") compiles under a budget'
+REGION = "region "  # how the name of one begins where a mismatch is told
+_HINT = 'on_new_shape="replan" plans such calls, "eager" runs them unplanned.'
 REMEDIES = {
     "fresh": 'plan with gradients="accumulated"', "accumulated": "raise reserve_mb",
     "consumed": 'free each in a hook (register_post_accumulate_grad_hook), plan with gradients="accumulated"',
@@ -188,18 +190,41 @@ class PlanState:
     ) -> Any:  # fmt: skip
         traced = entry.planned.prepared.traced
         self._notice_gradients(entry.planned, state)
-        if not entry.regions or not are_of(entry.regions, self.model):
-            named = dict([*self.model.named_parameters(), *self.model.named_buffers()])
-            _check_materialized(named.values(), lambda: list(named))
-            entry.regions = regions_of(self.model, entry.planned)
+        regions = self._regions(entry)
         self.last = entry
         ask_for(entry.planned.arena, entry.planned.prepared.device, entry.planned)
-        with running_regions(entry.regions):
+        with running_regions(regions):
             output = plain(bound)
         if self.watching:
             self.losses.expected = started = self.losses.called(entry.starts)
             self.watched = Watched(started, traced, flatten(output)[0], entry.planned.prepared.layouts)
         return output
+
+    def _regions(self, entry: Entry) -> list[RegionForward]:
+        """The regions of a plan, in this model as it is."""
+        if not entry.regions or not are_of(entry.regions, self.model):
+            named = dict([*self.model.named_parameters(), *self.model.named_buffers()])
+            _check_materialized(named.values(), lambda: list(named))
+            entry.regions = regions_of(self.model, entry.planned)
+        found: list[RegionForward] = entry.regions
+        return found
+
+    def _changed_region(self, entry: Entry) -> InputMismatch | None:
+        """How a region differs from what was planned for, before a step: one that changes within it runs plain.
+
+        What is sharded is not there before its hooks have gathered it. Where regions change again and again, planning
+        anew takes longer than it saves.
+        """
+        often = sum(times for name, times in self.replans.items() if name.startswith(REGION)) >= SLOW_REPLANS
+        if not entry.planned.runs or entry.sharded or often:
+            return None
+        regions = self._regions(entry)
+        with running_regions(regions):
+            found = next(((r.path, differs) for r in regions if (differs := r.changed()) is not None), None)
+        if found is None:
+            return None
+        path, differs = found
+        return InputMismatch(f"{REGION}{path}", f"{differs.where} {differs.now}", differs.then, _HINT)
 
     def _look_back(self) -> None:
         """Where a region's backward was not one that was planned for, learn from what the step's own starts.
@@ -241,7 +266,7 @@ class PlanState:
             for entry in sorted(self.cache, key=lambda e: e.outdated or e.starts != (starts or e.starts)):
                 if entry.key == key:
                     state = entry.holds(self.model, self.loss_fn, inputs, bound)
-                    if state is not None:
+                    if state is not None and self._changed_region(entry) is None:
                         self.cache.remove(entry)
                         self.cache.insert(0, entry)
                         return entry, state
@@ -366,7 +391,7 @@ class PlanState:
         self, key: Key, inputs: Sequence[torch.Tensor], bound: Mapping[str, Any]
     ) -> InputMismatch:
         """How a call differs from those of the first plan."""
-        known, hint = self.first.key, 'on_new_shape="replan" plans such calls, "eager" runs them unplanned.'
+        known, hint = self.first.key, _HINT
         names = argument_names(known.template)
         if key.inputs[0] != known.inputs[0]:
             return InputMismatch(*structure_difference(key.template, known.template), hint)
@@ -395,6 +420,9 @@ class PlanState:
             one, other = (argument_path(traced.primal_names[i]) for i in min(met))
             now = "shares memory with" if min(met) not in traced.overlaps else "shares no memory with"
             return InputMismatch(other, f"what {now} {one}, which forward overwrites", "it otherwise", hint)
+        for plan in self.cache:
+            if plan.key == key and (changed := self._changed_region(plan)) is not None:
+                return changed
         asked = self.first.planned.prepared.traced.guard
         answers = "" if asked is None else f" {list(asked.answers)}"
         return InputMismatch("(values)", "other answers to the model's `if`s", f"the sample's{answers}", hint)

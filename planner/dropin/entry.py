@@ -92,28 +92,37 @@ class Entry:
         if self.planned.runs:  # each region looks for itself
             parameters: list[torch.Tensor] = list(model.parameters())
             return parameters if self.trained == are_trained(parameters) else None
-        tensors = self._state(model, loss_fn, bound)
-        if tensors is None or not (_PLAIN.issuperset(map(type, tensors)) or all(map(_is_planned_for, tensors))):
+        tensors = self.unchanged(model, loss_fn)
+        if tensors is None:
             return None
-        if list(map(_DECIDES, tensors)) != self.state and list(map(state_key, tensors)) != self.state:
-            return None
+        if self.reads.arguments and self.matched is not None:
+            try:
+                match_arguments(self.reads, self.matched, model, held_objects(bound))
+            except Differs:
+                return None
         traced = self.planned.prepared.traced
         if traced.guard is not None and not traced.guard.holds(inputs):
             return None
         return tensors if overlaps([*tensors, *inputs], traced.mutated) == traced.overlaps else None
 
-    def _state(self, model: nn.Module, loss_fn: Any, bound: Mapping[str, Any]) -> list[torch.Tensor] | None:
+    def unchanged(self, model: nn.Module, loss_fn: Any) -> list[torch.Tensor] | None:
+        """The model's parameters and buffers where the plan holds for what the model is now."""
+        tensors = self._state(model, loss_fn)
+        if tensors is None or not (_PLAIN.issuperset(map(type, tensors)) or all(map(_is_planned_for, tensors))):
+            return None
+        alike = list(map(_DECIDES, tensors)) == self.state or list(map(state_key, tensors)) == self.state
+        return tensors if alike else None
+
+    def _state(self, model: nn.Module, loss_fn: Any) -> list[torch.Tensor] | None:
         """What was read is as it was: the same objects (the usual case, checked quickly), or equal ones."""
         tensors = self.matched.state() if self.matched else None
-        try:
-            if tensors is None:
-                self.matched = None
+        if tensors is None:
+            try:
                 self.matched = match(self.reads, model, loss_fn)
+            except Differs:
+                self.matched = None
+            else:
                 tensors = self.matched.tensors()
-            if self.reads.arguments and self.matched is not None:
-                match_arguments(self.reads, self.matched, model, held_objects(bound))
-        except Differs:
-            return None
         return tensors
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from passes._torch import active_saving_hooks
 from passes.run._torch import Autocast, under_transform
 from passes.trace.arguments import bind_call, call_bound, call_signature, set_forward
-from passes.trace.matching import match
+from passes.trace.matching import Differs, match
 from passes.trace.reads import Matched, Reads
 from passes.trace.structure import flatten
 from planner.decided import Decided, PlannedRun
@@ -72,6 +72,16 @@ class RegionForward:
                     return entry.planned.run(primals, Fallback(self, entry), bound, sources)
         self._notice(number)
         return self.original(*args, **kwargs)
+
+    def changed(self) -> Differs | None:
+        """How the module differs from what its plans were made for; None where one of them holds."""
+        if any(entry.unchanged(self.model, None) is not None for entry in self.cache):
+            return None
+        try:
+            match(self.cache[0].reads, self.model, None)
+        except Differs as differs:
+            return differs
+        return Differs("(state)", "parameters or buffers of other shapes or types", "those at planning")
 
     def plain(self, bound: Mapping[str, Any]) -> Any:
         """The region's own forward, for calls that are replayed."""

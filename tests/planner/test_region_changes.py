@@ -117,6 +117,42 @@ def test_a_change_between_steps_takes_effect_and_can_be_undone(change: Callable[
     assert [block.__dict__.get("forward") for block in model.blocks] == [d.get("forward") for d in own]
 
 
+def test_a_change_to_a_region_is_planned_for_and_what_was_planned_before_is_found_again() -> None:
+    model, sample = Net(), torch.randn(32, 16)
+    plain = copy.deepcopy(model)
+    auto_checkpoint(model, sample, budget_mb="90%", regions="blocks.*", progress=False).apply(model)
+
+    def step() -> None:
+        assert not differences(run_step(plain, plain, sample), run_step(model, model, sample))
+
+    step()
+    for rate, planned in ((0.4, False), (0.1, True), (0.4, True)):
+        for each in (model, plain):
+            each.blocks[1].drop.p = rate
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            step()
+        told = [str(w.message) for w in said if "planning anew" in str(w.message)]
+        assert bool(told) is not planned
+        assert planned or "region blocks.1" in told[0]
+        assert not any("it runs plain" in str(w.message) for w in said)
+
+
+def test_regions_that_change_in_every_step_are_not_planned_anew_for_ever() -> None:
+    model, sample = Net(), torch.randn(32, 16)
+    plain = copy.deepcopy(model)
+    auto_checkpoint(model, sample, budget_mb="90%", regions="blocks.*", progress=False).apply(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(1, 9):
+            for each in (model, plain):
+                each.blocks[1].drop.p = step / 10
+            assert not differences(run_step(plain, plain, sample), run_step(model, model, sample))
+    messages = [str(w.message) for w in said]
+    assert sum("planning anew" in m for m in messages) == 5
+    assert any("region blocks.1 is not one that was planned: it runs plain" in m for m in messages)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_region_under_a_checkpoint_stays_eager(reentrant: bool) -> None:
     model = Net(around=_checkpointed(reentrant))

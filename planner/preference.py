@@ -74,12 +74,13 @@ def _in_the_halves(problem: Problem, schedule: Schedule) -> Schedule:
     """
     order = computes(schedule)
     begins = order.index(problem.num_forward)
-    last = order.index(problem.num_forward - 1)
+    first_run = {i: place for place, i in reversed([*enumerate(order[:begins])])}
+    last = max(first_run.values(), default=-1)  # of the forward itself
     between = order[last + 1 : begins]
-    if not between:
+    if not between or problem.ops[order[last]].outputs:  # nothing is handed over
         return schedule
     first = (*order[: last + 1], order[begins], *between, *order[begins + 1 :])
-    second = (*order[:last], *between, *order[last : last + 1], *order[begins:])
+    second = (*order[:last], *between, order[last], *order[begins:])
     either = [with_frees(problem, o) for o in (first, second)]
     return min(either, key=lambda s: simulate(problem, s).peak_bytes)
 

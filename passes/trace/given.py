@@ -158,6 +158,23 @@ def left_alone(bound: Mapping[str, Any]) -> Iterator[Given]:
         given.restore()
 
 
+Before = list[tuple[Place, Any]]
+
+
+def held_before(changes: Sequence[Changed], bound: Mapping[str, Any]) -> Before:
+    """What things without tensors that forward will change hold now; those with tensors are made anew for a replay."""
+    places = {str(change.place): change.place for change in changes}.values()
+    held = [(place, _held(place.of(bound))) for place in places]
+    return [(place, content) for place, content in held if not flatten(content)[0]]
+
+
+def put_back(before: Before, bound: Mapping[str, Any]) -> None:
+    """Let other arguments of the same kind be as those were."""
+    for place, content in before:
+        thing = place.of(bound)
+        refill(thing if isinstance(thing, (dict, list)) else vars(thing), content)
+
+
 def deliver(changes: Sequence[Changed], tensors: Sequence[Any], bound: Mapping[str, Any]) -> None:
     """Change a call's arguments as forward does.
 

@@ -312,7 +312,7 @@ class PlanState:
             _check_cast_leaves(primals, planned)
         self._notice_hooks()
         self._notice_gradients(planned, primals)
-        return planned.run(primals, Fallback(self, entry, partial(self.through, self.applied)), bound)
+        return planned.run(primals, Fallback(self, entry, bound, partial(self.through, self.applied)), bound)
 
     def _notice_replans(self, seconds: float) -> None:
         """Say after several replans, and rarely after that, what is slowing training."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -21,7 +21,7 @@ from passes.run.random import set_rng_state
 from passes.run.step import ChangedInPlace
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import Traced
-from passes.trace.given import all_outputs, left_alone
+from passes.trace.given import all_outputs, held_before, left_alone, put_back
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.matching import Differs, match, match_arguments
 from passes.trace.overlaps import overlaps
@@ -213,16 +213,19 @@ class Fallback:
     numbers, or what it read has changed since, it cannot be replayed: only the second.
 
     Args:
+        bound: the call's arguments, before forward has changed them.
         as_called: makes the model in a block what it was called as.
     """
 
     def __init__(
-        self, state: Plans, entry: Entry, as_called: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> None:
+        self, state: Plans, entry: Entry, bound: Mapping[str, Any],
+        as_called: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:  # fmt: skip
         prepared = entry.planned.prepared
         self.state, self.traced, self.layouts = state, prepared.traced, prepared.layouts
         self.key, self.compiled, self.as_called = entry.key, entry.planned.compiled, as_called
         self.started = state.losses.called(entry.starts)
+        self.before = held_before(self.traced.changes, bound)
 
     def __call__(
         self,
@@ -276,8 +279,8 @@ class Fallback:
         try:
             with self.as_called():
                 matched = self.state.match(self.traced.reads)
-                objects = held_objects(unflatten(self.traced.input_template, primals[len(self.traced.state) :]))
-                match_arguments(self.traced.reads, matched, self.state.model, objects)
+                with self._given(primals[len(self.traced.state) :]) as bound:
+                    match_arguments(self.traced.reads, matched, self.state.model, held_objects(bound))
         except Differs as differs:
             return f"{since}: {differs.where} {differs.now}, in the forward {differs.then}"
         return None
@@ -295,6 +298,14 @@ class Fallback:
         for key, layout in keys.items():
             self.layouts.setdefault(key, layout)
         return set(keys)
+
+    @contextmanager
+    def _given(self, inputs: Sequence[torch.Tensor]) -> Iterator[Bound]:
+        """The call's arguments as forward was given them, with other tensors."""
+        bound = Bound(unflatten(self.traced.input_template, inputs), self.traced.by_name)
+        with left_alone(bound):
+            put_back(self.before, bound)
+            yield bound
 
     def _replay(
         self,
@@ -316,10 +327,8 @@ class Fallback:
             # Autocast casts a leaf once for all its uses and adds up their gradients in that dtype; others each time.
             pairs = zip(leaves[count:], primals[count:], strict=True)
             arguments = [t if p.is_leaf else t.view_as(t) for t, p in pairs]
-            with under_autocast(self.key.autocast):
-                bound = Bound(unflatten(traced.input_template, arguments), traced.by_name)
-                with left_alone(bound):
-                    outputs = all_outputs(self.state.plain(bound), traced.changes, bound)
+            with under_autocast(self.key.autocast), self._given(arguments) as bound:
+                outputs = all_outputs(self.state.plain(bound), traced.changes, bound)
         indices = [leaf.index for leaf in traced.outputs]
         started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]
         inputs = [t for t in leaves if t.requires_grad]

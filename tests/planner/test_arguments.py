@@ -240,6 +240,19 @@ def test_a_cache_that_the_caller_holds_grows_as_in_the_plain_step(regions: str) 
     assert_same_gradients(model, plain)
 
 
+@pytest.mark.parametrize("regions", ["whole", "blocks.*"])
+def test_a_replay_is_given_what_forward_was_given(regions: str) -> None:
+    model, x = Cached(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16):
+        warnings.simplefilter("ignore")  # a backward under autocast is not planned for before it is seen
+        auto_checkpoint(model, (x, Cache()), regions=regions, check=False, progress=False).apply(model)
+        for _ in range(3):
+            for each in (model, plain):
+                each(x, Cache())["loss"].backward()
+            assert_same_gradients(model, plain)
+
+
 class Collecting(nn.Module):
     """Hands what it computes on in containers that it is given."""
 

@@ -40,7 +40,9 @@ class Auto(Solver):
     def search(self, problem: Problem, budget_bytes: int, plain: Solution, effort: Effort) -> Solution:
         starts = effort.warm_starts
         composed = self._composed(problem, budget_bytes, effort)
-        if composed is not None:
+        if composed is None:
+            effort = effort.rest()
+        else:
             if composed.added_cost - (composed.bound or 0) <= effort.gap * problem.step_cost:
                 return composed
             starts = (*starts, composed.schedule)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from .known import remember
 from .problem import Problem
 from .schedule import Schedule
 from .solution import Solution, plain_solution
@@ -29,6 +30,11 @@ class Effort:
     def until(self, share: float = 1.0) -> float:
         """The moment at which that share of the time limit is used up."""
         return self.begin + share * self.time_limit
+
+    def rest(self) -> Effort:
+        """What is left, as an effort of its own."""
+        now = time.monotonic()
+        return replace(self, time_limit=max(0.0, self.until() - now), begin=now)
 
 
 class Solver(ABC):
@@ -64,7 +70,9 @@ class Solver(ABC):
         plain = plain_solution(problem, self.name)
         if plain.peak_bytes <= budget_bytes:
             return plain
-        return self.search(problem, budget_bytes, plain, effort)
+        found = self.search(problem, budget_bytes, plain, effort)
+        remember(problem, found.schedule, fallback=True)
+        return found
 
     def check(self, problem: Problem) -> None:  # noqa: B027  # most solvers take any problem
         """Refuse a problem that this solver is not for."""

@@ -18,8 +18,9 @@ import networkx as nx
 
 from .base import CLOCK, Effort, Solver
 from .bounds import floor_bytes
+from .known import remember
 from .live import LARGE, Live, Recompute
-from .minimum import budget_error
+from .minimum import KNOWN_SHARE, budget_error
 from .problem import Problem
 from .solution import Solution, cheapest_fit
 
@@ -35,19 +36,24 @@ class Chen(Solver):
     def search(self, problem: Problem, budget_bytes: int, plain: Solution, effort: Effort) -> Solution:
         backbone = _backbone(problem)
         best: Live | None = None
-        smallest = plain.peak_bytes
+        lowest: Live | None = None
         notes: tuple[str, ...] = ()
         for checkpoints in segmentations(problem, backbone):
             if time.monotonic() > effort.until():
                 notes = (CLOCK,)
                 break
             live = checkpointed(problem, checkpoints, backbone)
-            smallest = min(smallest, live.peak_bytes)
+            in_time = lowest is None or time.monotonic() < effort.until(KNOWN_SHARE)
+            if in_time and (lowest is None or live.peak_bytes < lowest.peak_bytes):
+                lowest = live
             if live.peak_bytes <= budget_bytes and (best is None or live.cost < best.cost):
                 best = live
         schedules = [best.schedule()] if best is not None else []
         found = cheapest_fit(problem, budget_bytes, self.name, (*schedules, *effort.warm_starts))
         if found is None:
+            smallest = plain.peak_bytes if lowest is None else min(plain.peak_bytes, lowest.peak_bytes)
+            if lowest is not None:
+                remember(problem, lowest.schedule(), fallback=True)
             raise budget_error(budget_bytes, smallest, floor_bytes(problem), hurried=bool(notes))
         return replace(found, notes=notes)
 
@@ -65,16 +71,17 @@ def cut_points(problem: Problem, backbone: list[int]) -> list[int]:
 
 def _backbone(problem: Problem) -> list[int]:
     """Ops that descend from the forward's most read source; masks and constants that feed every layer do not."""
-    graph = nx.DiGraph()
-    graph.add_nodes_from(i for i in problem.forward if not problem.ops[i].optional)
-    for i in problem.forward:
-        graph.add_edges_from((problem.producer[t], i) for t in problem.ops[i].inputs)
-    sources = [i for i in graph if graph.in_degree(i) == 0]
-    reached = [(len(nx.descendants(graph, i)), -i) for i in sources]
-    if not reached:
+    reached = [1 << i for i in problem.forward]  # a bit for the op and each that descends from it
+    sources = []
+    for i in reversed(problem.forward):
+        producers = {problem.producer[t] for t in problem.ops[i].inputs}
+        for p in producers:
+            reached[p] |= reached[i]
+        sources += [] if producers or problem.ops[i].optional else [i]
+    if not sources:
         return []
-    source = -max(reached)[1]
-    return sorted({source, *nx.descendants(graph, source)})
+    source = max(sources, key=lambda i: (reached[i].bit_count(), -i))
+    return [i for i in problem.forward if reached[source] >> i & 1]
 
 
 def segmentations(problem: Problem, backbone: list[int]) -> list[tuple[int, ...]]:

@@ -86,10 +86,38 @@ class Descent:
             self.live.remove(*self.log.pop())
 
 
+@dataclass
+class Reached:
+    """How low several descents came.
+
+    Attributes:
+        early_until: what is reached by then is reached again by descents that have the same time.
+        known_bytes: the smallest peak reached by then; infinite where none was.
+        live: the state of smallest peak.
+    """
+
+    early_until: float
+    known_bytes: float = float("inf")
+    live: Live | None = None
+
+    def note(self, peak_bytes: int, *, surely: bool) -> None:
+        if surely or time.monotonic() <= self.early_until:
+            self.known_bytes = min(self.known_bytes, peak_bytes)
+
+    def take(self, live: Live) -> None:
+        if self.live is None or live.peak_bytes < self.live.peak_bytes:
+            self.live = live
+
+
 def descend(
-    live: Live, budget_bytes: int, taste: Taste, cost_limit: float = float("inf"), deadline: float = float("inf")
-) -> bool:
+    live: Live, budget_bytes: int, taste: Taste, cost_limit: float = float("inf"), deadline: float = float("inf"),
+    reached: Reached | None = None, at_least: int = 0,
+) -> bool:  # fmt: skip
     """Evict until `live` fits the budget, nothing helps or a limit is passed; ends at its smallest peak.
+
+    Args:
+        reached: told how low it comes, and when.
+        at_least: recomputes that are added whatever the clock says.
 
     Returns:
         Whether it fits.
@@ -97,13 +125,17 @@ def descend(
     descent = Descent.start(live, deadline)
     stalled = 0
     while live.peak_bytes > budget_bytes and stalled < STALL_LIMIT and live.cost <= cost_limit:
-        if time.monotonic() > deadline:
+        if len(descent.log) >= at_least and time.monotonic() > deadline:
             break
         best_before = descent.best_peak
         if not relieve(descent, budget_bytes, taste, cost_limit):
             break
         stalled = 0 if descent.best_peak < best_before else stalled + 1
+        if reached is not None:
+            reached.note(descent.best_peak, surely=len(descent.log) < at_least)
     descent.rewind()
+    if reached is not None:
+        reached.take(live)
     return live.peak_bytes <= budget_bytes
 
 
@@ -273,11 +305,13 @@ def cheapest_descent(
     keep_ratios: tuple[float, ...] = KEEP_RATIOS,
     deadline: float = float("inf"),
     first_by: float = float("inf"),
+    reached: Reached | None = None,
 ) -> Live | None:
     """The cheapest of the descents that fit the budget, or None. What the deadline leaves undone is left out.
 
     Args:
         first_by: the deadline as long as none has fitted.
+        reached: told how low they come.
     """
     best: Live | None = None
     for keep_ratio in keep_ratios:
@@ -286,7 +320,7 @@ def cheapest_descent(
             break
         live = Live(problem)
         limit = float("inf") if best is None else HOPELESS * best.cost
-        if descend(live, budget_bytes, Taste(keep_ratio), limit, until):
+        if descend(live, budget_bytes, Taste(keep_ratio), limit, until, reached):
             drop_unneeded(live, budget_bytes, until)
             if best is None or live.cost < best.cost:
                 best = live

@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from .base import CLOCK, Effort, Solver
 from .bounds import floor_bytes
-from .descent import KEEP_RATIOS, cheapest_descent, drop_unneeded
+from .descent import KEEP_RATIOS, Reached, cheapest_descent, drop_unneeded
 from .known import recalled
-from .minimum import budget_error, smallest_peak
+from .minimum import early, recall_or_refuse, smallest_peak
 from .problem import Problem
 from .solution import Solution, cheapest_fit
 
@@ -30,7 +30,8 @@ class Greedy(Solver):
 
     def search(self, problem: Problem, budget_bytes: int, plain: Solution, effort: Effort) -> Solution:
         until = effort.until(DESCENT_SHARE)
-        live = cheapest_descent(problem, budget_bytes, self.keep_ratios, until, first_by=until)
+        reached = Reached(early(until))
+        live = cheapest_descent(problem, budget_bytes, self.keep_ratios, until, first_by=until, reached=reached)
         notes = (CLOCK,) if time.monotonic() > until else ()
         schedules = effort.warm_starts if live is None else (live.schedule(), *effort.warm_starts)
         found = cheapest_fit(problem, budget_bytes, self.name, schedules)
@@ -41,7 +42,8 @@ class Greedy(Solver):
             found = cheapest_fit(problem, budget_bytes, self.name, (lowest.live.schedule(),))
         known = cheapest_fit(problem, budget_bytes, self.name, recalled(problem, budget_bytes))
         fitting = [s for s in (found, known) if s is not None]
-        if not fitting:
-            late = time.monotonic() > effort.until()
-            raise budget_error(budget_bytes, lowest.known_bytes, floor_bytes(problem), hurried=late)
-        return replace(min(fitting, key=lambda s: s.added_cost), notes=notes)
+        if fitting:
+            return replace(min(fitting, key=lambda s: s.added_cost), notes=notes)
+        floor, late = floor_bytes(problem), time.monotonic() > effort.until()
+        kept = recall_or_refuse(problem, budget_bytes, self.name, reached, lowest.known_bytes, floor, hurried=late)
+        return replace(kept, notes=(*notes, *kept.notes))

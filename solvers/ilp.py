@@ -28,15 +28,24 @@ import numpy as np
 
 from .base import CLOCK, Effort, Report, Solver
 from .bounds import floor_bytes
-from .descent import cheapest_descent, drop_unneeded, repair
+from .descent import Reached, cheapest_descent, drop_unneeded, repair
 from .engine import Answer, bound_staged, relax_staged, solve_staged
 from .errors import BudgetError
 from .exact import exact_schedule
-from .known import recalled, remember
+from .known import lowest_known, recalled, remember
 from .live import LARGE, Live, recomputes_of
 from .local import improve
 from .metropolis import WAYS, Runs
-from .minimum import EXACT_SHARE, KNOWN_SHARE, MINIMUM_SHARE, budget_error, smallest_of, smallest_peak
+from .minimum import (
+    EXACT_SHARE,
+    KNOWN_SHARE,
+    MINIMUM_SHARE,
+    budget_error,
+    early,
+    recall_or_refuse,
+    smallest_of,
+    smallest_peak,
+)  # fmt: skip
 from .problem import Problem
 from .schedule import Schedule
 from .simulate import peak_and_cost
@@ -82,6 +91,7 @@ class Hunt:
         lowest: the schedule of smallest peak, where the exact search has told it.
         rounds: of local search so far; each has random numbers of its own.
         runs: of annealing so far.
+        reached: how low greedy came.
     """
 
     problem: Problem
@@ -97,6 +107,7 @@ class Hunt:
     notes: dict[str, None] = field(default_factory=dict)
     rounds: int = 0
     runs: Runs | None = None
+    reached: Reached = field(default_factory=lambda: Reached(math.inf))
 
     @property
     def cost(self) -> int:
@@ -171,7 +182,8 @@ def hunt(problem: Problem, budget_bytes: int, effort: Effort, bound: int) -> Hun
     state.start_from(effort.warm_starts, greedy_until)
     # Where the forward's own peak binds, a program finds plans where no descent does.
     first_by = greedy_until if forward_binds(problem, budget_bytes) else effort.until(FIRST_SHARE)
-    state.offer(cheapest_descent(problem, budget_bytes, deadline=greedy_until, first_by=first_by))
+    reached = state.reached = Reached(early(first_by))
+    state.offer(cheapest_descent(problem, budget_bytes, deadline=greedy_until, first_by=first_by, reached=reached))
     if time.monotonic() > greedy_until:
         state.notes[CLOCK] = None
     state.tell("greedy")
@@ -388,8 +400,9 @@ def search_with_proof(problem: Problem, budget_bytes: int, name: str, effort: Ef
         raise _exact_error(problem, budget_bytes, effort)
     floor = floor_bytes(problem)
     if floor > budget_bytes:
-        lowest = smallest_peak(problem, floor, effort.until(MINIMUM_SHARE))
-        raise budget_error(budget_bytes, lowest.live.peak_bytes, floor)
+        until = min(time.monotonic() + MINIMUM_SHARE * effort.time_limit, effort.until(LOWEST_SHARE))
+        lowest = smallest_peak(problem, floor, until).live.peak_bytes
+        raise budget_error(budget_bytes, int(min(lowest, lowest_known(problem))), floor)
     state = hunt(problem, budget_bytes, effort, exact.bound)
     # A state holds the recomputes of a slot in one order only, so a warm start may fit where its state does not.
     found = () if state.live is None else (state.live.schedule(),)
@@ -398,10 +411,11 @@ def search_with_proof(problem: Problem, budget_bytes: int, name: str, effort: Ef
     if best is None:
         floor = max(floor, budget_bytes + 1 if state.impossible else 0)
         hurried = CLOCK in state.notes and not state.impossible
-        raise budget_error(budget_bytes, state.known_bytes, floor, hurried=hurried)
-    return solution(
-        problem, best.schedule, name, bound=state.bound, family=ALL_SCHEDULES, notes=tuple(state.notes)
-    )  # fmt: skip
+        best = recall_or_refuse(
+            problem, budget_bytes, name, state.reached, state.known_bytes, floor, hurried=hurried
+        )  # fmt: skip
+    notes = (*state.notes, *best.notes)
+    return solution(problem, best.schedule, name, bound=state.bound, family=ALL_SCHEDULES, notes=notes)
 
 
 def _exact_error(problem: Problem, budget_bytes: int, effort: Effort) -> BudgetError:

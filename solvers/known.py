@@ -1,30 +1,37 @@
-"""Schedules of the smallest peaks stated so far in this process, so that a stated minimum is met when it is asked for.
+"""Schedules of the smallest peaks found so far in this process, so that a stated minimum is met when it is asked for.
 
 What a refusal names was found within a share of one search's time. The next search of the same problem may have less
 time, a busier machine, or costs that were measured anew: where it finds nothing, the schedule that the refusal was
 about is still there; for every budget above, too, lest a larger one cost more. Costs decide no peak, so problems that
 differ in them alone are the same here.
+
+What was planned, and what searches that found nothing came down to, is kept beside them, for where a search finds
+nothing: no refusal names more than that, and it is the answer where it fits.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from dataclasses import replace
 
 from .errors import ScheduleError
 from .problem import Problem
 from .schedule import Schedule
 from .simulate import peak_and_cost
 
-MOST = 64
+MOST = 128
 
-_schedules: OrderedDict[int, Schedule] = OrderedDict()
+_schedules: OrderedDict[tuple[bool, int], Schedule] = OrderedDict()
 
 
-def remember(problem: Problem, schedule: Schedule) -> None:
-    """Keep a schedule whose peak is about to be stated, unless a lower one is known."""
+def remember(problem: Problem, schedule: Schedule, *, fallback: bool = False) -> None:
+    """Keep a schedule whose peak is about to be stated, unless a lower one is known.
+
+    Args:
+        fallback: it is for where a search finds nothing.
+    """
     peak, _ = peak_and_cost(problem, schedule)
-    key = _key(problem)
+    key = fallback, _key(problem)
     if not _within(problem, _schedules.get(key), peak):
         _schedules[key] = schedule
     _schedules.move_to_end(key)
@@ -32,12 +39,23 @@ def remember(problem: Problem, schedule: Schedule) -> None:
         _schedules.popitem(last=False)
 
 
-def recalled(problem: Problem, budget_bytes: int) -> tuple[Schedule, ...]:
+def recalled(problem: Problem, budget_bytes: float) -> tuple[Schedule, ...]:
     """The schedule of the smallest peak stated, where it is within the budget."""
-    return _within(problem, _schedules.get(_key(problem)), budget_bytes)
+    return _within(problem, _schedules.get((False, _key(problem))), budget_bytes)
 
 
-def _within(problem: Problem, schedule: Schedule | None, budget_bytes: int) -> tuple[Schedule, ...]:
+def fallbacks(problem: Problem, budget_bytes: float) -> tuple[Schedule, ...]:
+    """What there is within the budget where a search has found nothing."""
+    key = _key(problem)
+    return tuple(s for kind in (False, True) for s in _within(problem, _schedules.get((kind, key)), budget_bytes))
+
+
+def lowest_known(problem: Problem) -> float:
+    """The smallest peak found; infinite where none was."""
+    return min((peak_and_cost(problem, found)[0] for found in fallbacks(problem, math.inf)), default=math.inf)
+
+
+def _within(problem: Problem, schedule: Schedule | None, budget_bytes: float) -> tuple[Schedule, ...]:
     if schedule is None:
         return ()
     try:
@@ -49,4 +67,8 @@ def _within(problem: Problem, schedule: Schedule | None, budget_bytes: int) -> t
 
 def _key(problem: Problem) -> int:
     """Of all that decides a peak."""
-    return hash(replace(problem, step_cost=0, ops=tuple(replace(op, cost=0) for op in problem.ops)))
+    ops = tuple(
+        (op.inputs, op.outputs, op.workspace, op.recomputable, op.replay_inputs, op.optional, op.reuse)
+        for op in problem.ops
+    )
+    return hash((ops, problem.tensors, problem.num_forward, problem.outputs, problem.static_bytes))

@@ -11,21 +11,25 @@ from __future__ import annotations
 import math
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .bounds import floor_bytes
-from .descent import KEEP_RATIOS, Taste, descend
+from .descent import KEEP_RATIOS, Reached, Taste, descend
 from .errors import MIB, BudgetError
 from .exact import exact_schedule
-from .known import remember
+from .known import fallbacks, lowest_known, remember
 from .live import LARGE, Live
 from .problem import Problem
 from .schedule import Schedule
+from .simulate import peak_and_cost
+from .solution import Solution, cheapest_fit
 
+RECALLED = "the search found nothing; this plan is of an earlier search in this process"
 TRIES = 12
 MINIMUM_SHARE = 0.3
 KNOWN_SHARE = 0.6
 EXACT_SHARE = 0.2
+SURE_WORK = 1_000_000  # of recomputes times ops: about a tenth of a second
 
 
 @dataclass(frozen=True)
@@ -69,27 +73,34 @@ def smallest_of(problem: Problem, exact_until: float, until: float) -> Minimum:
         remember(problem, exact.schedule)
         return Minimum(exact.bound, exact.bound, exact.schedule)
     live = smallest_peak(problem, exact.bound, until).live
-    return Minimum(live.peak_bytes, exact.bound, live.schedule())
+    lowest = (*fallbacks(problem, live.peak_bytes - 1), live.schedule())
+    schedule = min(lowest, key=lambda s: peak_and_cost(problem, s)[0])
+    return Minimum(peak_and_cost(problem, schedule)[0], exact.bound, schedule)
 
 
 def smallest_peak(problem: Problem, enough_bytes: int, deadline: float = math.inf) -> Lowest:
-    """Many descents, each as deep as it goes; ends after one that has reached `enough_bytes`, or at the deadline."""
+    """Many descents, each as deep as it goes; ends after one that has reached `enough_bytes`, or at the deadline.
+
+    The first recomputes of the first are added whatever the clock says, so that there is something to name.
+    """
     best, target = Live(problem), floor_bytes(problem)
-    known, known_until = best.peak_bytes, time.monotonic() + KNOWN_SHARE * (deadline - time.monotonic())
-    for taste in _tastes(len(problem.ops)):
-        if best.peak_bytes <= max(enough_bytes, target) or time.monotonic() > deadline:
+    reached = Reached(early(deadline), best.peak_bytes)
+    for number, taste in enumerate(_tastes(len(problem.ops))):
+        if best.peak_bytes <= max(enough_bytes, target) or (number and time.monotonic() > deadline):
             break
         live = Live(problem, best.recomputes() if taste.noise else ())
-        early = time.monotonic() < known_until
-        descend(live, target, taste, deadline=known_until if early else deadline)
-        if early:
-            known = min(known, live.peak_bytes)
-            if time.monotonic() > known_until:  # it was cut short
-                descend(live, target, taste, deadline=deadline)
+        sure = 0 if number else SURE_WORK // (len(problem.ops) + 1)
+        descend(live, target, taste, deadline=deadline, reached=reached, at_least=sure)
         if live.peak_bytes < best.peak_bytes:
             best = live
     remember(problem, best.schedule())
-    return Lowest(best, known)
+    return Lowest(best, int(reached.known_bytes))
+
+
+def early(deadline: float) -> float:
+    """The moment until which a search names what it has reached."""
+    now = time.monotonic()
+    return now + KNOWN_SHARE * (deadline - now)
 
 
 def _tastes(size: int) -> list[Taste]:
@@ -101,6 +112,27 @@ def _tastes(size: int) -> list[Taste]:
             Taste(KEEP_RATIOS[seed % 3], noise=1.0, promising=size, rng=random.Random(seed)) for seed in range(TRIES)
         ]
     return tastes
+
+
+def recall_or_refuse(
+    problem: Problem, budget_bytes: int, name: str, reached: Reached, minimum_bytes: int, floor: int, *, hurried: bool
+) -> Solution:
+    """Where a search has found nothing: what fits of what is kept, else the refusal.
+
+    Args:
+        reached: how low descents towards the budget came.
+        minimum_bytes: the smallest peak known otherwise.
+
+    Raises:
+        BudgetError: nothing kept fits.
+    """
+    kept = cheapest_fit(problem, budget_bytes, name, fallbacks(problem, budget_bytes))
+    if kept is not None:
+        return replace(kept, notes=(RECALLED,))
+    named = int(min(minimum_bytes, reached.known_bytes, lowest_known(problem)))
+    if reached.live is not None:
+        remember(problem, reached.live.schedule(), fallback=True)
+    raise budget_error(budget_bytes, named, floor, hurried=hurried)
 
 
 def budget_error(budget_bytes: int, minimum_bytes: int, floor: int, *, hurried: bool = False) -> BudgetError:

@@ -273,7 +273,7 @@ def solve_parts(
     _polish(state, effort)
     if not state.finished:
         bound_by_relaxation(state, first_ends(problem, 1, budget_bytes), BOUND_SHARE)
-    if not state.finished:
+    if not state.finished and time.monotonic() < effort.until(DEEP_SHARE):
         parts.deadline = effort.until(DEEP_SHARE)
         state.offer(parts.deepen(effort.until(POLISH_SHARE)))
         _polish(state, effort)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import solvers
-from solvers import known
+from solvers import known, minimum
 from solvers.engine import solve_staged
 from solvers.errors import BudgetError, SolverUnavailable
 from solvers.minimum import smallest_peak
@@ -306,7 +306,8 @@ def test_the_minimum_is_the_true_one(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["greedy", "ilp", "auto"])
-def test_a_stated_minimum_is_met_again_by_a_search_without_time(name: str) -> None:
+def test_a_stated_minimum_is_met_again_by_a_search_without_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(minimum, "SURE_WORK", 0)
     problem = transformer(6)
     stated = smallest_peak(problem, 0).known_bytes
     found = solvers.solve(problem, stated, solver=name, time_limit=0)
@@ -314,6 +315,34 @@ def test_a_stated_minimum_is_met_again_by_a_search_without_time(name: str) -> No
     known._schedules.clear()
     with pytest.raises(BudgetError):
         solvers.solve(problem, stated, solver=name, time_limit=0)
+
+
+@pytest.mark.parametrize("name", ["greedy", "ilp", "auto"])
+def test_a_refusal_without_time_names_less_than_the_plain_peak(name: str) -> None:
+    """A fixed amount of work comes before the clock, so another process meets what it names."""
+    problem = transformer(6)
+    for budget in (0, solvers.floor_bytes(problem)):
+        known._schedules.clear()
+        with pytest.raises(BudgetError) as caught:
+            solvers.solve(problem, budget, solver=name, time_limit=0)
+        stated = caught.value.minimum_bytes
+        assert stated is not None and stated < 0.7 * plain_peak(problem)
+        known._schedules.clear()
+        assert solvers.solve(problem, stated, solver=name, time_limit=0).peak_bytes <= stated
+
+
+@pytest.mark.parametrize("name", ["greedy", "ilp", "auto"])
+def test_what_was_planned_is_known_to_refusals(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(minimum, "SURE_WORK", 0)
+    problem = transformer(6)
+    known._schedules.clear()
+    planned = solvers.solve(problem, plain_peak(problem) * 7 // 10, solver=name, time_limit=5.0)
+    with pytest.raises(BudgetError) as caught:
+        solvers.solve(problem, 0, solver=name, time_limit=0)
+    assert caught.value.minimum_bytes == planned.peak_bytes
+    assert solvers.minimum_budget(problem, time_limit=0).minimum_bytes == planned.peak_bytes
+    again = solvers.solve(problem, planned.peak_bytes, solver=name, time_limit=0)
+    assert again.peak_bytes == planned.peak_bytes and minimum.RECALLED in again.notes
 
 
 @pytest.mark.parametrize("name", ["greedy", "ilp", "auto"])

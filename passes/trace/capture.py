@@ -51,7 +51,7 @@ from .arguments import (
 )
 from .contexts import private_contexts
 from .failure import capture_error
-from .given import Changed, Returned, changed_slots, left_alone
+from .given import Changed, Place, Returned, changed_slots, left_alone
 from .hidden import refuse_hidden
 from .isolate import isolated
 from .layouts import (
@@ -269,6 +269,7 @@ class StepTracer:
         self.recorder = Recorder(model, loss_fn, entries)
         self.output_template: Template = Tree(None, ())
         self.changes: tuple[Changed, ...] = ()
+        self.written: set[tuple[Place, str]] = set()
         self.layouts = layouts
         self.leaves: list[OutputLeaf] = []
         self.guard: Guard | None = None
@@ -333,7 +334,8 @@ class StepTracer:
             value = run_model(self.model, self.loss_fn, self.signature, bound)
             _write_back_reassigned(self.model, self.entries, state)
             stack.close()  # what follows is not read by forward
-            result = given.returned(value)
+            self.written |= given.places(self.recorder.written)
+            result = given.returned(value, self.written)
         self.guard = known.guard
         return result
 

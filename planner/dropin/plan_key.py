@@ -12,7 +12,7 @@ import torch
 from passes._torch import is_distributed, local_part
 from passes.run._torch import Autocast, active_autocast
 from passes.trace.recorder import is_looked_into
-from passes.trace.structure import Constant, Opaque, Slot, Template, Tree, outline
+from passes.trace.structure import Again, Constant, Opaque, Slot, Template, Tree, outline
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ def template_key(template: Template) -> str:
             return _kind(value) if is_looked_into(value) else repr(value)
         case Slot(index):
             return f"tensor {index}"
+        case Again(index):
+            return f"that of place {index}"
 
 
 def _kind(value: Any) -> str:

@@ -70,7 +70,7 @@ from .notice import Rerun, check_backward, judged, notice
 from .overlaps import Overlaps, overlaps
 from .reads import Reads
 from .recorder import Recorder
-from .refuse import own_generator, storage_kind
+from .refuse import own_generator, refuse_attributes, storage_kind
 from .state import Snapshot
 from .structure import Bound, Template, Tree, flatten, shared, slots, unflatten
 from .value_guards import Guard, KnownValues
@@ -217,6 +217,8 @@ def capture(
             except CaptureError:
                 raise error from error.__cause__
         check_backward(tracer.before, tracer.judged)
+    for tensor, name in zip(input_tensors, names, strict=True):
+        refuse_attributes(vars(tensor).keys() & tracer.recorder.said.keys(), name)
     tracer.recorder.let_go()
     tracer.remembered.check()
     _check(joint, [e.name for e in entries] + names, len(entries))
@@ -325,6 +327,7 @@ class StepTracer:
         state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
         bound = Bound(unflatten(self.input_template, flat[len(self.entries) :]), self.by_name)
         known = self._known_values(flat[len(self.entries) :])
+        usual = {name for tensor in flat for name in vars(tensor)}
         with left_alone(bound) as given, ExitStack() as stack:
             first = (casts_kept(self.keeps_casts), swapped_state(self.model, state), *self.below)
             entered: list[AbstractContextManager[Any]] = [*first, known, EagerLayouts(self.remembered), *modes]
@@ -336,6 +339,8 @@ class StepTracer:
             stack.close()  # what follows is not read by forward
             self.written |= given.places(self.recorder.written)
             result = given.returned(value, self.written)
+            for tensor in (*flat[len(self.entries) :], *result.tensors):
+                refuse_attributes(vars(tensor).keys() - usual, "what forward takes or returns")
         self.guard = known.guard
         return result
 

@@ -458,6 +458,41 @@ def test_objects_that_all_hold_each_other_are_looked_through_once() -> None:
     assert time.perf_counter() - began < 2
 
 
+def _with_scale(scale: float) -> torch.Tensor:
+    x = X.clone()
+    x.scale = scale  # type: ignore[attr-defined]
+    return x
+
+
+def _tagged(h: torch.Tensor, b: Any) -> None:
+    b.h = h * 2
+    b.h.tag = 7
+
+
+ATTRIBUTES: dict[str, tuple[Any, Any, str]] = {
+    "read": (lambda: _with_scale(2.0), lambda h, x: h * getattr(x, "scale", 7.0), "scale"),
+    "set on an input": (X.clone, lambda h, x: setattr(x, "tag", 7), "tag"),
+    "set on what is returned": (Held, lambda h, b: (setattr(h, "tag", 7), h)[1], "tag"),
+    "set on what is put": (Held, _tagged, "tag"),
+}
+
+
+@pytest.mark.parametrize("case", ATTRIBUTES)
+def test_attributes_of_tensors_are_refused_by_name(case: str) -> None:
+    make, do, name = ATTRIBUTES[case]
+    with pytest.raises(Unsupported, match=rf"attribute of a tensor \({name}\)"):
+        auto_checkpoint(Doing(do), (X, make()), regions="whole", progress=False)
+
+
+def test_an_attribute_of_a_tensor_that_the_sample_did_not_have_is_refused_where_forward_looks_for_it() -> None:
+    module = auto_checkpoint(Doing(ATTRIBUTES["read"][1]), (X, X.clone()), progress=False).module
+    refused = pytest.raises(Unsupported, match=r"attribute of a tensor \(scale\) at given\[0\]")
+    with pytest.warns(UserWarning, match="planning anew"), refused:
+        module(X, _with_scale(2.0))
+    unread = auto_checkpoint(Doing(lambda h, x: h * x), (X, _with_scale(2.0)), on_new_shape="error", progress=False)
+    unread.module(X, _with_scale(3.0))
+
+
 @pytest.mark.parametrize("make", [lambda: iter([2.0, 3.0]), lambda: (a for a in (2.0, 3.0))])
 def test_an_iterator_is_refused_and_not_advanced(make: Any) -> None:
     given = make()

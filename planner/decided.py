@@ -22,7 +22,6 @@ from passes.run.arena import Arena
 from passes.run.step import Fallback, Step
 from passes.trace.given import deliver
 from passes.trace.modules import module_path
-from passes.trace.structure import unflatten
 from solvers.errors import PlannerError
 from solvers.problem import Problem
 from solvers.schedule import Schedule, computes, plain_order, with_frees
@@ -215,8 +214,7 @@ class Decided:
         traced = self.prepared.traced
         results = self.step(local_parts(primals), fallback, sources)
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in traced.outputs]
-        deliver(traced.changes, leaves, bound)
-        return unflatten(traced.output_template, leaves)
+        return deliver(traced.changes, leaves, bound, traced.output_template)
 
     @cached_property
     def step_flops(self) -> int:

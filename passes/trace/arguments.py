@@ -15,6 +15,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from ..errors import PlannerError, Unsupported
 from .hidden import refuse_hidden
 from .refuse import is_quantized_weight, refuse_untracked, storage_kind
+from .state import ITERATORS
 from .structure import Bound, Template, argument_path, constants, slots
 
 Sample = Any
@@ -246,6 +247,11 @@ def check_inputs(tensors: list[torch.Tensor], names: list[str], template: Templa
         refuse_untracked(tensor, f"argument {name}")
     refuse_hidden(template, "the arguments")
     for value in constants(template):
+        if isinstance(value, ITERATORS):
+            raise Unsupported(
+                "iterator", f"the arguments ({type(value).__name__})", "it would be advanced while tracing, and not in "
+                "the planned steps", "Pass what it gives.",
+            )  # fmt: skip
         if type(value).__module__ == "numpy":
             raise Unsupported(
                 "numpy value", f"the arguments ({type(value).__name__})", "a plan would hold for this value alone",

@@ -51,7 +51,7 @@ from .arguments import (
 )
 from .contexts import private_contexts
 from .failure import capture_error
-from .given import Changed, Returned, changed_slots, left_alone
+from .given import Changed, Place, Returned, changed_slots, left_alone
 from .hidden import refuse_hidden
 from .isolate import isolated
 from .layouts import (
@@ -70,7 +70,7 @@ from .notice import Rerun, check_backward, judged, notice
 from .overlaps import Overlaps, overlaps
 from .reads import Reads
 from .recorder import Recorder
-from .refuse import own_generator, storage_kind
+from .refuse import own_generator, refuse_attributes, storage_kind
 from .state import Snapshot
 from .structure import Bound, Template, Tree, flatten, shared, slots, unflatten
 from .value_guards import Guard, KnownValues
@@ -217,6 +217,8 @@ def capture(
             except CaptureError:
                 raise error from error.__cause__
         check_backward(tracer.before, tracer.judged)
+    for tensor, name in zip(input_tensors, names, strict=True):
+        refuse_attributes(vars(tensor).keys() & tracer.recorder.said.keys(), name)
     tracer.recorder.let_go()
     tracer.remembered.check()
     _check(joint, [e.name for e in entries] + names, len(entries))
@@ -269,6 +271,7 @@ class StepTracer:
         self.recorder = Recorder(model, loss_fn, entries)
         self.output_template: Template = Tree(None, ())
         self.changes: tuple[Changed, ...] = ()
+        self.written: set[tuple[Place, str]] = set()
         self.layouts = layouts
         self.leaves: list[OutputLeaf] = []
         self.guard: Guard | None = None
@@ -324,6 +327,7 @@ class StepTracer:
         state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
         bound = Bound(unflatten(self.input_template, flat[len(self.entries) :]), self.by_name)
         known = self._known_values(flat[len(self.entries) :])
+        usual = {name for tensor in flat for name in vars(tensor)}
         with left_alone(bound) as given, ExitStack() as stack:
             first = (casts_kept(self.keeps_casts), swapped_state(self.model, state), *self.below)
             entered: list[AbstractContextManager[Any]] = [*first, known, EagerLayouts(self.remembered), *modes]
@@ -333,7 +337,10 @@ class StepTracer:
             value = run_model(self.model, self.loss_fn, self.signature, bound)
             _write_back_reassigned(self.model, self.entries, state)
             stack.close()  # what follows is not read by forward
-            result = given.returned(value)
+            self.written |= given.places(self.recorder.written)
+            result = given.returned(value, self.written)
+            for tensor in (*flat[len(self.entries) :], *result.tensors):
+                refuse_attributes(vars(tensor).keys() - usual, "what forward takes or returns")
         self.guard = known.guard
         return result
 

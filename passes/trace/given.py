@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from functools import lru_cache
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from passes._torch import pytree
-
 from ..errors import Unsupported
 from .expected import LITERALS, MISSING
 from .nodes import refill, same
-from .structure import Constant, Kept, Opaque, Slot, Template, Tree, flatten, slots, take_apart, unflatten
+from .structure import Constant, Kept, Opaque, Slot, Taker, Template, Tree, flatten, one_level, slots, unflatten
 
-LARGEST = 10_000  # items of a container that are followed
 MAX_THINGS = 50_000
 
 
@@ -38,7 +36,7 @@ class Place:
         """What is there in these arguments."""
         value: Any = bound
         for is_attribute, key in self.steps:
-            value = vars(value)[key] if is_attribute else value[key]
+            value = _store(value)[key] if is_attribute else value[key]
         return value
 
     def __str__(self) -> str:
@@ -51,8 +49,8 @@ class Changed:
     """One thing that forward changes.
 
     Attributes:
-        place: of an object, dict or list.
-        key: the attribute or key; None for a list, of which all items count.
+        place: of an object or container.
+        key: the attribute or key; None for a list, deque or set, or a dict in another order, of which all items count.
         value: what is there afterwards; None where nothing is.
     """
 
@@ -81,71 +79,113 @@ class _Thing:
 
 
 class Given:
-    """The objects, dicts and lists that a call's arguments consist of, and what they hold now."""
+    """The objects and containers that a call's arguments consist of, and what they hold now."""
 
     def __init__(self, bound: Mapping[str, Any]) -> None:
         self.things: dict[int, _Thing] = {}
         queue: deque[tuple[Any, Place]] = deque((v, Place(((False, k),))) for k, v in bound.items())
         while queue and len(self.things) < MAX_THINGS:
             value, place = queue.popleft()
-            if id(value) in self.things:
+            if id(value) in self.things or type(value) in LITERALS or isinstance(value, (torch.Tensor, *_SHARED)):
                 continue
             held = _held(value)
-            if held is None:
-                continue
             self.things[id(value)] = _Thing(value, place, held)
-            attribute = not isinstance(value, (dict, list, tuple))
-            pairs = held.items() if isinstance(held, dict) else enumerate(held)
+            attribute = not isinstance(value, (dict, list, tuple, deque))
+            pairs = held.items() if isinstance(held, dict) else enumerate(held if isinstance(held, list) else ())
             queue.extend((v, Place((*place.steps, (attribute, k)))) for k, v in pairs if type(v) not in LITERALS)
 
-    def returned(self, value: Any) -> Returned:
+    def returned(self, value: Any, written: Collection[tuple[Place, str]]) -> Returned:
         """What forward returned, with what it changed.
+
+        Args:
+            written: attributes that it set without having read them.
 
         Raises:
             Unsupported: it put something there that cannot be made anew in each call.
         """
-        tensors: list[torch.Tensor] = []
-        positions: dict[int, int] = {}
-        template = take_apart(value, tensors, positions)
+        taker = _Taker(self.things)
+        template = taker.take(value)
         changes: list[Changed] = []
-        for thing, key, now in self._changes():
-            made = None if now is MISSING else self._taken(now, tensors, positions, thing.place)
-            changes.append(Changed(thing.place, key, made))
-        return Returned(tensors, template, tuple(changes))
+        for thing, key, now in self._changes(written):
+            taker.place = thing.place
+            changes.append(Changed(thing.place, key, None if now is MISSING else taker.take(now)))
+        return Returned(taker.tensors, template, tuple(changes))
+
+    def places(self, attributes: Iterable[tuple[int, str]]) -> set[tuple[Place, str]]:
+        """Where attributes are of things that are known by their ids."""
+        return {(self.things[number].place, name) for number, name in attributes if number in self.things}
 
     def restore(self) -> None:
         """Undo what was changed."""
         for thing in {id(thing): thing for thing, *_ in self._changes()}.values():
-            refill(thing.value if isinstance(thing.value, (dict, list)) else vars(thing.value), thing.held)
+            refill(_store(thing.value), thing.held)
 
-    def _changes(self) -> Iterator[tuple[_Thing, Any, Any]]:
+    def _changes(self, written: Collection[tuple[Place, str]] = ()) -> Iterator[tuple[_Thing, Any, Any]]:
         for thing in self.things.values():
-            now = _held(thing.value)
-            if isinstance(thing.held, dict):
-                for key in dict.fromkeys([*thing.held, *now]):
-                    if not same(now.get(key, MISSING), thing.held.get(key, MISSING)):
+            now, then = _held(thing.value), thing.held
+            if isinstance(then, dict):
+                kept = [key for key in then if key in now]
+                if isinstance(thing.value, dict) and list(now) != [*kept, *(key for key in now if key not in then)]:
+                    yield thing, None, now  # in another order
+                    continue
+                for key in dict.fromkeys([*then, *now]):
+                    if not same(now.get(key, MISSING), then.get(key, MISSING)) or (thing.place, key) in written:
                         yield thing, key, now.get(key, MISSING)
-            elif len(now) != len(thing.held) or not all(map(same, now, thing.held)):
+            elif isinstance(then, set):
+                if now != then:
+                    yield thing, None, _plain_items(now, thing.place)
+            elif then is not None and (len(now) != len(then) or not all(map(same, now, then))):
                 yield thing, None, now
 
-    def _taken(self, value: Any, tensors: list[torch.Tensor], positions: dict[int, int], place: Place) -> Template:
-        """How a new value is made: of tensors, of what was there before, of new containers and objects."""
-        if isinstance(value, torch.Tensor):
-            return take_apart(value, tensors, positions)
-        if id(value) in self.things and not isinstance(value, tuple):
-            return Kept(self.things[id(value)].place)
-        if type(value) in LITERALS or isinstance(value, (*_SHARED, torch.Size)):
-            return Constant(value)
-        leaves, spec = _one_level(value)
-        if not (len(leaves) == 1 and leaves[0] is value):
-            return Tree(spec, tuple(self._taken(leaf, tensors, positions, place) for leaf in leaves))
-        if not hasattr(value, "__dict__") or callable(value) or isinstance(value, (dict, list, tuple, set, deque)):
-            raise Unsupported(
-                f"argument changed in forward ({type(value).__name__})", str(place), "a planned step cannot make such "
-                "an object anew", "Return it from forward, or make it of tensors, numbers, lists and dicts.",
-            )  # fmt: skip
-        parts = tuple((name, self._taken(part, tensors, positions, place)) for name, part in vars(value).items())
-        return Opaque(object.__new__(type(value)), parts)
+
+class _Taker(Taker):
+    """Takes apart what forward returned, then (at a `place`) what it put into its arguments: each call has its own."""
+
+    def __init__(self, things: Mapping[int, _Thing]) -> None:
+        super().__init__()
+        self.things, self.place = things, cast(Place | None, None)
+
+    def take(self, node: Any, depth: int = 0) -> Template:
+        """As what was there before, of new containers and objects."""
+        if isinstance(node, torch.Tensor):
+            return self.slot(node)
+        if id(node) in self.things and not isinstance(node, tuple):
+            return Kept(self.things[id(node)].place)
+        if self.place is None or id(node) in self.made:
+            return super().take(node, depth)
+        if type(node) in LITERALS or isinstance(node, (*_SHARED, torch.Size)):
+            return Constant(node)
+        leaves, _ = one_level(node)
+        if not (len(leaves) == 1 and leaves[0] is node):
+            return super().take(node, depth)
+        attributes = _held(node)
+        if not isinstance(attributes, dict) or isinstance(node, dict) or not _can_be_made(type(node)):
+            raise _cannot_be_made(node, self.place)
+        self.number(node, is_object=True)
+        return Opaque(type(node), tuple((name, self.take(part, depth + 1)) for name, part in attributes.items()))
+
+
+def _can_be_made(kind: type) -> bool:
+    try:
+        object.__new__(kind)
+    except TypeError:  # derived from one of Python's own
+        return False
+    return True
+
+
+def _cannot_be_made(value: Any, place: Place) -> Unsupported:
+    return Unsupported(
+        f"argument changed in forward ({type(value).__name__})", str(place), "a planned step cannot make such "
+        "an object anew", "Return it from forward, or make it of tensors, numbers, lists and dicts.",
+    )  # fmt: skip
+
+
+def _plain_items(items: set[Any], place: Place) -> list[Any]:
+    """Of a set, which has no order by which others could be found again."""
+    for item in items:
+        if type(item) not in LITERALS:
+            raise _cannot_be_made(item, place)
+    return list(items)
 
 
 @contextmanager
@@ -171,26 +211,36 @@ def held_before(changes: Sequence[Changed], bound: Mapping[str, Any]) -> Before:
 def put_back(before: Before, bound: Mapping[str, Any]) -> None:
     """Let other arguments of the same kind be as those were."""
     for place, content in before:
-        thing = place.of(bound)
-        refill(thing if isinstance(thing, (dict, list)) else vars(thing), content)
+        refill(_store(place.of(bound)), content)
 
 
-def deliver(changes: Sequence[Changed], tensors: Sequence[Any], bound: Mapping[str, Any]) -> None:
-    """Change a call's arguments as forward does.
+def deliver(
+    changes: Sequence[Changed], tensors: Sequence[Any], bound: Mapping[str, Any], output: Template
+) -> Any:  # fmt: skip
+    """Change a call's arguments as forward does; what forward returns.
 
     Args:
         tensors: the step's outputs.
+        output: how what is returned is made of them.
     """
-    targets = [change.place.of(bound) for change in changes]
-    values: list[Any] = [None if c.value is None else unflatten(c.value, tensors, bound) for c in changes]
+    targets = targets_of(changes, bound)
+    made: list[Any] = []
+    returned = unflatten(output, tensors, bound, made)
+    values = [None if c.value is None else unflatten(c.value, tensors, bound, made) for c in changes]
     for change, target, value in zip(changes, targets, values, strict=True):
-        held = target if isinstance(target, (dict, list)) else vars(target)
+        store = _store(target)
         if change.key is None:
-            held[:] = value
+            refill(store, value)
         elif change.value is None:
-            held.pop(change.key)
+            store.pop(change.key, None)
         else:
-            held[change.key] = value
+            store[change.key] = value
+    return returned
+
+
+def targets_of(changes: Sequence[Changed], bound: Mapping[str, Any]) -> list[Any]:
+    """What forward changes, found before it does."""
+    return [change.place.of(bound) for change in changes]
 
 
 def changed_slots(changes: Sequence[Changed]) -> list[tuple[str, int]]:
@@ -198,16 +248,24 @@ def changed_slots(changes: Sequence[Changed]) -> list[tuple[str, int]]:
     return [(f"{c}{path}", i) for c in changes if c.value is not None for path, i in slots(c.value)]
 
 
-def all_outputs(value: Any, changes: Sequence[Changed], bound: Mapping[str, Any]) -> list[torch.Tensor]:
+def all_outputs(
+    value: Any, output: Template, changes: Sequence[Changed], targets: Sequence[Any]
+) -> list[torch.Tensor]:  # fmt: skip
     """The tensors of `Returned`, of a call that returned `value` and changed its arguments."""
-    tensors = flatten(value)[0]
-    found = dict(enumerate(tensors))
-    for change in changes:
+    found = returned_tensors(value, output)
+    for change, target in zip(changes, targets, strict=True):
         if change.value is not None:
-            thing = change.place.of(bound)
-            held = thing if isinstance(thing, (dict, list)) else vars(thing)
+            store = _store(target)
+            held = store if isinstance(store, MutableMapping) else list(store)
             _fill(change.value, held if change.key is None else held[change.key], found)
     return [found[i] for i in range(len(found))]
+
+
+def returned_tensors(value: Any, output: Template) -> dict[int, torch.Tensor]:
+    """The tensors of what a call returned, but for those in its arguments, by their numbers."""
+    found: dict[int, torch.Tensor] = {}
+    _fill(output, value, found)
+    return found
 
 
 def _fill(template: Template, value: Any, found: dict[int, torch.Tensor]) -> None:
@@ -215,17 +273,60 @@ def _fill(template: Template, value: Any, found: dict[int, torch.Tensor]) -> Non
         case Slot(index):
             found[index] = value
         case Tree(_, children):
-            for child, leaf in zip(children, _one_level(value)[0], strict=True):
+            for child, leaf in zip(children, one_level(value)[0], strict=True):
                 _fill(child, leaf, found)
         case Opaque(_, attributes):
             for name, child in attributes:
-                _fill(child, vars(value)[name], found)
+                _fill(child, _store(value)[name], found)
 
 
-def _one_level(value: Any) -> tuple[list[Any], Any]:
-    """What a container holds, and how it is built of that; anything else holds itself."""
-    own = id(value)  # pytree's own function is a reference cycle, which would keep the value
-    return pytree.tree_flatten(value, is_leaf=lambda part: id(part) != own)
+class _Attributes(MutableMapping[str, Any]):
+    """What an object holds in slots, and in its `__dict__` if it has one."""
+
+    def __init__(self, thing: Any) -> None:
+        kind: Any = type(thing)
+        self.thing, self.slots, self.others = thing, _slots(kind), getattr(thing, "__dict__", {})
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.slots:
+            return self.others[name]
+        try:
+            return self.slots[name].__get__(self.thing)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self.slots:
+            self.slots[name].__set__(self.thing, value)
+        else:
+            self.others[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name in self.slots:
+            self.slots[name].__delete__(self.thing)
+        else:
+            del self.others[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from [name for name in self.slots if name in self]
+        yield from self.others
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@lru_cache(maxsize=1024)
+def _slots(kind: Any) -> dict[str, MemberDescriptorType]:
+    classes = [c for c in reversed(kind.__mro__) if "__slots__" in vars(c)]
+    return {n: v for c in classes for n, v in vars(c).items() if isinstance(v, MemberDescriptorType)}
+
+
+def _store(thing: Any) -> Any:
+    """What holds the items or attributes of a thing; None where nothing does."""
+    if isinstance(thing, (dict, list, tuple, deque, set)):
+        return thing
+    kind: Any = type(thing)
+    return _Attributes(thing) if _slots(kind) else getattr(thing, "__dict__", None)
 
 
 _SHARED = (type, enum.Enum, FunctionType, MethodType, ModuleType, nn.Module)  # never made anew
@@ -233,11 +334,11 @@ _SHARED = (type, enum.Enum, FunctionType, MethodType, ModuleType, nn.Module)  # 
 
 def _held(value: Any) -> Any:
     """What a thing holds, by attribute or key; None for what is not looked into."""
-    if type(value) in LITERALS or isinstance(value, (torch.Tensor, *_SHARED)):
-        return None
-    if isinstance(value, (list, tuple)):
-        return list(value) if len(value) <= LARGEST else None
+    if isinstance(value, (list, tuple, deque)):
+        return list(value)
+    if isinstance(value, set):
+        return set(value)
     if isinstance(value, dict):
-        return dict(dict.items(value)) if len(value) <= LARGEST else None
-    own = getattr(value, "__dict__", None)
-    return dict(own) if isinstance(own, dict) and not callable(value) else None
+        return dict(dict.items(value))
+    store = None if callable(value) else _store(value)
+    return dict(store) if isinstance(store, MutableMapping) else None

@@ -14,7 +14,7 @@ from torch import nn
 from passes._torch import FakeTensor, FunctionalTensor
 
 from ..errors import Unsupported
-from .structure import Constant, Opaque, Slot, Template, Tree, child_names
+from .structure import Again, Constant, Opaque, Slot, Template, Tree, child_names
 
 MAX_VISITED = 20_000
 _CLOSED = (type, types.ModuleType, types.CodeType, str, bytes, int, float)
@@ -38,7 +38,7 @@ def refuse_hidden(template: Template, what: str) -> None:
 
 def _constants(template: Template, path: str) -> Iterator[tuple[str, Any]]:
     match template:
-        case Slot(_):
+        case Slot() | Again():
             return
         case Constant(value):
             yield path, value

@@ -81,6 +81,7 @@ class Recorder:
         self.numbers: dict[int, int] = {}
         self.reads: dict[tuple[Any, ...], Read] = {}
         self.looked_at: set[tuple[int, str]] = set()
+        self.written: set[tuple[int, str]] = set()  # attributes that were set before they were read
         self.entered: set[Any] = set()
         self.functions: dict[int, types.FunctionType] = {}
         self.watched: dict[type, dict[str, Any]] = {}
@@ -308,10 +309,12 @@ class Recorder:
         """A plain attribute is the forward's own from here on: what it was before does not matter."""
         own = object.__getattribute__(obj, "__dict__") if isinstance(obj, nn.Module) else {}
         registered = any(name in own.get(table, ()) for table in REGISTERED)
-        described = next((hasattr(vars(c)[name], "__set__") for c in type(obj).__mro__ if name in vars(c)), False)
+        defined = next((vars(c)[name] for c in type(obj).__mro__ if name in vars(c)), None)
+        described = hasattr(defined, "__set__") and not isinstance(defined, types.MemberDescriptorType)
         plain = not (registered or described or isinstance(value, (torch.Tensor, nn.Module)))
         if plain and threading.get_ident() == self.thread and not self.in_backward:
             self.looked_at.add((id(obj), name))
+            self.written.add((id(obj), name))
             self._class_attribute(type(obj), name)
 
     def _whole(self, obj: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -219,3 +219,12 @@ TABLE: tuple[Refusal, ...] = (
         _mixed_devices,
     ),
 )  # fmt: skip
+
+
+def refuse_attributes(names: Collection[str], tensor: str) -> None:
+    """Refuse attributes of a tensor that the forward may read or sets: a trace has tensors of its own."""
+    if others := [name for name in names if not name.startswith("_")]:  # torch's own
+        raise Unsupported(
+            f"attribute of a tensor ({min(others)})", tensor, "what is computed while tracing has no such attribute, "
+            "and a planned step sets none", "Pass it as an argument, or in an object beside the tensor.",
+        )  # fmt: skip

@@ -30,7 +30,7 @@ from .reach import visit
 MAX_NODES = 50_000
 ARGUMENT = "an argument"  # where the paths of what is reached from the call's arguments begin
 
-_ITERATORS: tuple[type, ...] = (
+ITERATORS: tuple[type, ...] = (
     type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter({}.values())),
     type(iter({}.items())), type(reversed([])), type(iter("")), type(iter(set())), itertools.count, itertools.cycle,
     itertools.chain, itertools.islice, itertools.repeat, enumerate, zip, map, filter, types.GeneratorType,
@@ -91,7 +91,7 @@ class Snapshot:
     @contextlib.contextmanager
     def iterators_held(self) -> Iterator[None]:
         """Let iterators and generators refuse to be advanced: what one has given out cannot be put back."""
-        found = [(node, k, v) for node in self.nodes for k, v in _pairs(node.content) if isinstance(v, _ITERATORS)]
+        found = [(node, k, v) for node in self.nodes for k, v in _pairs(node.content) if isinstance(v, ITERATORS)]
         try:
             for node, key, _ in found:
                 node.content[key] = Held(node.path, key)

@@ -45,7 +45,8 @@ class Tree:
 class Opaque:
     """Any other object that holds tensors in attributes (a dataclass, HF's `DynamicCache`, ...).
 
-    `prototype` is a shallow copy without those attributes; rebuilding copies it again and sets them.
+    `prototype` is a shallow copy without those attributes, or the class where all are listed; rebuilding copies it
+    again, or makes one without calling `__init__`, and sets them.
     """
 
     prototype: Any
@@ -57,7 +58,15 @@ class Kept(Constant):
     """What is in the call's own arguments, at the `Place` that is the value."""
 
 
-Template = Slot | Constant | Tree | Opaque
+@dataclass(frozen=True)
+class Again:
+    """What a list, dict or object before this place is, too: number `index` of the trees and objects, in order."""
+
+    index: int
+    is_object: bool
+
+
+Template = Slot | Constant | Tree | Opaque | Again
 
 
 class Bound(dict[str, Any]):
@@ -74,42 +83,101 @@ class Bound(dict[str, Any]):
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Template]:
     """Split `value` into its tensors, each object once, and a template that `unflatten` fills again."""
-    tensors: list[torch.Tensor] = []
-    return tensors, take_apart(dict(value) if isinstance(value, Bound) else value, tensors, {})
+    taker = Taker()
+    return taker.tensors, taker.take(dict(value) if isinstance(value, Bound) else value)
 
 
-def take_apart(value: Any, tensors: list[torch.Tensor], positions: dict[int, int]) -> Template:
-    """As `flatten`; its tensors are added to those that `positions` has by their ids."""
-    return _take_apart(value, tensors, positions, 0)
+class Taker:
+    """Takes values apart that are put together again in one go: what is one thing in several places stays one.
+
+    Attributes:
+        tensors: those found, each once.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.positions: dict[int, int] = {}
+        self.made: dict[int, Again] = {}
+        self.count = 0
+        self.near: dict[int, int] = {}  # things by their ids: down to which depth a tensor is near enough
+        self.far: dict[int, int] = {}  # from which depth on none is
+        self.alive: list[Any] = []  # ids of what pytree made for a moment would be given to others
+
+    def take(self, node: Any, depth: int = 0) -> Template:
+        """The template of a value; the caller keeps the value alive meanwhile."""
+        if isinstance(node, torch.Tensor):
+            return self.slot(node)
+        if type(node) in LITERALS:
+            return Constant(node)
+        if id(node) in self.made:
+            return self.made[id(node)]
+        leaves, spec = one_level(node)
+        if not (len(leaves) == 1 and leaves[0] is node):
+            self.number(node, is_object=False)
+            return Tree(spec, tuple(self.take(leaf, depth + 1) for leaf in leaves))
+        attributes = {name: v for name, v in _attributes(node, depth).items() if self._holds_tensor(v, depth + 1)}
+        if not attributes:
+            return Constant(node)
+        self.number(node, is_object=True)
+        prototype = _shallow(node)
+        for name in attributes:
+            object.__setattr__(prototype, name, None)
+        return Opaque(prototype, tuple((name, self.take(child, depth + 1)) for name, child in attributes.items()))
+
+    def slot(self, tensor: torch.Tensor) -> Slot:
+        if id(tensor) not in self.positions:
+            self.positions[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return Slot(self.positions[id(tensor)])
+
+    def number(self, node: Any, is_object: bool) -> None:
+        """Note what `unflatten` makes next; a tuple cannot be changed, and is no more than what it holds."""
+        if not isinstance(node, tuple):
+            self.made[id(node)] = Again(self.count, is_object)
+            self.alive.append(node)
+        self.count += 1
+
+    def _holds_tensor(self, value: Any, depth: int) -> bool:
+        if isinstance(value, torch.Tensor):
+            return True
+        if type(value) in LITERALS or self.far.get(id(value), depth + 1) <= depth:
+            return False
+        if self.near.get(id(value), -1) >= depth:
+            return True
+        leaves, _ = pytree.tree_flatten(value)
+        inside = leaves if depth <= MAX_DEPTH else []
+        if len(leaves) == 1 and leaves[0] is value:
+            inside = list(_attributes(value, depth).values())
+        found = any(self._holds_tensor(each, depth + 1) for each in inside)
+        (self.near if found else self.far)[id(value)] = depth
+        self.alive.append(value)
+        return found
 
 
-# A function of the module, not a closure: one that calls itself is a reference cycle, and would keep the tensors alive
-# until the garbage collector runs.
-def _take_apart(node: Any, tensors: list[torch.Tensor], positions: dict[int, int], depth: int) -> Template:
-    if isinstance(node, torch.Tensor):
-        if id(node) not in positions:
-            positions[id(node)] = len(tensors)
-            tensors.append(node)
-        return Slot(positions[id(node)])
-    if type(node) in LITERALS:
-        return Constant(node)
-    leaves, spec = pytree.tree_flatten(node)
-    if not (len(leaves) == 1 and leaves[0] is node):
-        return Tree(spec, tuple(_take_apart(leaf, tensors, positions, depth + 1) for leaf in leaves))
-    attributes = _tensor_attributes(node, depth)
-    if not attributes:
-        return Constant(node)
-    prototype = _shallow(node)
-    for name in attributes:
-        object.__setattr__(prototype, name, None)
-    children = ((name, _take_apart(child, tensors, positions, depth + 1)) for name, child in attributes.items())
-    return Opaque(prototype, tuple(children))
+def one_level(value: Any) -> tuple[list[Any], Any]:
+    """What a container holds, and how it is built of that; anything else holds itself."""
+    own = id(value)  # pytree's own function is a reference cycle, which would keep the value
+    return pytree.tree_flatten(value, is_leaf=lambda part: id(part) != own)
 
 
 def held_objects(value: Any) -> list[Any]:
     """What a call's arguments hold besides tensors, numbers and strings, outside of other objects, in order."""
-    leaves = pytree.tree_leaves(dict(value) if isinstance(value, Bound) else value)
-    return [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf) not in LITERALS]
+    found: list[Any] = []
+    _hold(dict(value) if isinstance(value, Bound) else value, found, set())
+    return found
+
+
+def _hold(value: Any, found: list[Any], seen: set[int]) -> None:
+    if isinstance(value, torch.Tensor) or type(value) in LITERALS or id(value) in seen:
+        return
+    leaves, _ = one_level(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        found.append(value)
+        return
+    if not isinstance(value, tuple):
+        seen.add(id(value))
+    for leaf in leaves:
+        _hold(leaf, found, seen)
 
 
 def object_paths(template: Template, path: str = "") -> list[str]:
@@ -120,7 +188,7 @@ def object_paths(template: Template, path: str = "") -> list[str]:
         case Tree(_, children):
             names = child_names(template)
             return [p for i, c in enumerate(children) for p in object_paths(c, path + names.get(i, f"[{i}]"))]
-        case Opaque():
+        case Opaque() | Again(_, True):
             return [path]
     return []
 
@@ -129,7 +197,7 @@ def copies_in(template: Template, value: Any) -> Iterator[Any]:
     """The objects that `unflatten` made anew for `value`."""
     match template:
         case Tree(_, children):
-            for child, leaf in zip(children, pytree.tree_leaves(value), strict=True):
+            for child, leaf in zip(children, one_level(value)[0], strict=True):
                 yield from copies_in(child, leaf)
         case Opaque(_, attributes):
             yield value
@@ -137,21 +205,32 @@ def copies_in(template: Template, value: Any) -> Iterator[Any]:
                 yield from copies_in(child, getattr(value, name))
 
 
-def unflatten(template: Template, tensors: Sequence[Any], given: Any = None) -> Any:
-    """Fill `template` with `tensors`, and with what is in the call's arguments."""
+def unflatten(template: Template, tensors: Sequence[Any], given: Any = None, made: list[Any] | None = None) -> Any:
+    """Fill `template` with `tensors`, and with what is in the call's arguments.
+
+    Args:
+        made: what was made for the templates before that the same `Taker` took.
+    """
+    made = [] if made is None else made
     match template:
         case Slot(index):
             return tensors[index]
         case Kept(place):
             return place.of(given)
+        case Again(index):
+            return made[index]
         case Constant(value):
             return value
         case Tree(spec, children):
-            return pytree.tree_unflatten([unflatten(child, tensors, given) for child in children], spec)
+            number = len(made)
+            made.append(None)
+            made[number] = pytree.tree_unflatten([unflatten(c, tensors, given, made) for c in children], spec)
+            return made[number]
         case Opaque(prototype, attributes):
-            result = _shallow(prototype)
+            result = object.__new__(prototype) if isinstance(prototype, type) else _shallow(prototype)
+            made.append(result)
             for name, child in attributes:
-                object.__setattr__(result, name, unflatten(child, tensors, given))
+                object.__setattr__(result, name, unflatten(child, tensors, given, made))
             return result
 
 
@@ -169,7 +248,7 @@ def slots(template: Template) -> list[tuple[str, int]]:
     match template:
         case Slot(index):
             return [("", index)]
-        case Constant(_):
+        case Constant(_) | Again():
             return []
         case Tree(_, children):
             names = child_names(template)
@@ -193,6 +272,8 @@ def _outline(template: Template, path: str, first: dict[int, str]) -> Iterator[t
         case Slot(index):
             same = first.setdefault(index, path)
             yield path, "a tensor" if same == path else f"the same tensor as {argument_path(same)}"
+        case Again():
+            yield path, "what another place holds, too"
         case Constant(value):
             text = repr(value)
             yield path, text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
@@ -208,7 +289,7 @@ def _outline(template: Template, path: str, first: dict[int, str]) -> Iterator[t
 def constants(template: Template) -> list[Any]:
     """The values that are the same at every call."""
     match template:
-        case Slot(_):
+        case Slot() | Again():
             return []
         case Constant(value):
             return [value]
@@ -245,20 +326,10 @@ def _names_in(filled: Any) -> dict[int, str]:
     return {leaf: pytree.keystr(path) for path, leaf in keyed}
 
 
-def _tensor_attributes(node: Any, depth: int) -> dict[str, Any]:
+def _attributes(node: Any, depth: int) -> dict[str, Any]:
+    """Those in which tensors are looked for."""
     if depth > MAX_DEPTH or isinstance(node, (type, torch.nn.Module)) or callable(node):
         return {}
     if dataclasses.is_dataclass(node):
-        values = {f.name: getattr(node, f.name, None) for f in dataclasses.fields(node)}
-    else:
-        values = dict(getattr(node, "__dict__", {}))
-    return {name: value for name, value in values.items() if _holds_tensor(value, depth + 1)}
-
-
-def _holds_tensor(value: Any, depth: int) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    leaves, _ = pytree.tree_flatten(value)
-    if len(leaves) == 1 and leaves[0] is value:
-        return bool(_tensor_attributes(value, depth))
-    return depth <= MAX_DEPTH and any(_holds_tensor(leaf, depth + 1) for leaf in leaves)
+        return {f.name: getattr(node, f.name, None) for f in dataclasses.fields(node)}
+    return dict(getattr(node, "__dict__", {}))

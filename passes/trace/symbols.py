@@ -88,6 +88,8 @@ class SizedTracer(StepTracer):
 class _Unrecorded:
     """In the place of a recorder: what is read is recorded where it counts, at each call's own sizes."""
 
+    written: frozenset[Any] = frozenset()
+
     def stop(self) -> None: ...
 
     def follow_backward(self) -> None: ...

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from passes.trace.structure import Constant, Opaque, Slot, Template, Tree, outline
+from passes.trace.structure import Again, Constant, Opaque, Slot, Template, Tree, outline
 
 ROUNDINGS = 1024
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -168,6 +168,8 @@ def _structure(plain: Template, planned: Template) -> str:
     match plain, planned:
         case Slot(a), Slot(b):
             return "" if a == b else "tensors in other places"
+        case Again(a), Again(b) if a == b:
+            return ""
         case Constant(a), Constant(b):
             return "" if _same_value(a, b) else f"{b!r:.60}, plain {a!r:.60}"
         case Tree(a, ours), Tree(b, theirs) if a == b and len(ours) == len(theirs):

@@ -21,7 +21,7 @@ from passes.run.random import set_rng_state
 from passes.run.step import ChangedInPlace
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import Traced
-from passes.trace.given import all_outputs, held_before, left_alone, put_back
+from passes.trace.given import all_outputs, held_before, left_alone, put_back, targets_of
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.matching import Differs, match, match_arguments
 from passes.trace.overlaps import overlaps
@@ -328,7 +328,8 @@ class Fallback:
             pairs = zip(leaves[count:], primals[count:], strict=True)
             arguments = [t if p.is_leaf else t.view_as(t) for t, p in pairs]
             with under_autocast(self.key.autocast), self._given(arguments) as bound:
-                outputs = all_outputs(self.state.plain(bound), traced.changes, bound)
+                targets = targets_of(traced.changes, bound)
+                outputs = all_outputs(self.state.plain(bound), traced.output_template, traced.changes, targets)
         indices = [leaf.index for leaf in traced.outputs]
         started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]
         inputs = [t for t in leaves if t.requires_grad]

@@ -12,7 +12,7 @@ import torch
 from passes._torch import is_distributed, local_part
 from passes.run._torch import Autocast, active_autocast
 from passes.trace.recorder import is_looked_into
-from passes.trace.structure import Constant, Opaque, Slot, Template, Tree, outline
+from passes.trace.structure import Again, Constant, Opaque, Slot, Template, Tree, outline
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class Key:
 def call_key(tensors: Sequence[torch.Tensor], template: Template, cast: torch.dtype | None = None) -> Key:
     """The key of a call with these arguments, made now; `cast` is to what those of floating point are cast before."""
     looks = [(*state_key(t), t.stride(), t.is_inference()) for t in tensors]
-    inputs: tuple[Any, ...] = (template_key(template), *looks)
+    # Forward may look for attributes that the caller set.
+    named = [(i, *sorted(vars(t))) for i, t in enumerate(tensors) if type(t) is torch.Tensor and vars(t)]
+    inputs: tuple[Any, ...] = (f"{template_key(template)}{named or ''}", *looks)
     if cast is not None:
         floats = [t.is_floating_point() for t in tensors]
         inputs = (inputs[0], *((k[0], cast, *k[2:]) if f else k for k, f in zip(inputs[1:], floats, strict=True)))
@@ -65,6 +67,8 @@ def template_key(template: Template) -> str:
             return _kind(value) if is_looked_into(value) else repr(value)
         case Slot(index):
             return f"tensor {index}"
+        case Again(index):
+            return f"that of place {index}"
 
 
 def _kind(value: Any) -> str:

@@ -36,7 +36,7 @@ from passes.trace.arguments import (
     state_tensors,
 )
 from passes.trace.capture import OutputLeaf, Traced, casts_kept, choose_differentiated
-from passes.trace.given import all_outputs, deliver, left_alone
+from passes.trace.given import all_outputs, deliver, left_alone, targets_of
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.refuse import has_sharded, is_sharded
 from passes.trace.structure import Bound, flatten, slots, unflatten
@@ -283,8 +283,7 @@ class HollowForward:
         results = _HollowResult.apply(self, run, bound, token)
         hollow.mark("forward out", len(hollow.runs) - 1)
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in outputs]
-        deliver(part.traced.changes, leaves, bound)
-        return unflatten(part.traced.output_template, leaves)
+        return deliver(part.traced.changes, leaves, bound, part.traced.output_template)
 
     def _part(self, number: int, bound: Mapping[str, Any], tensors: list[torch.Tensor], template: Any) -> Part | None:
         hollow = self.hollow
@@ -389,7 +388,9 @@ def _casts_dropped() -> Iterator[None]:
 
 def _flat_call(of: HollowForward, traced: Traced, bound: Any) -> list[torch.Tensor]:
     with left_alone(bound):
-        return all_outputs(call_bound(of.original, of.__signature__, bound), traced.changes, bound)
+        targets = targets_of(traced.changes, bound)
+        value = call_bound(of.original, of.__signature__, bound)
+        return all_outputs(value, traced.output_template, traced.changes, targets)
 
 
 def _moved(tensor: torch.Tensor, hollow: Hollow, run: int, storage: Storage, made: dict[int, Any]) -> torch.Tensor:

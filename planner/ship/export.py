@@ -36,7 +36,7 @@ from passes.run._torch import Autocast
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import OutputLeaf, Traced
 from passes.trace.refuse import is_quantized_weight
-from passes.trace.structure import Constant, Opaque, Slot, Template, Tree
+from passes.trace.structure import Again, Constant, Kept, Opaque, Slot, Template, Tree
 from planner.decided import Decided
 from planner.dropin.module import PlannedModule
 from planner.files.atomic import as_path, new_folder
@@ -284,6 +284,11 @@ def _template(template: Template, strict: str | None) -> dict[str, Any]:
     match template:
         case Slot(index):
             return {"kind": "tensor", "index": index}
+        case Again() | Kept():
+            raise PlannerError(
+                "a list, dict or object is in several places of what the step takes and returns, which an export "
+                "does not keep: pass and return one for each place."
+            )
         case Constant(value):
             return _constant(value, strict)
         case Tree(spec, children):

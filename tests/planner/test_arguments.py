@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
-from collections import UserDict
+from collections import UserDict, deque
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from passes.trace.structure import flatten
 from planner import InputMismatch, PlannerError, Unsupported, auto_checkpoint
 from tests.planner.steps import assert_same_gradients
 from tests.planner.test_regions import assert_equal_and_exact, planned_at
@@ -324,3 +326,189 @@ def test_what_cannot_be_made_anew_is_refused_by_its_place() -> None:
 
     with pytest.raises(Unsupported, match=r"argument changed in forward \(partial\) at found"):
         auto_checkpoint(Leaves(), (X, {}), progress=False)
+
+
+# What is one thing in several places ----------------------------------------------------------------------------------
+
+
+class Doing(nn.Module):
+    """Runs `do` on what it computes of its first argument and on the others; by its result, or a loss of its own."""
+
+    def __init__(self, do: Any) -> None:
+        super().__init__()
+        self.do, self.first, self.second = do, nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, *given: Any) -> Any:
+        h = torch.tanh(self.first(x))
+        result = self.do(h, *given)
+        loss = self.second(result if isinstance(result, torch.Tensor) else h).sum()
+        return {"loss": loss, "result": result}
+
+
+class AroundDoing(nn.Module):
+    def __init__(self, do: Any) -> None:
+        super().__init__()
+        self.before, self.inner = nn.Linear(8, 8), Doing(do)
+
+    def forward(self, x: torch.Tensor, *given: Any) -> Any:
+        return self.inner(torch.tanh(self.before(x)), *given)
+
+
+def told(value: Any, seen: dict[int, tuple[int, Any]]) -> Any:
+    """A value with all that it holds; what was met before is told by its number, as the same thing again."""
+    if isinstance(value, (int, float, str, type(None))):
+        return value
+    if id(value) in seen:
+        return "again", seen[id(value)][0]
+    seen[id(value)] = len(seen), value
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad, value.tolist()
+    if isinstance(value, dict):
+        return type(value), [(k, told(v, seen)) for k, v in value.items()]
+    if isinstance(value, (list, tuple, deque)):
+        return type(value), [told(v, seen) for v in value]
+    if isinstance(value, set):
+        return sorted(value)
+    held = vars(value) if hasattr(value, "__dict__") else {name: getattr(value, name) for name in value.__slots__}
+    return type(value), [(name, told(each, seen)) for name, each in held.items()]
+
+
+class Held:
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+def _twice(value: Any) -> tuple[Any, Any]:
+    return value, value
+
+
+def _new_ring(h: torch.Tensor, b: Any) -> None:
+    b.ring = Held(h=h)
+    b.ring.next, b.rings = b.ring, [b.ring]
+
+
+def _returned_too(h: torch.Tensor, b: Any) -> Any:
+    b.new = Held(h=h)
+    b.items.append(h)
+    return {"new": b.new, "items": b.items, "b": b}
+
+
+def _replaced(h: torch.Tensor, b: Any) -> None:
+    b.items[0].scale = h
+    b.items = []
+
+
+def _slots(h: torch.Tensor, b: Any) -> None:
+    b.scale = Slotted(b.scale + 1)
+    b.scale.scale = h
+
+
+def _swapped(h: torch.Tensor, b: Any) -> None:
+    b.items, b.names = b.names, b.items
+
+
+SHARED: dict[str, tuple[Any, Any]] = {
+    "a list twice": (lambda: _twice([]), lambda h, a, b: (a.append(h), b[-1])[1]),
+    "an object twice": (lambda: _twice(Held(x=X)), lambda h, a, b: (setattr(a, "h", h), b.h)[1]),
+    "in two items": (lambda: ([Held(m=m) for m in _twice(Held(x=X))],), lambda h, a: h + a[0].m.x * a[1].m.x),
+    "a new object that holds itself": (lambda: (Held(),), _new_ring),
+    "returned, too": (lambda: (Held(items=[], x=X),), _returned_too),
+    "an argument returned": (lambda: (Held(items=[]),), lambda h, b: (h, b)),
+    "changed, then replaced": (lambda: (Held(items=[Slotted(1)]),), _replaced),
+    "slots": (lambda: (Slotted(1),), _slots),
+    "swapped": (lambda: (Held(items={1, 2}, names=deque([3])),), _swapped),
+    "a deque": (lambda: (deque([X], maxlen=2),), lambda h, d: d.append(h)),
+    "a set": (lambda: ({1},), lambda h, s: s.add(2)),
+    "another order": (lambda: ({"a": X, "b": 2},), lambda h, d: d.update(a=d.pop("a"))),
+    "a long list": (lambda: ([0] * 10_000,), lambda h, a: a.append(h)),
+}
+
+
+@pytest.mark.parametrize("kind", [Doing, AroundDoing])
+@pytest.mark.parametrize("case", SHARED)
+def test_things_are_the_same_ones_and_others_as_in_the_plain_step(case: str, kind: Any) -> None:
+    make, do = SHARED[case]
+    model = kind(do)
+    plain = copy.deepcopy(model)
+    sample = (X, *make())
+    before = told(sample, {})
+    options: Any = {"regions": "whole" if kind is Doing else "inner", "on_new_shape": "error"}
+    auto_checkpoint(model, sample, progress=False, **options).apply(model)
+    assert told(sample, {}) == before
+    for _ in range(2):
+        found = []
+        for each in (plain, model):
+            given = (X, *make())
+            output = each(*given)
+            found.append(told((output, given), {}))
+            output["loss"].backward()
+        assert found[0] == found[1]
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("kind", [Held, Slotted])
+def test_an_attribute_is_set_where_the_sample_had_the_same_value(kind: Any) -> None:
+    model = Doing(lambda h, b: setattr(b, "scale", "mine"))
+    module = auto_checkpoint(model, (X, kind(scale="mine")), on_new_shape="error", progress=False).module
+    given = kind(scale="another")
+    module(X, given)
+    assert given.scale == "mine"
+
+
+def test_one_list_in_two_places_is_not_two_lists() -> None:
+    model = Doing(lambda h, a, b: h)
+    module = auto_checkpoint(model, (X, *_twice({"a": X})), on_new_shape="error", progress=False).module
+    with pytest.raises(InputMismatch, match=r"the plan expects what holds \[0\]\['a'\], \[1\]"):
+        module(X, {"a": X}, {"a": X})
+
+
+def test_objects_that_all_hold_each_other_are_looked_through_once() -> None:
+    nodes = [Held() for _ in range(200)]
+    for node in nodes:
+        node.others = nodes
+    began = time.perf_counter()
+    assert flatten(nodes)[0] == []
+    assert time.perf_counter() - began < 2
+
+
+def _with_scale(scale: float) -> torch.Tensor:
+    x = X.clone()
+    x.scale = scale  # type: ignore[attr-defined]
+    return x
+
+
+def _tagged(h: torch.Tensor, b: Any) -> None:
+    b.h = h * 2
+    b.h.tag = 7
+
+
+ATTRIBUTES: dict[str, tuple[Any, Any, str]] = {
+    "read": (lambda: _with_scale(2.0), lambda h, x: h * getattr(x, "scale", 7.0), "scale"),
+    "set on an input": (X.clone, lambda h, x: setattr(x, "tag", 7), "tag"),
+    "set on what is returned": (Held, lambda h, b: (setattr(h, "tag", 7), h)[1], "tag"),
+    "set on what is put": (Held, _tagged, "tag"),
+}
+
+
+@pytest.mark.parametrize("case", ATTRIBUTES)
+def test_attributes_of_tensors_are_refused_by_name(case: str) -> None:
+    make, do, name = ATTRIBUTES[case]
+    with pytest.raises(Unsupported, match=rf"attribute of a tensor \({name}\)"):
+        auto_checkpoint(Doing(do), (X, make()), regions="whole", progress=False)
+
+
+def test_an_attribute_of_a_tensor_that_the_sample_did_not_have_is_refused_where_forward_looks_for_it() -> None:
+    module = auto_checkpoint(Doing(ATTRIBUTES["read"][1]), (X, X.clone()), progress=False).module
+    refused = pytest.raises(Unsupported, match=r"attribute of a tensor \(scale\) at given\[0\]")
+    with pytest.warns(UserWarning, match="planning anew"), refused:
+        module(X, _with_scale(2.0))
+    unread = auto_checkpoint(Doing(lambda h, x: h * x), (X, _with_scale(2.0)), on_new_shape="error", progress=False)
+    unread.module(X, _with_scale(3.0))
+
+
+@pytest.mark.parametrize("make", [lambda: iter([2.0, 3.0]), lambda: (a for a in (2.0, 3.0))])
+def test_an_iterator_is_refused_and_not_advanced(make: Any) -> None:
+    given = make()
+    with pytest.raises(Unsupported, match="iterator at the arguments"):
+        auto_checkpoint(Doing(lambda h, i: h * next(i)), (X, given), progress=False, regions="whole")
+    assert list(given) == [2.0, 3.0]

@@ -51,7 +51,7 @@ from .arguments import (
 )
 from .contexts import private_contexts
 from .failure import capture_error
-from .given import Changed, Place, Returned, changed_slots, left_alone
+from .given import Changed, Given, Place, Returned, changed_slots, left_alone
 from .hidden import refuse_hidden
 from .isolate import isolated
 from .layouts import (
@@ -281,6 +281,7 @@ class StepTracer:
         self.judged: frozenset[str] = frozenset()
         self.runs = 0
         self.remembered = Remembered()
+        self.given_now = Given({})  # of the run that goes on
         self.below: tuple[AbstractContextManager[Any], ...] = ()  # modes to run the forward in, before all others
         self.keeps_casts = torch.is_autocast_cache_enabled()
 
@@ -334,6 +335,7 @@ class StepTracer:
             for mode in entered:
                 stack.enter_context(mode)
             self.recorder.take_arguments(bound, self.input_template)
+            self.given_now = given
             value = run_model(self.model, self.loss_fn, self.signature, bound)
             _write_back_reassigned(self.model, self.entries, state)
             stack.close()  # what follows is not read by forward
@@ -341,7 +343,7 @@ class StepTracer:
             result = given.returned(value, self.written)
             for tensor in (*flat[len(self.entries) :], *result.tensors):
                 refuse_attributes(vars(tensor).keys() - usual, "what forward takes or returns")
-        self.guard = known.guard
+        self.guard, self.given_now = known.guard, Given({})
         return result
 
     def _known_values(self, inputs: Sequence[torch.Tensor]) -> KnownValues:
@@ -354,7 +356,8 @@ class StepTracer:
         def changes() -> dict[str, int]:
             return {name: mutation_count(t) for name, t in buffers.items()}
 
-        counts, watch = changes(), Watch(changes, flat[: len(self.entries)])
+        counts = changes()
+        watch = Watch(lambda: changes() | self.given_now.changed(), flat[: len(self.entries)])
         result = self._run(flat, watch)
         refuse_hidden(result.template, "the output")
         steady = frozenset(name for name, count in changes().items() if count == counts[name])

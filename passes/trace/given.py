@@ -24,6 +24,7 @@ from .nodes import refill, same
 from .structure import Constant, Kept, Opaque, Slot, Taker, Template, Tree, flatten, one_level, slots, unflatten
 
 MAX_THINGS = 50_000
+ARGUMENT = "the argument "
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,11 @@ class Given:
     def places(self, attributes: Iterable[tuple[int, str]]) -> set[tuple[Place, str]]:
         """Where attributes are of things that are known by their ids."""
         return {(self.things[number].place, name) for number, name in attributes if number in self.things}
+
+    def changed(self) -> dict[str, int]:
+        """The places that hold something else by now, and what that is by its id."""
+        now = ((thing.place, now if key is None else [now]) for thing, key, now in self._changes())
+        return {ARGUMENT + str(place): hash(tuple(map(id, items))) for place, items in now}
 
     def restore(self) -> None:
         """Undo what was changed."""

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import Unsupported
+from .given import ARGUMENT
 from .nodes import Change, alike
 from .rerun import Script, Stale, is_named, line_of_change, reads
 from .state import Snapshot, scramble
@@ -173,6 +174,11 @@ def _outermost(change: Change, changes: list[Change]) -> Change:
 
 def _say_checkpoints(watch: Watch) -> None:
     for where, names in watch.checkpoints:
+        if given := [name for name in names if name.startswith(ARGUMENT)]:
+            raise Unsupported(
+                f"{given[0]} changed within torch.utils.checkpoint", where, "the plain step changes it again when it "
+                "recomputes in the backward", "Leave the checkpoint out: the plan decides what is recomputed.",
+            )  # fmt: skip
         shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         _say(
             f"torch.utils.checkpoint at {where} contains an update of {shown}: the plain step makes it again when it "

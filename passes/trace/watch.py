@@ -257,7 +257,7 @@ class Watch(TorchFunctionMode):
                 self._python_call(frame, code)
         elif event == "return" and self._open and self._open[-1][0] is frame:
             _, where, before = self._open.pop()
-            changed = tuple(name for name, value in self.updates().items() if value != before[name])
+            changed = tuple(name for name, value in self.updates().items() if value != before.get(name))
             if changed:
                 self.checkpoints.append((where, changed))
 

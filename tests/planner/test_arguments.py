@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from passes.trace.structure import flatten
 from planner import InputMismatch, PlannerError, Unsupported, auto_checkpoint
@@ -512,3 +513,20 @@ def test_an_iterator_is_refused_and_not_advanced(make: Any) -> None:
     with pytest.raises(Unsupported, match="iterator at the arguments"):
         auto_checkpoint(Doing(lambda h, i: h * next(i)), (X, given), progress=False, regions="whole")
     assert list(given) == [2.0, 3.0]
+
+
+def test_a_change_within_a_checkpoint_is_refused_by_its_place() -> None:
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def step(self, x: torch.Tensor, found: list[Any]) -> torch.Tensor:
+            found.append(torch.tanh(self.inner(x)))
+            return torch.tanh(torch.stack(found).sum(0))
+
+        def forward(self, x: torch.Tensor, found: list[Any]) -> torch.Tensor:
+            return checkpoint(self.step, x, found, use_reentrant=False).sum()
+
+    with pytest.raises(Unsupported, match=r"the argument found changed within torch.utils.checkpoint at .*test_arg"):
+        auto_checkpoint(Cell(), (X, []), progress=False)

@@ -133,12 +133,17 @@ def with_loss(flight: Flight | None, traced: Traced, device: torch.device) -> Fl
         return flight
     nodes: Any = traced.graph_module.graph.output_node().args[0]
     made = nodes[len(traced.mutated) : traced.num_forward_outputs]
-    leaves = []
-    for leaf in traced.outputs:
-        value = (made[leaf.index] if leaf.input is None else traced.placeholders[leaf.input]).meta["val"]
-        leaves.append(torch.zeros(value.shape, dtype=value.dtype, device=device, requires_grad=leaf.requires_grad))
+
+    def zeros(node: Any, requires_grad: bool) -> torch.Tensor:
+        value = node.meta["val"]
+        return torch.zeros(value.shape, dtype=value.dtype, device=device, requires_grad=requires_grad)
+
+    nodes = [traced.placeholders[o.input] if o.input is not None else made[o.index] for o in traced.outputs]
+    leaves = [zeros(node, leaf.requires_grad) for node, leaf in zip(nodes, traced.outputs, strict=True)]
+    inputs = [zeros(node, False) for node in traced.placeholders[len(traced.state) : traced.num_primals]]
+    output = unflatten(traced.output_template, leaves, unflatten(traced.input_template, inputs))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        return replace(flight, loss=loss_bytes(flight.loss_fn, unflatten(traced.output_template, leaves), device))
+        return replace(flight, loss=loss_bytes(flight.loss_fn, output, device))
 
 
 def loss_bytes(loss_fn: Callable[[Any], torch.Tensor], output: Any, device: torch.device) -> LossBytes:

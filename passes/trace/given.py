@@ -258,20 +258,14 @@ def all_outputs(
     value: Any, output: Template, changes: Sequence[Changed], targets: Sequence[Any]
 ) -> list[torch.Tensor]:  # fmt: skip
     """The tensors of `Returned`, of a call that returned `value` and changed its arguments."""
-    found = returned_tensors(value, output)
+    found: dict[int, torch.Tensor] = {}
+    _fill(output, value, found)
     for change, target in zip(changes, targets, strict=True):
         if change.value is not None:
             store = _store(target)
             held = store if isinstance(store, MutableMapping) else list(store)
             _fill(change.value, held if change.key is None else held[change.key], found)
     return [found[i] for i in range(len(found))]
-
-
-def returned_tensors(value: Any, output: Template) -> dict[int, torch.Tensor]:
-    """The tensors of what a call returned, but for those in its arguments, by their numbers."""
-    found: dict[int, torch.Tensor] = {}
-    _fill(output, value, found)
-    return found
 
 
 def _fill(template: Template, value: Any, found: dict[int, torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ from passes.memory import place, span
 from passes.run._torch import under_autocast
 from passes.trace.arguments import argument_names, call_signature, names_given, run_model, state_tensors
 from passes.trace.capture import Traced
-from passes.trace.given import left_alone, returned_tensors
+from passes.trace.given import left_alone
 from passes.trace.structure import Bound, constants, flatten, slots, unflatten
 from planner.decided import Decided
 from planner.dropin.regions import regions_of, running_regions
@@ -181,8 +181,9 @@ class Case:
     def _backward(self, output: Any, step: int, own: Tensors) -> tuple[Tensors, Any]:
         """Start a backward where the trace did; what the output is made of."""
         leaves, template = flatten(output)
-        found = sorted(returned_tensors(output, self.traced.output_template).items())
-        chosen = [t for i, t in found if self.traced.outputs[i].differentiated and t.requires_grad]
+        at = {path: leaves[i] for path, i in reversed(slots(template))}
+        starts = [at[o.path] for o in self.traced.outputs if o.differentiated and o.path in at]
+        chosen = [t for t in starts if t.requires_grad]
         if chosen:
             planned = self.traced.placeholders[self.traced.num_primals :][: len(chosen)]
             strides = [p.meta["val"].stride() for p in planned]

@@ -502,8 +502,8 @@ class Sample:
         hollow = Hollow(self.model, given, parts, self.device, candidates.descend)
         swapped = {name: t for (name, t), o in zip(own.items(), originals, strict=True) if t is not o}
         alone = without_talking(self.model)
-        numbered = {str(i): t for i, t in enumerate(inputs)}
-        first_look = nullcontext() if parts.known else undone_writes({**own, **numbered}, self.written)
+        looked_at = {**own, **{str(i): t for i, t in enumerate(inputs)}}
+        first_look = nullcontext() if parts.known else undone_writes(looked_at, self.written)
         states = put_back(snapshot, generators), swapped_state(self.model, swapped)
         consumes = _consume if self.gradients == "consumed" else None
         hooks = hooks_aside(own.values(), consumes) if sharded else nullcontext()  # others are stand-ins without any
@@ -514,8 +514,7 @@ class Sample:
             signature = call_signature(self.model, self.loss_fn)
 
             def step(hollow: Hollow = hollow) -> None:
-                bound = Bound(unflatten(template, inputs), names_given(self.arguments))
-                with left_alone(bound):
+                with left_alone(bound := Bound(unflatten(template, inputs), names_given(self.arguments))):
                     self._step(hollow, signature, bound)
 
             if not sharded:

@@ -281,7 +281,7 @@ class StepTracer:
         self.judged: frozenset[str] = frozenset()
         self.runs = 0
         self.remembered = Remembered()
-        self.given_now = Given({})  # of the run that goes on
+        self.given_now: list[Given] = []  # of the run that goes on
         self.below: tuple[AbstractContextManager[Any], ...] = ()  # modes to run the forward in, before all others
         self.keeps_casts = torch.is_autocast_cache_enabled()
 
@@ -335,7 +335,7 @@ class StepTracer:
             for mode in entered:
                 stack.enter_context(mode)
             self.recorder.take_arguments(bound, self.input_template)
-            self.given_now = given
+            self.given_now[:] = [given]
             value = run_model(self.model, self.loss_fn, self.signature, bound)
             _write_back_reassigned(self.model, self.entries, state)
             stack.close()  # what follows is not read by forward
@@ -343,7 +343,8 @@ class StepTracer:
             result = given.returned(value, self.written)
             for tensor in (*flat[len(self.entries) :], *result.tensors):
                 refuse_attributes(vars(tensor).keys() - usual, "what forward takes or returns")
-        self.guard, self.given_now = known.guard, Given({})
+        self.given_now.clear()
+        self.guard = known.guard
         return result
 
     def _known_values(self, inputs: Sequence[torch.Tensor]) -> KnownValues:
@@ -356,8 +357,8 @@ class StepTracer:
         def changes() -> dict[str, int]:
             return {name: mutation_count(t) for name, t in buffers.items()}
 
-        counts = changes()
-        watch = Watch(lambda: changes() | self.given_now.changed(), flat[: len(self.entries)])
+        counts, given = changes(), self.given_now  # the tracer itself would be a reference cycle
+        watch = Watch(lambda: changes() | given[0].changed(), flat[: len(self.entries)])
         result = self._run(flat, watch)
         refuse_hidden(result.template, "the output")
         steady = frozenset(name for name, count in changes().items() if count == counts[name])

@@ -208,16 +208,34 @@ Before = list[tuple[Place, Any]]
 
 
 def held_before(changes: Sequence[Changed], bound: Mapping[str, Any]) -> Before:
-    """What things without tensors that forward will change hold now; those with tensors are made anew for a replay."""
+    """What things without tensors that forward will change hold now; those with tensors are made anew for a replay.
+
+    Of other things in them nothing is kept, lest what forward puts there lives on: `MISSING` stands for these.
+    """
     places = {str(change.place): change.place for change in changes}.values()
     held = [(place, _held(place.of(bound))) for place in places]
-    return [(place, content) for place, content in held if not flatten(content)[0]]
+    return [(place, _plain_part(content)) for place, content in held if not flatten(content)[0]]
+
+
+def _plain_part(content: Any) -> Any:
+    def plain(value: Any) -> Any:
+        return value if type(value) in LITERALS or isinstance(value, _SHARED) else MISSING
+
+    if isinstance(content, dict):
+        return {key: plain(value) for key, value in content.items()}
+    return content if isinstance(content, set) else list(map(plain, content))
 
 
 def put_back(before: Before, bound: Mapping[str, Any]) -> None:
     """Let other arguments of the same kind be as those were."""
-    for place, content in before:
-        refill(_store(place.of(bound)), content)
+    for place, then in before:
+        thing = place.of(bound)
+        now, content = _held(thing), then
+        if isinstance(then, dict):
+            content = {key: now.get(key) if value is MISSING else value for key, value in then.items()}
+        elif isinstance(then, list):
+            content = [now[i] if value is MISSING else value for i, value in enumerate(then)]
+        refill(_store(thing), content)
 
 
 def deliver(

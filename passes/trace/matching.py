@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -82,13 +82,18 @@ class _Matching:
     """Walks from the model along the reads."""
 
     def __init__(self, reads: Reads, model: nn.Module) -> None:
-        self.reads, self.modules = reads, dict(model.named_modules(remove_duplicate=False))
+        self.reads, self.model = reads, model
         self.matched = Matched()
         self.objects: dict[int, Any] = {}
         self.numbers: dict[int, int] = {}
         self.pending: list[int] = []
         self.open: set[tuple[int, int]] = set()
         self.tensors: list[torch.Tensor] = []
+
+    @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """By their paths; arguments, which are looked at before each call, need none."""
+        return dict(self.model.named_modules(remove_duplicate=False))
 
     def run(self, model: nn.Module, loss_fn: Any) -> Matched:
         self._state()

@@ -24,7 +24,8 @@ from .base import CLOCK, Effort
 from .bounds import floor_bytes
 from .choice import Choice, Figures, Relaxed
 from .descent import Taste, cheapest_descent, descend, repair
-from .ilp import ALL_SCHEDULES, Hunt, bound_by_relaxation
+from .hunt import Hunt
+from .ilp import ALL_SCHEDULES, bound_by_relaxation
 from .live import Live, Recompute
 from .local import improve
 from .mip import Worker

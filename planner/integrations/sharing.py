@@ -24,18 +24,14 @@ A graph whose result is dropped before any backward (an evaluation with gradient
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-
-from passes._torch import StorageWeakRef, pytree
 from solvers.errors import MIB, BudgetError
 from solvers.schedule import Schedule
 
+from .calls import Call, gradient_bytes, gradients_of, held, node_of, storages_made, storages_of, tensors_of
 from .partition import Figures, Ready
 from .program import Program, Settings
 
@@ -47,37 +43,6 @@ SHARE_OF_TIME = 0.3
 WORTH = 0.005  # of the step's cost: saving that is worth a compilation
 SMALLEST_STEP = 200  # a target is lowered by at least this part of what was predicted
 _T = TypeVar("_T")
-
-
-@dataclass(eq=False)
-class Call:
-    """A call of a graph in the step that is running.
-
-    Attributes:
-        passed: what it reads of what graphs before it made, with its bytes.
-        differentiable: those of which it returns a gradient.
-        returned: what it returned, with its bytes.
-        node: its node in autograd's graph; None where that is not known.
-        ended: whether that was gone before there was any backward.
-    """
-
-    program: Program
-    passed: dict[int, int]
-    differentiable: frozenset[int]
-    returned: list[tuple[StorageWeakRef, int]]
-    node: weakref.ref[Any] | None
-    ended: bool = False
-
-    def look(self) -> None:
-        """Notice whether nobody can run its backward any more, while there was none yet."""
-        self.ended = self.ended or (self.node is not None and self.node() is None)
-
-    def figures(self, whole: Figures) -> Figures:
-        """What it holds, where it would hold that with a backward."""
-        if not self.ended:
-            return whole
-        outputs = sum(size for storage, size in self.returned if not storage.expired())
-        return Figures(whole.forward, 0, outputs, 0, outputs)
 
 
 class Share:
@@ -110,7 +75,7 @@ class Share:
         self._tell(program)
 
     def _within_the_rest(self, program: Program, ready: Ready) -> Schedule:
-        others = sum(self.leaves.values()) + _held(self._figures(lambda p: _there(p.figures)))
+        others = sum(self.leaves.values()) + held(self._figures(lambda p: _there(p.figures)))
         budget = self._budget(others + ready.plain_peak)
         if budget is None:
             return self._decide(ready, None)
@@ -153,7 +118,7 @@ class Share:
 
     def call(self, program: Program, args: Sequence[Any]) -> Any:
         """Run a program's forward as the next of the step; settle the last step first, should one have ended."""
-        if not self.watching and (self._is_surprised() or _gradient_bytes(args) > self.accumulated_bytes):
+        if not self.watching and (self._is_surprised() or gradient_bytes(args) > self.accumulated_bytes):
             self._begin()
             self._watch()  # it begins with gradients, or the last one held results: more than was counted
         if not self.watching:
@@ -166,15 +131,15 @@ class Share:
             return self._run(program, args)
         self._see(args)
         result = program.run(*args)
-        program.returned = _made(result, args)
+        program.returned = storages_made(result, args)
         if program.predicted is not None and len(self.sequence) < LONGEST_STEP:
-            passed = {p: size for p, size in _storages(args) if p in self.made}
-            given = [t for t in _tensors(args) if t.requires_grad]
-            differentiable = frozenset(p for p, _ in _storages(given) if p in passed)
-            self.sequence.append(Call(program, passed, differentiable, program.returned, _node(result)))
-            self.made.update((p, len(self.sequence) - 1) for p, _ in _storages(result) if p not in self.made)
+            passed = {p: size for p, size in storages_of(args) if p in self.made}
+            given = [t for t in tensors_of(args) if t.requires_grad]
+            differentiable = frozenset(p for p, _ in storages_of(given) if p in passed)
+            self.sequence.append(Call(program, passed, differentiable, program.returned, node_of(result)))
+            self.made.update((p, len(self.sequence) - 1) for p, _ in storages_of(result) if p not in self.made)
         else:
-            self.made.update((p, -1) for p, _ in _storages(result))
+            self.made.update((p, -1) for p, _ in storages_of(result))
         return result
 
     def _is_surprised(self) -> bool:
@@ -185,14 +150,14 @@ class Share:
         """Run it in a step that is not watched."""
         result = program.run(*args)
         if not program.keeps_outputs:
-            program.returned = _made(result, args)
+            program.returned = storages_made(result, args)
         return result
 
     def _see(self, args: Sequence[Any]) -> None:
         """Parameters, their gradients and inputs, once each; what an earlier graph made is counted there."""
-        held = [*_storages(args), *_storages(_gradients(args))]
+        held = [*storages_of(args), *storages_of(gradients_of(args))]
         self.leaves.update((p, size) for p, size in held if p not in self.made)
-        self.accumulated_bytes = max(self.accumulated_bytes, _gradient_bytes(args))
+        self.accumulated_bytes = max(self.accumulated_bytes, gradient_bytes(args))
         self._look()
 
     def _look(self) -> None:
@@ -298,7 +263,7 @@ class Share:
             maker = self.made[p]
             if maker >= 0 and not self.sequence[maker].program.keeps_outputs:
                 on[maker] += size
-        return [_held(figures[:k]) + sum(on[:k]) for k in range(len(figures))]
+        return [held(figures[:k]) + sum(on[:k]) for k in range(len(figures))]
 
     def _left(self, figures: Sequence[Figures], k: int) -> int:
         """What the backwards of the graphs after the k-th leave: gradients of what it made itself are its own."""
@@ -375,10 +340,6 @@ def _there(value: _T | None) -> _T:
     return value
 
 
-def _held(figures: Sequence[Figures]) -> int:
-    return sum(f.held for f in figures)
-
-
 def _count_as_dropped(programs: Sequence[Program]) -> bool:
     """No longer count what the callers of these did not hold; whether that is new."""
     return sum(p.count_outputs(False) for p in programs if p.kept is False) > 0
@@ -396,37 +357,3 @@ def _recompute(programs: Sequence[Program], found: Mapping[Program, Schedule] | 
     return added / (sum(cost.values()) or 1.0)
 
 
-def _gradients(args: Sequence[Any]) -> list[torch.Tensor]:
-    """Those that parameters among the arguments have from before."""
-    return [t.grad for t in args if isinstance(t, torch.Tensor) and t.is_leaf and t.grad is not None]
-
-
-def _gradient_bytes(args: Sequence[Any]) -> int:
-    return sum(gradient.nbytes for gradient in _gradients(args))
-
-
-def _made(result: Any, args: Sequence[Any]) -> list[tuple[StorageWeakRef, int]]:
-    """What a call returned, as long as somebody holds it, with its bytes: nothing that it was given, nor the loss."""
-    given = {p for p, _ in _storages(args)}
-    storages = {s.data_ptr(): s for t in _tensors(result) if t.numel() > 1 for s in [t.untyped_storage()]}
-    return [(StorageWeakRef(s), s.nbytes()) for p, s in storages.items() if p not in given]
-
-
-def _node(result: Any) -> weakref.ref[Any] | None:
-    """The node in autograd's graph of the call that returned this."""
-    for node in (t.grad_fn for t in _tensors(result)):
-        while node is not None:  # above it, views of what the call computed
-            if isinstance(node, torch.autograd.function.BackwardCFunction):
-                return weakref.ref(node)
-            node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
-    return None
-
-
-def _storages(values: Any) -> Iterator[tuple[int, int]]:
-    for tensor in _tensors(values):
-        storage = tensor.untyped_storage()
-        yield storage.data_ptr(), storage.nbytes()
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor) and t.layout is torch.strided]

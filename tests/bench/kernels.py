@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from passes.memory import measure_peak
-from passes.profile import OTHERS_BYTES
+from passes.one_op import OTHERS_BYTES
 from passes.run import kernels
 from tests.bench.predicted import keep_freed_memory
 

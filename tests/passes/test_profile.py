@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from passes.memory import measure_peak
-from passes.profile import _even_groups
+from passes.one_op import _even_groups
 from planner import auto_checkpoint
 from tests.zoo.compare import measured_peak_bytes, plan_at
 

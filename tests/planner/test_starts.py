@@ -14,7 +14,7 @@ from planner import BudgetError, Plan
 from planner.decided import Decided
 from planner.fit import solve_to_fit
 from planner.starts import LIMIT_SHARE, MOST, Starts
-from solvers.ilp import Hunt
+from solvers.hunt import Hunt
 from solvers.live import Live, recomputes_of
 from tests.planner.steps import SmallGPT, assert_same_gradients, plan, tight
 

@@ -116,7 +116,8 @@ class Traced:
     `layouts` what it was told about how kernels lay out what they make. `repeated` names the buffers that the plain
     step updates again when a checkpoint of its own recomputes, and the planned step once. `by_name` are the arguments
     that the call gave by name, `overlaps` the primals that had memory of a mutated one. `changes` is what forward
-    changes in its arguments; the tensors that it puts there follow those of the output in `outputs`.
+    changes in its arguments; the tensors that it puts there follow those of the output in `outputs`. `left` are the
+    places elsewhere that forward sets and does not read, which a planned step leaves as they are.
     """
 
     graph_module: fx.GraphModule
@@ -137,6 +138,7 @@ class Traced:
     by_name: frozenset[str] = frozenset()
     overlaps: Overlaps = ()
     changes: tuple[Changed, ...] = ()
+    left: tuple[str, ...] = ()
 
     @property
     def num_primals(self) -> int:
@@ -276,6 +278,7 @@ class StepTracer:
         self.leaves: list[OutputLeaf] = []
         self.guard: Guard | None = None
         self.notes: tuple[str, ...] = () if model.training else (IN_EVAL,)
+        self.left: tuple[str, ...] = ()
         self.before: Snapshot
         self.watch = Watch()
         self.judged: frozenset[str] = frozenset()
@@ -368,7 +371,7 @@ class StepTracer:
             self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn, arguments)
         )
         self.judged = judged(self.before)
-        notes = notice(self.before, watch, rerun)
+        notes, self.left = notice(self.before, watch, rerun)
         self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes, *notes)))
         self.watch = watch
         return result
@@ -579,6 +582,7 @@ def _traced(
         repeated=tuple(name for _, names in tracer.watch.checkpoints for name in names),
         by_name=tracer.by_name,
         changes=tracer.changes,
+        left=tuple(dict.fromkeys((*tracer.left, *tracer.recorder.left(tracer.watch.codes)))),
         overlaps=overlaps(tracer.given, joint.mutated_inputs),
     )
 

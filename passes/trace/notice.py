@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from ..errors import Unsupported
 from .given import ARGUMENT
@@ -61,8 +62,10 @@ class Rerun:
         return script
 
 
-def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[str, ...]:
-    """Refuse or warn of what the run under `watch` changed since `before` was taken; returns notes for the plan.
+def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Refuse or warn of what the run under `watch` changed since `before` was taken.
+
+    Returns notes for the plan, and the places that forward leaves something in for others to read.
 
     Raises:
         Unsupported: it matters to the next step, or nobody can tell that it does not.
@@ -70,7 +73,7 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[str, ...]:
     _say_checkpoints(watch)
     changes = before.changes()
     if not changes:
-        return ()
+        return (), ()
     before.restore()
 
     def refuse(change: Change, what: str, why: str, remedy: str, place: str = "") -> NoReturn:
@@ -90,6 +93,7 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[str, ...]:
             refuse(change, "an array changed in forward", _WHY_STATE, _REMEDY_STATE)
     written_again = _compare_steps(changes, watch, rerun, refuse)
     notes: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
     for change in changes:
         kept = change.path not in written_again and reads(watch.codes, change.name)
         if change.node.kind == "generator":
@@ -97,11 +101,18 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[str, ...]:
         elif kept and change.node.kind != "cache":
             notes += (f"forward remembers {change.path} at its first call; the planned step will not set it",)
         elif change.node.kind != "cache":
+            left += () if _is_set_by_own_hook(change) else (change.path,)
             _say(
                 f"forward sets {change.path}; the planned step computes the outputs and gradients alone and will "
                 "not set it. Return it from forward, or register it as a buffer, if it is read elsewhere."
             )
-    return notes
+    return notes, left
+
+
+def _is_set_by_own_hook(change: Change) -> bool:
+    """Whether it is an attribute of a module that has hooks before its forward, which is what they set it for."""
+    owner = change.node.owner
+    return isinstance(owner, nn.Module) and change.node.kind == "attributes" and bool(owner._forward_pre_hooks)
 
 
 def _say(text: str) -> None:

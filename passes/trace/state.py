@@ -46,7 +46,7 @@ class Held:
     def _refuse(self, *_: Any) -> Any:
         raise Unsupported(
             "an iterator advanced in forward", f"{self.path}, {place(user_frame(sys._getframe(1)))}",
-            "it would be advanced once, while tracing, and not in the planned steps",
+            "planning would advance it, and the planned steps would not, or would go on from there",
             "Advance it outside forward, and pass what it gives as an argument.",
         )  # fmt: skip
 
@@ -54,11 +54,18 @@ class Held:
 
 
 class Snapshot:
-    """The state that can be reached from a model, as it is now."""
+    """The state that can be reached from a model, as it is now.
 
-    def __init__(self, model: nn.Module, loss_fn: Any = None, arguments: Iterable[Any] = ()) -> None:
+    Args:
+        draws: whether the generators that all code shares are part of it.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Any = None, arguments: Iterable[Any] = (), draws: bool = True
+    ) -> None:
         self.nodes: list[Node] = []
-        self.seen: dict[int, Any] = {}
+        shared = [(generator, path, name) for generator, path, name in _shared_generators() if generator is not None]
+        self.seen: dict[int, Any] = {} if draws else {id(generator): generator for generator, *_ in shared}
         self._queue: deque[tuple[Any, str, str]] = deque()
         for prefix, module in model.named_modules():
             self._queue.append((module, f"self.{prefix}" if prefix else "self", ""))
@@ -66,10 +73,7 @@ class Snapshot:
             self._queue.append((loss_fn, "loss_fn", "loss_fn"))
         self._queue.extend((argument, ARGUMENT, ARGUMENT) for argument in arguments)
         if alone():  # else another thread may draw meanwhile
-            self._queue.append((_python_generator(), "Python's random", "random"))
-            self._queue.append((torch.default_generator, "torch's random generator", "torch"))
-            if (numpy := sys.modules.get("numpy")) is not None:
-                self._queue.append((numpy.random.mtrand._rand, "numpy.random", "random"))
+            self._queue.extend(shared)
         with outside_tracing():
             while self._queue and len(self.nodes) < MAX_NODES:
                 visit(self, *self._queue.popleft())
@@ -124,5 +128,10 @@ def _pairs(content: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(content)) if isinstance(content, list) else []
 
 
-def _python_generator() -> Any:
-    return getattr(random.random, "__self__", None)
+def _shared_generators() -> list[tuple[Any, str, str]]:
+    numpy = sys.modules.get("numpy")
+    return [
+        (getattr(random.random, "__self__", None), "Python's random", "random"),
+        (torch.default_generator, "torch's random generator", "torch"),
+        (None if numpy is None else numpy.random.mtrand._rand, "numpy.random", "random"),
+    ]

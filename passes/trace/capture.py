@@ -46,6 +46,7 @@ from .arguments import (
     check_inputs,
     names_given,
     run_model,
+    runs_hooks,
     state_entries,
     state_tensors,
 )
@@ -70,7 +71,7 @@ from .notice import Rerun, check_backward, judged, notice
 from .overlaps import Overlaps, overlaps
 from .reads import Reads
 from .recorder import Recorder
-from .refuse import own_generator, refuse_attributes, storage_kind
+from .refuse import BACKWARD_HOOK, has_backward_hooks, own_generator, refuse_attributes, storage_kind
 from .state import Snapshot
 from .structure import Bound, Template, Tree, flatten, shared, slots, unflatten
 from .value_guards import Guard, KnownValues
@@ -195,6 +196,9 @@ def capture(
         CaptureError: the forward cannot be traced; carries the user's file and line.
         Unsupported: the forward does something the rewrite would not keep.
     """
+    if runs_hooks(model, loss_fn) and has_backward_hooks(model):
+        what, why, remedy = BACKWARD_HOOK
+        raise Unsupported(what, "(the model itself)", why, remedy)
     signature = call_signature(model, loss_fn)
     input_tensors, input_template = flatten(dict(bound))
     names = argument_names(input_template)

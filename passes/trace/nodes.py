@@ -36,6 +36,7 @@ class Node:
         path: as the user writes it (`self.block.seen`).
         name: the attribute, global or variable that holds it, by which code refers to it.
         kind: "attributes", "items", "generator", "tensor", "array", "iterator", "variable", ...
+        of_hook: whether modules' hooks alone reach it.
     """
 
     owner: Any
@@ -45,6 +46,7 @@ class Node:
     take: Callable[[], Any]
     give: Callable[[Any], None]
     content: Any = field(init=False)
+    of_hook: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.content = self.take()

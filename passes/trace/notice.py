@@ -11,13 +11,15 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from passes._torch import pytree
+
 from ..errors import Unsupported
 from .given import ARGUMENT
 from .nodes import Change, alike
 from .rerun import Script, Stale, is_named, line_of_change, reads
 from .state import Snapshot, scramble
 from .structure import constants
-from .watch import DRAW, SEED, Watch
+from .watch import DRAW, KEPT, SEED, Watch
 
 _WHY_STATE = "a later step would read what an earlier one left there, and a planned step leaves nothing there"
 _REMEDY_STATE = (
@@ -89,6 +91,8 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[tuple[str, ...
         if change.node.kind == "tensor":
             refuse(change, "in-place change of a tensor that is no buffer", "a plan would take it as constant",
                    "Register it: self.register_buffer(name, tensor, persistent=False).")  # fmt: skip
+        if change.node.of_hook and any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(change.after)):
+            refuse(change, KEPT.what, KEPT.why, KEPT.remedy)
         if change.node.kind == "array":
             refuse(change, "an array changed in forward", _WHY_STATE, _REMEDY_STATE)
     written_again = _compare_steps(changes, watch, rerun, refuse)

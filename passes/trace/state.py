@@ -67,6 +67,8 @@ class Snapshot:
         shared = [(generator, path, name) for generator, path, name in _shared_generators() if generator is not None]
         self.seen: dict[int, Any] = {} if draws else {id(generator): generator for generator, *_ in shared}
         self._queue: deque[tuple[Any, str, str]] = deque()
+        self._hooks: deque[tuple[Any, str, str]] = deque()
+        self._in_hooks = False
         for prefix, module in model.named_modules():
             self._queue.append((module, f"self.{prefix}" if prefix else "self", ""))
         if loss_fn is not None:
@@ -75,9 +77,17 @@ class Snapshot:
         if alone():  # else another thread may draw meanwhile
             self._queue.extend(shared)
         with outside_tracing():
-            while self._queue and len(self.nodes) < MAX_NODES:
-                visit(self, *self._queue.popleft())
+            self._visit_all()
+            self._in_hooks = True
+            while self._hooks and len(self.nodes) < MAX_NODES:
+                self._queue.append(self._hooks.popleft())
+                self._visit_all()
         self._queue.clear()
+        self._hooks.clear()
+
+    def _visit_all(self) -> None:
+        while self._queue and len(self.nodes) < MAX_NODES:
+            visit(self, *self._queue.popleft())
 
     def changes(self, alike: Callable[[Any, Any], bool] | None = None) -> list[Change]:
         """Places that differ from what was taken."""
@@ -107,11 +117,15 @@ class Snapshot:
             self.restore()
 
     def add(self, node: Node) -> Node:
+        node.of_hook = self._in_hooks
         self.nodes.append(node)
         return node
 
     def follow(self, values: Iterable[tuple[Any, str, str]]) -> None:
         self._queue.extend(values)
+
+    def follow_hooks(self, values: Iterable[tuple[Any, str, str]]) -> None:
+        self._hooks.extend(values)
 
 
 def scramble(generator: Any, seed: int) -> None:

@@ -748,6 +748,34 @@ def test_a_hook_registered_after_planning_is_noticed_and_traced() -> None:
         assert torch.equal(chosen.module(x), model(x))
 
 
+class Keeper:
+    """A hook that keeps what it has seen, and how often."""
+
+    def __init__(self, keeps: bool) -> None:
+        self.keeps, self.calls, self.seen = keeps, 0, torch.zeros(8)
+
+    def hook(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.calls += 1
+        if self.keeps:
+            self.seen = output.detach().mean(0)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("regions", ["whole", ["0"]])
+def test_planning_leaves_what_only_a_hook_reaches(keeps: bool, regions: Any) -> None:
+    model, keeper = nn.Sequential(nn.Sequential(linear(), nn.GELU(), linear()), linear()), Keeper(keeps)
+    model[1].register_forward_hook(keeper.hook)
+    if keeps and regions == "whole":
+        with pytest.raises(Unsupported, match=r"tensor kept outside the model's outputs at a hook of self.1.seen"):
+            plan(model, batch(), regions=regions)
+    else:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            plan(model, batch(), regions=regions)
+        assert any("forward sets a hook of self.1.calls" in str(w.message) for w in said) == (regions == "whole")
+    assert keeper.calls == 0 and torch.equal(keeper.seen, torch.zeros(8))
+
+
 def test_a_replaced_constant_is_noticed() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:

@@ -657,6 +657,24 @@ def test_hooks_on_the_planned_module_itself() -> None:
     assert seen == [output] or seen[0] is output
 
 
+@pytest.mark.parametrize("kind", ["full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize("on_the_model", [True, False])
+def test_backward_hooks_of_the_model_itself(kind: str, on_the_model: bool) -> None:
+    model = nn.Sequential(linear(), nn.GELU(), linear())
+    plain = copy.deepcopy(model)
+    chosen, x = plan(model, batch(), recompute=["*"]), batch()
+    holders = [plain, model if on_the_model else chosen.module]
+    handles = [getattr(h, f"register_{kind}")(lambda _, *gradients: (gradients[0][0] * 2,)) for h in holders]
+    for removed in (False, True):
+        for handle in handles if removed else ():
+            handle.remove()
+        for run, owner in ((plain, plain), (chosen.module, model)):
+            owner.zero_grad()
+            run(x.detach().requires_grad_()).sin().sum().backward()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+
+
 # Memory ---------------------------------------------------------------------------------------------------------
 
 

@@ -344,6 +344,7 @@ class StepTracer:
             self.recorder.take_arguments(bound, self.input_template)
             self.given_now[:] = [given]
             value = run_model(self.model, self.loss_fn, self.signature, bound)
+            _refuse_with_gradient(self.model, self.entries, state, self.given)
             _write_back_reassigned(self.model, self.entries, state)
             stack.close()  # what follows is not read by forward
             self.written |= given.places(self.recorder.written)
@@ -459,6 +460,21 @@ def choose_differentiated(
     if isinstance(template, Tree) and hasattr(template.spec.type, "to_tuple"):  # HF ModelOutput without a loss
         return set(candidates[:1])
     return set(candidates)
+
+
+def _refuse_with_gradient(
+    model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor], own: Sequence[torch.Tensor]
+) -> None:
+    """Of a buffer, a planned step writes the value alone: what is computed from it later would pass no gradient on."""
+    for entry, before in zip(entries, own, strict=False):
+        current = _attribute(model, entry.name)
+        usual = current is state[entry.name] and before.requires_grad
+        if not entry.is_parameter and isinstance(current, torch.Tensor) and current.requires_grad and not usual:
+            raise Unsupported(
+                "buffer that forward gives a gradient", entry.name, "a planned step writes its value alone, and what "
+                "is computed from it after forward would pass no gradient on",
+                "Return it from forward, or put its detach() there.",
+            )  # fmt: skip
 
 
 def _write_back_reassigned(model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor]) -> None:

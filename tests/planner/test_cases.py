@@ -351,9 +351,28 @@ class PlainState(nn.Module):
         return self.head(x) * self.steps
 
 
+def buffer_with_gradient(leave: Callable[[Any, torch.Tensor], Any]) -> nn.Module:
+    """Leaves an auxiliary loss in a buffer, for the loss outside to read."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        leave(self, y.pow(2).mean())
+        return y
+
+    model = Wrap(forward, layer=linear())
+    model.register_buffer("found", torch.zeros(()))
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
     "backward hook": (
         lambda: with_hook("full_backward_hook"), batch, "module backward hook at 1", "Use hooks on parameters"),
+    "buffer assigned with its gradient": (
+        lambda: buffer_with_gradient(lambda model, loss: setattr(model, "found", loss)),
+        batch, "buffer that forward gives a gradient at found", "put its detach() there"),
+    "buffer changed in place with its gradient": (
+        lambda: buffer_with_gradient(lambda model, loss: model.found.detach_().zero_().add_(loss)),
+        batch, "buffer that forward gives a gradient at found", "put its detach() there"),
     "sparse embedding": (
         lambda: nn.Embedding(9, 4, sparse=True), lambda: torch.arange(4), "sparse gradient", "sparse=False"),
     "sparse function": (

@@ -276,6 +276,23 @@ class Stateful(nn.Module):
         return {"loss": squares(hidden), "hidden": hidden}
 
 
+def test_a_first_loss_of_another_kind_is_forgotten() -> None:
+    model = nn.Sequential(linear(), nn.GELU(), linear())
+    plain, chosen, x = copy.deepcopy(model), plan(model, batch(), recompute=["*"]), batch()
+    replays = []
+    for i in range(12):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for run in (chosen.module, plain):
+                run.zero_grad()
+                output = run(x)
+                (output.sum() if i == 0 else output.pow(2).mean()).backward()
+        replays.append(any("in other strides" in str(w.message) for w in said))
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+    assert replays[0] and not any(replays[4:])
+
+
 def test_a_replay_starts_from_the_old_values() -> None:
     chosen, model, plain = planned_twins(Stateful(), batch(16, 32))
     x = batch(16, 32)

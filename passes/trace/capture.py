@@ -46,6 +46,7 @@ from .arguments import (
     check_inputs,
     names_given,
     run_model,
+    runs_hooks,
     state_entries,
     state_tensors,
 )
@@ -70,7 +71,7 @@ from .notice import Rerun, check_backward, judged, notice
 from .overlaps import Overlaps, overlaps
 from .reads import Reads
 from .recorder import Recorder
-from .refuse import own_generator, refuse_attributes, storage_kind
+from .refuse import BACKWARD_HOOK, has_backward_hooks, own_generator, refuse_attributes, storage_kind
 from .state import Snapshot
 from .structure import Bound, Template, Tree, flatten, shared, slots, unflatten
 from .value_guards import Guard, KnownValues
@@ -116,7 +117,8 @@ class Traced:
     `layouts` what it was told about how kernels lay out what they make. `repeated` names the buffers that the plain
     step updates again when a checkpoint of its own recomputes, and the planned step once. `by_name` are the arguments
     that the call gave by name, `overlaps` the primals that had memory of a mutated one. `changes` is what forward
-    changes in its arguments; the tensors that it puts there follow those of the output in `outputs`.
+    changes in its arguments; the tensors that it puts there follow those of the output in `outputs`. `left` are the
+    places elsewhere that forward sets and does not read, which a planned step leaves as they are.
     """
 
     graph_module: fx.GraphModule
@@ -137,6 +139,7 @@ class Traced:
     by_name: frozenset[str] = frozenset()
     overlaps: Overlaps = ()
     changes: tuple[Changed, ...] = ()
+    left: tuple[str, ...] = ()
 
     @property
     def num_primals(self) -> int:
@@ -193,6 +196,9 @@ def capture(
         CaptureError: the forward cannot be traced; carries the user's file and line.
         Unsupported: the forward does something the rewrite would not keep.
     """
+    if runs_hooks(model, loss_fn) and has_backward_hooks(model):
+        what, why, remedy = BACKWARD_HOOK
+        raise Unsupported(what, "(the model itself)", why, remedy)
     signature = call_signature(model, loss_fn)
     input_tensors, input_template = flatten(dict(bound))
     names = argument_names(input_template)
@@ -276,6 +282,7 @@ class StepTracer:
         self.leaves: list[OutputLeaf] = []
         self.guard: Guard | None = None
         self.notes: tuple[str, ...] = () if model.training else (IN_EVAL,)
+        self.left: tuple[str, ...] = ()
         self.before: Snapshot
         self.watch = Watch()
         self.judged: frozenset[str] = frozenset()
@@ -337,6 +344,7 @@ class StepTracer:
             self.recorder.take_arguments(bound, self.input_template)
             self.given_now[:] = [given]
             value = run_model(self.model, self.loss_fn, self.signature, bound)
+            _refuse_with_gradient(self.model, self.entries, state, self.given)
             _write_back_reassigned(self.model, self.entries, state)
             stack.close()  # what follows is not read by forward
             self.written |= given.places(self.recorder.written)
@@ -368,7 +376,7 @@ class StepTracer:
             self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn, arguments)
         )
         self.judged = judged(self.before)
-        notes = notice(self.before, watch, rerun)
+        notes, self.left = notice(self.before, watch, rerun)
         self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes, *notes)))
         self.watch = watch
         return result
@@ -452,6 +460,21 @@ def choose_differentiated(
     if isinstance(template, Tree) and hasattr(template.spec.type, "to_tuple"):  # HF ModelOutput without a loss
         return set(candidates[:1])
     return set(candidates)
+
+
+def _refuse_with_gradient(
+    model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor], own: Sequence[torch.Tensor]
+) -> None:
+    """Of a buffer, a planned step writes the value alone: what is computed from it later would pass no gradient on."""
+    for entry, before in zip(entries, own, strict=False):
+        current = _attribute(model, entry.name)
+        usual = current is state[entry.name] and before.requires_grad
+        if not entry.is_parameter and isinstance(current, torch.Tensor) and current.requires_grad and not usual:
+            raise Unsupported(
+                "buffer that forward gives a gradient", entry.name, "a planned step writes its value alone, and what "
+                "is computed from it after forward would pass no gradient on",
+                "Return it from forward, or put its detach() there.",
+            )  # fmt: skip
 
 
 def _write_back_reassigned(model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor]) -> None:
@@ -579,6 +602,7 @@ def _traced(
         repeated=tuple(name for _, names in tracer.watch.checkpoints for name in names),
         by_name=tracer.by_name,
         changes=tracer.changes,
+        left=tuple(dict.fromkeys((*tracer.left, *tracer.recorder.left(tracer.watch.codes)))),
         overlaps=overlaps(tracer.given, joint.mutated_inputs),
     )
 

@@ -18,6 +18,7 @@ import torch
 from passes._torch import pytree
 
 from ..errors import Unsupported
+from .watch import KEPT
 
 
 class Remembered:
@@ -38,11 +39,7 @@ class Remembered:
             tensor = reference()
             if tensor is not None:
                 holder = _holder(gc.get_referrers(tensor), tensor)
-                raise Unsupported(
-                    "tensor kept outside the model's outputs", f"one of shape {tuple(tensor.shape)} in {holder}",
-                    "a planned step would not put one there",
-                    "Return it from forward, in a tuple, list, dict or dataclass.",
-                )  # fmt: skip
+                raise Unsupported(KEPT.what, f"one of shape {tuple(tensor.shape)} in {holder}", KEPT.why, KEPT.remedy)
 
 
 def _holder(referrers: Iterable[Any], tensor: torch.Tensor) -> str:

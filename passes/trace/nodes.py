@@ -36,6 +36,7 @@ class Node:
         path: as the user writes it (`self.block.seen`).
         name: the attribute, global or variable that holds it, by which code refers to it.
         kind: "attributes", "items", "generator", "tensor", "array", "iterator", "variable", ...
+        of_hook: whether modules' hooks alone reach it.
     """
 
     owner: Any
@@ -45,6 +46,7 @@ class Node:
     take: Callable[[], Any]
     give: Callable[[Any], None]
     content: Any = field(init=False)
+    of_hook: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.content = self.take()
@@ -127,7 +129,7 @@ def changed(change: Change) -> bool:
 def node_changes(node: Node, alike: Callable[[Any, Any], bool]) -> Iterator[Change]:
     """How one node differs from what was taken of it; what torch keeps for itself counts where all is put back."""
     now, before = node.take(), node.content
-    ignored = () if alike is identical else _ignored(node)
+    ignored = () if alike is identical else kept_by_torch(node.owner)
     if isinstance(before, dict) and node.kind in ("attributes", "variable", "items", "names"):
         for key in dict.fromkeys([*before, *now]):
             a, b = now.get(key, MISSING), before.get(key, MISSING)
@@ -149,8 +151,9 @@ def _change(node: Node, key: Any, before: Any, after: Any) -> Change:
     return Change(node, path, str(key), before, after)
 
 
-def _ignored(node: Node) -> tuple[str, ...]:
-    own = isinstance(node.owner, nn.RNNBase)  # its list of its weights
+def kept_by_torch(owner: Any) -> tuple[str, ...]:
+    """Attributes that a module of torch's sets for itself."""
+    own = isinstance(owner, nn.RNNBase)  # its list of its weights
     return ("_flat_weights", "_flat_weight_refs") if own else ()
 
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
+
+from passes._torch import pytree
 
 from ..errors import Unsupported
 from .given import ARGUMENT
@@ -16,7 +19,7 @@ from .nodes import Change, alike
 from .rerun import Script, Stale, is_named, line_of_change, reads
 from .state import Snapshot, scramble
 from .structure import constants
-from .watch import DRAW, SEED, Watch
+from .watch import DRAW, KEPT, SEED, Watch
 
 _WHY_STATE = "a later step would read what an earlier one left there, and a planned step leaves nothing there"
 _REMEDY_STATE = (
@@ -61,8 +64,10 @@ class Rerun:
         return script
 
 
-def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[str, ...]:
-    """Refuse or warn of what the run under `watch` changed since `before` was taken; returns notes for the plan.
+def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Refuse or warn of what the run under `watch` changed since `before` was taken.
+
+    Returns notes for the plan, and the places that forward leaves something in for others to read.
 
     Raises:
         Unsupported: it matters to the next step, or nobody can tell that it does not.
@@ -70,7 +75,7 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[str, ...]:
     _say_checkpoints(watch)
     changes = before.changes()
     if not changes:
-        return ()
+        return (), ()
     before.restore()
 
     def refuse(change: Change, what: str, why: str, remedy: str, place: str = "") -> NoReturn:
@@ -86,10 +91,13 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[str, ...]:
         if change.node.kind == "tensor":
             refuse(change, "in-place change of a tensor that is no buffer", "a plan would take it as constant",
                    "Register it: self.register_buffer(name, tensor, persistent=False).")  # fmt: skip
+        if change.node.of_hook and any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(change.after)):
+            refuse(change, KEPT.what, KEPT.why, KEPT.remedy)
         if change.node.kind == "array":
             refuse(change, "an array changed in forward", _WHY_STATE, _REMEDY_STATE)
     written_again = _compare_steps(changes, watch, rerun, refuse)
     notes: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
     for change in changes:
         kept = change.path not in written_again and reads(watch.codes, change.name)
         if change.node.kind == "generator":
@@ -97,11 +105,18 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[str, ...]:
         elif kept and change.node.kind != "cache":
             notes += (f"forward remembers {change.path} at its first call; the planned step will not set it",)
         elif change.node.kind != "cache":
+            left += () if _is_set_by_own_hook(change) else (change.path,)
             _say(
                 f"forward sets {change.path}; the planned step computes the outputs and gradients alone and will "
                 "not set it. Return it from forward, or register it as a buffer, if it is read elsewhere."
             )
-    return notes
+    return notes, left
+
+
+def _is_set_by_own_hook(change: Change) -> bool:
+    """Whether it is an attribute of a module that has hooks before its forward, which is what they set it for."""
+    owner = change.node.owner
+    return isinstance(owner, nn.Module) and change.node.kind == "attributes" and bool(owner._forward_pre_hooks)
 
 
 def _say(text: str) -> None:

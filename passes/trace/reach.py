@@ -32,6 +32,9 @@ class Walk(Protocol):
     def follow(self, values: Iterable[tuple[Any, str, str]]) -> None:
         """Visit further values, each with its path and the name that code has for it."""
 
+    def follow_hooks(self, values: Iterable[tuple[Any, str, str]]) -> None:
+        """Visit these after all others."""
+
 
 MAX_ITEMS = 10_000  # of one container that are followed; whether it changes itself is seen in any size
 LARGEST_COPY = 1 << 24  # elements of a plain tensor or array that are copied; a larger one is only watched
@@ -89,6 +92,8 @@ def _visit_module(walk: Walk, module: nn.Module, path: str, name: str) -> None:
             walk.follow([(value, f"{path}.{key}", key)])
         elif type(value) in (dict, OrderedDict, set):  # hooks
             walk.add(Node(value, f"{path}.{key}", key, "names", _shallow(value), _refiller(value)))
+            hooks = value.values() if isinstance(value, dict) else ()
+            walk.follow_hooks((hook, f"a hook of {path}", key) for hook in hooks)
     walk.follow((cls, cls.__qualname__, cls.__name__) for cls in type(module).__mro__ if is_users(cls))
 
 

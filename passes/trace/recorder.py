@@ -49,6 +49,7 @@ from .expected import (
     describe_kind,
     parts_of,
 )
+from .nodes import kept_by_torch
 from .places import OUR_FOLDERS, is_users, is_users_file
 from .reads import (
     HOOKS,
@@ -66,6 +67,7 @@ from .reads import (
     of_hooks,
     of_instance,
 )
+from .rerun import reads
 from .structure import Template, argument_path, copies_in, flatten, held_objects, object_paths
 
 
@@ -154,6 +156,13 @@ class Recorder:
         self.objects = [None if id(each) in self.copies else each for each in self.objects]
         self.numbers = {each: number for each, number in self.numbers.items() if each not in self.copies}
         self.copies.clear()
+
+    def left(self, codes: Iterable[types.CodeType]) -> tuple[str, ...]:
+        """Attributes of the model's modules that forward sets, whatever was there before, and does not read."""
+        written = [(self.numbers.get(each, -1), name) for each, name in self.written]
+        written = [(i, name) for i, name in written if i >= 0 and self.known[i].is_submodule]
+        unread = [(i, n) for i, n in written if n not in kept_by_torch(self.objects[i]) and not reads(codes, n)]
+        return tuple(sorted(f"self.{self.known[i].path}.{name}".replace("..", ".") for i, name in unread))
 
     def finish(self, graph_module: fx.GraphModule) -> Reads:
         """What was read; outside the model's modules, as it is after the trace."""

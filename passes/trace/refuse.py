@@ -29,8 +29,12 @@ def refuse(model: nn.Module) -> None:
             raise Unsupported(row.construct, place or "(the model itself)", row.reason, row.remedy)
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def _backward_hooks(model: nn.Module) -> Iterator[str]:
-    return (n for n, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks)
+    return (n for n, m in model.named_modules() if n and has_backward_hooks(m))
 
 
 def _hooks_of_every_module(model: nn.Module) -> Iterator[str]:
@@ -99,6 +103,10 @@ def _untracked(model: nn.Module) -> Iterator[str]:
     return (name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_inference())
 
 
+BACKWARD_HOOK = (
+    "module backward hook", "the planned backward runs no module boundaries",
+    "Use hooks on parameters (they fire as usual), or remove it before planning.",
+)  # fmt: skip
 UNTRACKED = (
     "tensor made under torch.inference_mode()", "torch does not count its changes, which a plan has to notice",
     "Make it under torch.no_grad(), or take a clone() outside of the block.",
@@ -191,10 +199,7 @@ TABLE: tuple[Refusal, ...] = (
         "lazy parameter", "its shape is not known yet", "Run the model once on a sample before planning.",
         _uninitialized,
     ),
-    Refusal(
-        "module backward hook", "the planned backward runs no module boundaries",
-        "Use hooks on parameters (they fire as usual), or remove it before planning.", _backward_hooks,
-    ),
+    Refusal(*BACKWARD_HOOK, _backward_hooks),
     Refusal(
         "hook of every module (register_module_forward_hook, ...)", "it would run on modules of the tracer's own",
         "Remove it before planning, or register it on the model's submodules (register_forward_hook).",

@@ -46,7 +46,7 @@ class Held:
     def _refuse(self, *_: Any) -> Any:
         raise Unsupported(
             "an iterator advanced in forward", f"{self.path}, {place(user_frame(sys._getframe(1)))}",
-            "it would be advanced once, while tracing, and not in the planned steps",
+            "planning would advance it, and the planned steps would not, or would go on from there",
             "Advance it outside forward, and pass what it gives as an argument.",
         )  # fmt: skip
 
@@ -54,26 +54,40 @@ class Held:
 
 
 class Snapshot:
-    """The state that can be reached from a model, as it is now."""
+    """The state that can be reached from a model, as it is now.
 
-    def __init__(self, model: nn.Module, loss_fn: Any = None, arguments: Iterable[Any] = ()) -> None:
+    Args:
+        draws: whether the generators that all code shares are part of it.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Any = None, arguments: Iterable[Any] = (), draws: bool = True
+    ) -> None:
         self.nodes: list[Node] = []
-        self.seen: dict[int, Any] = {}
+        shared = [(generator, path, name) for generator, path, name in _shared_generators() if generator is not None]
+        self.seen: dict[int, Any] = {} if draws else {id(generator): generator for generator, *_ in shared}
         self._queue: deque[tuple[Any, str, str]] = deque()
+        self._hooks: deque[tuple[Any, str, str]] = deque()
+        self._in_hooks = False
         for prefix, module in model.named_modules():
             self._queue.append((module, f"self.{prefix}" if prefix else "self", ""))
         if loss_fn is not None:
             self._queue.append((loss_fn, "loss_fn", "loss_fn"))
         self._queue.extend((argument, ARGUMENT, ARGUMENT) for argument in arguments)
         if alone():  # else another thread may draw meanwhile
-            self._queue.append((_python_generator(), "Python's random", "random"))
-            self._queue.append((torch.default_generator, "torch's random generator", "torch"))
-            if (numpy := sys.modules.get("numpy")) is not None:
-                self._queue.append((numpy.random.mtrand._rand, "numpy.random", "random"))
+            self._queue.extend(shared)
         with outside_tracing():
-            while self._queue and len(self.nodes) < MAX_NODES:
-                visit(self, *self._queue.popleft())
+            self._visit_all()
+            self._in_hooks = True
+            while self._hooks and len(self.nodes) < MAX_NODES:
+                self._queue.append(self._hooks.popleft())
+                self._visit_all()
         self._queue.clear()
+        self._hooks.clear()
+
+    def _visit_all(self) -> None:
+        while self._queue and len(self.nodes) < MAX_NODES:
+            visit(self, *self._queue.popleft())
 
     def changes(self, alike: Callable[[Any, Any], bool] | None = None) -> list[Change]:
         """Places that differ from what was taken."""
@@ -103,11 +117,15 @@ class Snapshot:
             self.restore()
 
     def add(self, node: Node) -> Node:
+        node.of_hook = self._in_hooks
         self.nodes.append(node)
         return node
 
     def follow(self, values: Iterable[tuple[Any, str, str]]) -> None:
         self._queue.extend(values)
+
+    def follow_hooks(self, values: Iterable[tuple[Any, str, str]]) -> None:
+        self._hooks.extend(values)
 
 
 def scramble(generator: Any, seed: int) -> None:
@@ -124,5 +142,10 @@ def _pairs(content: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(content)) if isinstance(content, list) else []
 
 
-def _python_generator() -> Any:
-    return getattr(random.random, "__self__", None)
+def _shared_generators() -> list[tuple[Any, str, str]]:
+    numpy = sys.modules.get("numpy")
+    return [
+        (getattr(random.random, "__self__", None), "Python's random", "random"),
+        (torch.default_generator, "torch's random generator", "torch"),
+        (None if numpy is None else numpy.random.mtrand._rand, "numpy.random", "random"),
+    ]

@@ -75,6 +75,11 @@ DATA = Construct(
     "Change the tensor in place (copy_, under no_grad), or assign the attribute of a buffer.",
 )
 
+KEPT = Construct(
+    "tensor kept outside the model's outputs",
+    "a planned step would not put one there",
+    "Return it from forward, in a tuple, list, dict or dataclass.",
+)
 TYPES = Construct(
     "the exact type of a tensor in forward",
     "while tracing, tensors and parameters are of other classes, and the comparison would go the other way",

@@ -16,6 +16,8 @@ from passes.run._torch import under_autocast
 from passes.trace.arguments import argument_names, call_signature, names_given, run_model, state_tensors
 from passes.trace.capture import Traced
 from passes.trace.given import left_alone
+from passes.trace.refuse import has_sharded
+from passes.trace.state import Snapshot as Reached
 from passes.trace.structure import Bound, constants, flatten, slots, unflatten
 from planner.decided import Decided
 from planner.dropin.regions import regions_of, running_regions
@@ -50,6 +52,7 @@ class Case:
         self.originals = [*state_tensors(model, traced.state), *inputs]
         roots = [model, loss_fn, *constants(self.template)]
         self.snapshot = Snapshot(roots, self.originals)
+        self.reached = None if has_sharded(model) else Reached(model, loss_fn, draws=False)
         self.remembers = False  # whether the plain step, which runs first, left anything on the model
         self.generators = Generators.of(self.originals)
         self.start = self.generators.state()
@@ -119,6 +122,8 @@ class Case:
         finally:
             self.changed = self.snapshot.changed()
             self.snapshot.restore()
+            if self.reached is not None:
+                self.reached.restore()
         return observed
 
     def _at(self, i: int, step: int) -> torch.Tensor:

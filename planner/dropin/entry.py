@@ -80,10 +80,10 @@ class Entry:
     def reads(self) -> Reads:
         return self.planned.prepared.traced.reads
 
-    @property
-    def learned(self) -> set[Any]:
-        """What it was planned with that earlier backwards had shown (see `Fallback`)."""
-        return set(self.planned.prepared.traced.layouts)
+    def lacks(self, keys: Iterable[Any], layouts: Layouts) -> bool:
+        """Whether it was planned without what backwards have shown of these (see `Fallback`)."""
+        own = self.planned.prepared.traced.layouts
+        return any(own.get(key) != layouts[key] for key in keys)
 
     def holds(
         self, model: nn.Module, loss_fn: Any, inputs: Sequence[torch.Tensor], bound: Mapping[str, Any]
@@ -143,9 +143,12 @@ class Losses:
 
     Attributes:
         expected: the outputs of the call made last; None until a backward started from others than planned for.
+        astray: backwards in a row that were none that was planned for; after `patience` of them one forgets what the
+            first ones have shown.
     """
 
     def __init__(self) -> None:
+        self.astray, self.patience = 0, 3
         self.expected: Started | None = None
         self.recent: deque[Started] = deque(maxlen=REMEMBERED_CALLS)
 
@@ -258,14 +261,14 @@ class Fallback:
         finally:
             if learned:
                 for entry in self.state.cache:
-                    concerned = (autocast or entry.starts == paths) and not learned & entry.learned
+                    concerned = (autocast or entry.starts == paths) and entry.lacks(learned, self.layouts)
                     entry.outdated = entry.outdated or concerned
             self.started.paths, self.started.seen = paths, True
             self.state.losses.expected = self.started
 
     def not_needed(self) -> None:
         """See `passes.run.step.Fallback`."""
-        self.started.seen = True
+        self.started.seen, self.state.losses.astray = True, 0
 
     def _irreplayable(self, primals: Sequence[torch.Tensor]) -> str | None:
         """Why the forward cannot be replayed; None where it can."""
@@ -288,15 +291,21 @@ class Fallback:
     def _learn(self, gradients: Mapping[str, torch.Tensor], autocast: bool) -> set[Any]:
         """Plan for gradients in these strides, under this autocast, from now on; nothing where this plan is for others.
 
-        Another plan of the same model may have learned them since this one was made.
+        Another plan of the same model may have learned them since this one was made. Where none comes any more that
+        the plan is for (the first step had a loss of its own), it is for those that do.
         """
+        losses = self.state.losses
+        losses.astray += 1
         keys: dict[Any, Any] = {gradient_key(path, g): tuple(g.stride()) for path, g in gradients.items()}
         if autocast:
             keys = {BACKWARD_AUTOCAST: active_autocast()}
-        if any(key in self.traced.layouts for key in keys):
+        if not any(key in self.traced.layouts for key in keys):
+            self.layouts.update({key: layout for key, layout in keys.items() if key not in self.layouts})
+        elif losses.astray >= losses.patience:
+            self.layouts.update(keys)
+            losses.astray, losses.patience = 0, 2 * losses.patience
+        elif any(self.layouts.get(key) != layout for key, layout in keys.items()):
             return set()
-        for key, layout in keys.items():
-            self.layouts.setdefault(key, layout)
         return set(keys)
 
     @contextmanager

@@ -52,6 +52,7 @@ class PlannedModule(fx.GraphModule):
         own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
         if inner is not model or not runs_hooks(model, loss_fn):
             own.update((name, getattr(model, name)) for name in _HOOKS)
+            del own["_is_full_backward_hook"]  # which the model then answers
         own["_plan_state"] = PlanState(inner, loss_fn, replan, on_new_shape, call_signature(inner, loss_fn))
         own["planned_step"] = _StepCall(self)
         self._plan_state.start(sample, planned)
@@ -206,7 +207,7 @@ def _with_signature(signature: inspect.Signature) -> Callable[..., Any]:
 
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from passes.trace.capture import OutputLeaf, Traced, casts_kept, choose_differen
 from passes.trace.given import all_outputs, deliver, left_alone, targets_of
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.refuse import has_sharded, is_sharded
+from passes.trace.state import Snapshot as Reached
 from passes.trace.structure import Bound, flatten, slots, unflatten
 from passes.trace.value_guards import KnownValues
 from planner.check.restore import Generators, Snapshot, gradients_aside, hooks_aside, put_back, strangers_kept
@@ -466,6 +468,11 @@ class Sample:
     draws: Mapping[str, Any]
     written: set[str] = field(default_factory=set)
 
+    @cached_property
+    def reached(self) -> Reached:
+        """What Python state the step can change, in functions' globals and classes, too."""
+        return Reached(self.model, self.loss_fn, draws=False)
+
     def run(self, candidates: Candidates, parts: Parts, counting: Counting | None = None) -> Hollow:
         """One hollow run; the model, its gradients and all generators are left as they were.
 
@@ -473,7 +480,8 @@ class Sample:
             counting: adds up what glue costs. Ops that are looked at may allocate otherwise: it shows no events.
         """
         kept = casts_kept(torch.is_autocast_cache_enabled())  # a copy of what one rank gathers alone is a wrong one
-        with scattered(self.model), gathered_gradients_aside(self.model), of_last_micro_batch(self.model), kept:
+        alone = nullcontext() if has_sharded(self.model) else self.reached.iterators_held()
+        with scattered(self.model), gathered_gradients_aside(self.model), of_last_micro_batch(self.model), kept, alone:
             if counting is not None or not kind_of(self.device).caches:
                 return self._run(candidates, parts, counting)
             empty_cache(self.device)

@@ -189,6 +189,7 @@ class Parts:
             keeps = self.keeps_logits or type(module) is not CrossEntropy
             traced = capture(module, bound, None, differentiated=starts, keep_inputs=keeps, layouts=layouts)
             aliases = alias(traced.graph_module.graph)
+        _refuse_left(traced)
         state = list(map(state_key, state_tensors(module, traced.state)))
         return Part(type(module), key, state, asked, traced, aliases)
 
@@ -231,6 +232,15 @@ class Parts:
         self.layouts.update(made)
         self.known.clear()
         return True
+
+
+def _refuse_left(traced: Traced) -> None:
+    if traced.left:
+        raise Unsupported(
+            "something that forward sets and others may read", traced.left[0], "a planned region returns its outputs "
+            "and sets nothing else, and the code after it would find what was there before",
+            "Return it, or register it as a buffer.",
+        )  # fmt: skip
 
 
 def _alone(error: CaptureError | Unsupported) -> CaptureError | Unsupported:

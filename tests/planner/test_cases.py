@@ -351,9 +351,28 @@ class PlainState(nn.Module):
         return self.head(x) * self.steps
 
 
+def buffer_with_gradient(leave: Callable[[Any, torch.Tensor], Any]) -> nn.Module:
+    """Leaves an auxiliary loss in a buffer, for the loss outside to read."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        leave(self, y.pow(2).mean())
+        return y
+
+    model = Wrap(forward, layer=linear())
+    model.register_buffer("found", torch.zeros(()))
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
     "backward hook": (
         lambda: with_hook("full_backward_hook"), batch, "module backward hook at 1", "Use hooks on parameters"),
+    "buffer assigned with its gradient": (
+        lambda: buffer_with_gradient(lambda model, loss: setattr(model, "found", loss)),
+        batch, "buffer that forward gives a gradient at found", "put its detach() there"),
+    "buffer changed in place with its gradient": (
+        lambda: buffer_with_gradient(lambda model, loss: model.found.detach_().zero_().add_(loss)),
+        batch, "buffer that forward gives a gradient at found", "put its detach() there"),
     "sparse embedding": (
         lambda: nn.Embedding(9, 4, sparse=True), lambda: torch.arange(4), "sparse gradient", "sparse=False"),
     "sparse function": (
@@ -746,6 +765,34 @@ def test_a_hook_registered_after_planning_is_noticed_and_traced() -> None:
     model[0].register_forward_hook(lambda module, args, output: output * 2)
     with pytest.warns(UserWarning, match="planning anew"):
         assert torch.equal(chosen.module(x), model(x))
+
+
+class Keeper:
+    """A hook that keeps what it has seen, and how often."""
+
+    def __init__(self, keeps: bool) -> None:
+        self.keeps, self.calls, self.seen = keeps, 0, torch.zeros(8)
+
+    def hook(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.calls += 1
+        if self.keeps:
+            self.seen = output.detach().mean(0)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("regions", ["whole", ["0"]])
+def test_planning_leaves_what_only_a_hook_reaches(keeps: bool, regions: Any) -> None:
+    model, keeper = nn.Sequential(nn.Sequential(linear(), nn.GELU(), linear()), linear()), Keeper(keeps)
+    model[1].register_forward_hook(keeper.hook)
+    if keeps and regions == "whole":
+        with pytest.raises(Unsupported, match=r"tensor kept outside the model's outputs at a hook of self.1.seen"):
+            plan(model, batch(), regions=regions)
+    else:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            plan(model, batch(), regions=regions)
+        assert any("forward sets a hook of self.1.calls" in str(w.message) for w in said) == (regions == "whole")
+    assert keeper.calls == 0 and torch.equal(keeper.seen, torch.zeros(8))
 
 
 def test_a_replaced_constant_is_noticed() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import random
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from passes.errors import Unsupported
 from passes.memory import measure_peak
 from planner import RegionError, auto_checkpoint
 from tests.zoo.compare import differences, forward_backward, run_step
@@ -544,3 +548,103 @@ def test_what_a_region_makes_and_frees_is_not_taken_for_what_crosses_its_edge() 
     peak = measure_peak(lambda: kept.append(forward_backward(plan.module, sample)))
     assert plan.runs
     assert peak == plan.peak_bytes - plan.static_bytes
+
+
+class Leaves(Part):
+    """Leaves something on itself, or elsewhere, besides what it returns."""
+
+    seen: ClassVar[list[int]] = []
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.rows, self.found = where, 2, torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + super().forward(x)
+        if self.where == "a loss":
+            self.found = y.pow(2).mean()
+        elif self.where == "a number":
+            self.rows = len(x)
+        else:
+            self.seen.append(len(x))
+        return y
+
+
+class ReadsWhatIsLeft(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.front, self.back = Part(), Leaves(where)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.abs().sum().item() < 0:
+            x = -x
+        y = self.back(self.front(x))
+        if self.back.where == "a number":
+            return y.pow(2).mean() * self.back.rows
+        return y.pow(2).mean() + (self.back.found if self.back.where == "a loss" else Leaves.seen[-1])
+
+
+@pytest.mark.parametrize("where", ["a loss", "a number", "a list of the class"])
+def test_a_region_that_leaves_something_for_others_stays_eager(where: str) -> None:
+    torch.manual_seed(0)
+    model = ReadsWhatIsLeft(where)
+    plain = copy.deepcopy(model)
+    Leaves.seen[:] = [7]
+    model(torch.randn(2, 16))  # what is left there is of another step, and of as many rows
+    plain(torch.randn(2, 16))
+    plan = auto_checkpoint(model, torch.randn(2, 16), regions=["front", "back"], recompute=["*"], check=False)
+    assert Leaves.seen == ([7, 2, 2] if where == "a list of the class" else [7])
+    assert any("back" in str(row) and "others may read" in str(row) for row in plan.regions), plan.regions
+    for rows in (2, 3, 2):
+        x = torch.randn(rows, 16)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other sizes are planned anew
+            found = forward_backward(plan.module, x)
+        assert torch.equal(found, forward_backward(plain, x))
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+
+
+class Draws(nn.Module):
+    """Code between regions that has state of its own, in other places than attributes of modules."""
+
+    told: ClassVar[list[float]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.generator, self.python = Part(), torch.Generator().manual_seed(3), random.Random(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.part(x) * torch.rand(16, generator=self.generator) * self.python.random()
+        self.told.append(y.sum().item())
+        TOLD.append(len(self.told))
+        return y.sin().sum()
+
+
+TOLD: list[int] = []
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_planning_leaves_what_code_between_regions_changes(check: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Draws(), torch.randn(4, 16)
+    plain = copy.deepcopy(model)
+    plain.generator = torch.Generator().manual_seed(3)
+    Draws.told.clear()
+    TOLD.clear()
+    plan = auto_checkpoint(model, x, regions="part", recompute=["*"], check=check)
+    assert (Draws.told, TOLD) == ([], [])
+    for _ in range(3):
+        assert torch.equal(plan.module(x), plain(x))
+
+
+def test_an_iterator_that_code_between_regions_advances_is_refused() -> None:
+    class Counts(Draws):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.part(x).sum() * next(self.count)
+
+    model = Counts()
+    model.count = itertools.count(1)
+    with pytest.raises(Unsupported, match=r"an iterator advanced in forward at self\.count"):
+        auto_checkpoint(model, torch.randn(4, 16), regions="part", check=False)
+    assert next(model.count) == 1

@@ -276,6 +276,23 @@ class Stateful(nn.Module):
         return {"loss": squares(hidden), "hidden": hidden}
 
 
+def test_a_first_loss_of_another_kind_is_forgotten() -> None:
+    model = nn.Sequential(linear(), nn.GELU(), linear())
+    plain, chosen, x = copy.deepcopy(model), plan(model, batch(), recompute=["*"]), batch()
+    replays = []
+    for i in range(12):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for run in (chosen.module, plain):
+                run.zero_grad()
+                output = run(x)
+                (output.sum() if i == 0 else output.pow(2).mean()).backward()
+        replays.append(any("in other strides" in str(w.message) for w in said))
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+    assert replays[0] and not any(replays[4:])
+
+
 def test_a_replay_starts_from_the_old_values() -> None:
     chosen, model, plain = planned_twins(Stateful(), batch(16, 32))
     x = batch(16, 32)
@@ -655,6 +672,24 @@ def test_hooks_on_the_planned_module_itself() -> None:
     chosen.module.register_forward_hook(lambda m, a, out: seen.append(out))
     output = chosen.module(batch())
     assert seen == [output] or seen[0] is output
+
+
+@pytest.mark.parametrize("kind", ["full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize("on_the_model", [True, False])
+def test_backward_hooks_of_the_model_itself(kind: str, on_the_model: bool) -> None:
+    model = nn.Sequential(linear(), nn.GELU(), linear())
+    plain = copy.deepcopy(model)
+    chosen, x = plan(model, batch(), recompute=["*"]), batch()
+    holders = [plain, model if on_the_model else chosen.module]
+    handles = [getattr(h, f"register_{kind}")(lambda _, *gradients: (gradients[0][0] * 2,)) for h in holders]
+    for removed in (False, True):
+        for handle in handles if removed else ():
+            handle.remove()
+        for run, owner in ((plain, plain), (chosen.module, model)):
+            owner.zero_grad()
+            run(x.detach().requires_grad_()).sin().sum().backward()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -145,6 +145,29 @@ def test_what_is_planned_on_a_first_micro_batch_counts_what_the_last_one_holds(g
     assert all(torch.equal(local_part(p.grad), local_part(q.grad)) for p, q in pairs)
     assert waiting.plan is not None
     assert waiting.plan.peak_bytes == planned(other, x, gradients=gradients).peak_bytes
+
+
+@pytest.mark.parametrize(("root", "applied"), [(True, True), (True, False), (False, False)])
+def test_whole_parameters_from_before_an_optimizer_step_serve_where_eager_uses_them(root: bool, applied: bool) -> None:
+    (model, plain), x = (sharded(root, reshard_after_forward=True) for _ in range(2)), torch.randn(64, 16)
+    plan = planned(model, x, recompute=["0.0", "1.0", "2.0"])
+    assert "addmm" in str(plan.recomputed)  # which reads a gathered weight once more
+    steps = [(plan.apply(model) if applied else plan.module, model), (plain, plain)]
+    owners = [list(owner.parameters()) for _, owner in steps]
+    optimizers = [torch.optim.SGD(own, 0.5) for own in owners]
+    for kept, said in ((False, False), (True, False), (True, True), (False, False), (False, False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for (module, owner), optimizer in zip(steps, optimizers, strict=True):
+                for block in owner.modules():
+                    if isinstance(block, FSDPModule):
+                        block.set_reshard_after_backward(not kept)
+                optimizer.zero_grad()
+                module(x).square().mean().backward()
+        assert said == ("kept the whole parameters of 0, 1, 2" in "".join(str(w.message) for w in caught))
+        assert all(torch.equal(local_part(p.grad), local_part(q.grad)) for p, q in zip(*owners, strict=True))
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 def two_micro_batches(module: nn.Module, x: torch.Tensor) -> None:

@@ -74,7 +74,7 @@ class Options:
         if not _is_number(self.time_limit) or not self.time_limit > 0:
             raise PlannerError(f"time_limit={self.time_limit!r} must be a positive number of seconds.")
         if not _is_number(self.gap) or not self.gap >= 0:
-            raise PlannerError(f"gap={self.gap!r} must not be negative: it is a share of the plain step's cost.")
+            raise PlannerError(f"gap={self.gap!r} must be zero or more: it is a share of the plain step's cost.")
 
     @property
     def patterns(self) -> tuple[str, ...]:

@@ -395,10 +395,11 @@ class PlanState:
             self.noticed_outdated = True
             warnings.warn(
                 f"fully_shard kept the whole parameters of {brief(', '.join(self.outdated))} (after "
-                "set_reshard_after_backward(False) or unshard()) while an optimizer changed their parts: eager uses "
-                "the old ones in this forward and new ones in its backward. Such steps run plain, and not under the "
-                "budget. Call reshard() on each of these modules before optimizer.step(), or "
-                "set_reshard_after_backward(True) before the last backward that comes before it.",
+                "set_reshard_after_backward(False) or unshard()), perhaps from before an optimizer changed their "
+                "parts: eager uses the old ones in this forward and new ones in its backward. Such steps run plain, "
+                "and not under the budget. Call reshard() on each of these modules before optimizer.step(), or "
+                "set_reshard_after_backward(True) before the last backward that comes before it; in the place of "
+                "unshard(), set_modules_to_forward_prefetch.",
                 stacklevel=_user_frame(),
             )
 

@@ -115,7 +115,7 @@ def test_a_budget_over_the_plain_peak_recomputes_nothing_and_says_so() -> None:
         ({"time_limit": 0}, "time_limit=0 must be a positive number of seconds"),
         ({"time_limit": math.nan}, "time_limit=nan must be"),
         ({"time_limit": "5"}, "time_limit='5' must be"),
-        ({"gap": -0.1}, "gap=-0.1 must not be negative"),
+        ({"gap": -0.1}, "gap=-0.1 must be zero or more"),
         ({"gap": "x"}, "gap='x'"),
         ({"cost": "watts"}, "cost='watts' is unknown: it takes one of flops, roofline, measured"),
         ({"on_new_shape": "guess"}, "on_new_shape='guess' is unknown: it takes 'replan', 'bucket', 'eager' or 'error'"),

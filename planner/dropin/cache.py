@@ -35,7 +35,7 @@ from planner.decided import Decided
 from planner.errors import NothingTrained
 from planner.options import BUCKET
 from planner.pipeline import Replan
-from planner.ranks.sharded import Gathers, gathered_gradients, input_dtype, kept_whole_bytes
+from planner.ranks.sharded import Gathers, gathered_aside, gathered_gradients, input_dtype, kept_whole_bytes
 from solvers.errors import MIB, BudgetError, PlannerError
 
 from .entry import Entry, Fallback, Losses, Watched, are_trained, starts_of
@@ -77,6 +77,7 @@ class PlanState:
         self.looking = False  # whether that runs
         self.gathers = Gathers() if has_sharded(model) else None
         self.outdated: list[str] = []  # modules that hold whole parameters from before a change, in this call
+        self.look_at_gathers()
 
     def start(self, bound: Mapping[str, Any], planned: Decided) -> None:
         """Remember the first plan, made for calls that look like `bound`."""
@@ -307,7 +308,7 @@ class PlanState:
         begin = time.monotonic()
         # A surrounding torch.utils.checkpoint counts the tensors that autograd saves: tracing must not add to them.
         uncounted = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-        with uncounted if active_saving_hooks() else nullcontext(), self.set_aside():
+        with uncounted if active_saving_hooks() else nullcontext(), self.set_aside(), gathered_aside(self.model):
             planned = self.replan(self.model, bound, starts)
         # An entry whose model was changed since finds its objects again when it is next looked at.
         stale = other is not None and (other.outdated or self._sharded_since(other))

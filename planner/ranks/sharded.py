@@ -66,6 +66,45 @@ def scattered(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def gathered_aside(model: nn.Module) -> Iterator[None]:
+    """Let sharded modules hold no whole parameters in the block, and after it those that they held before.
+
+    One rank may plan while others do not: in the call that follows it has to gather what they gather, and nothing else.
+    """
+    groups = _groups(model)
+    before = [(place, dict(vars(place))) for group in groups for place in (group, *group.fsdp_params)]
+    for group in groups:
+        group._all_gather_result = None
+        for parameter in group.fsdp_params:
+            parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
+            vars(parameter).pop("_unsharded_param", None)
+        group.reshard()
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.reshard()
+        for place, held in before:
+            vars(place).update({name: held[name] for name in _GATHERED if name in held})
+        for group in groups:
+            for parameter in group.fsdp_params:
+                parameter._setattr_on_modules(_registered(parameter))
+
+
+_GATHERED = (
+    "_all_gather_result", "_sharded_state", "sharded_state", "all_gather_outputs", "_unsharded_inner_tensors",
+    "_unsharded_param", "_sharded_post_forward_param", "_sharded_post_forward_param_data",
+)  # fmt: skip
+
+
+def _registered(parameter: Any) -> nn.Parameter:
+    """What a module has of a parameter in the state in which it is."""
+    places = {"UNSHARDED": "_unsharded_param", "SHARDED_POST_FORWARD": "_sharded_post_forward_param"}
+    found: nn.Parameter = getattr(parameter, places.get(parameter.sharded_state.name, "sharded_param"))
+    return found
+
+
+@contextmanager
 def without_reducing(model: nn.Module) -> Iterator[None]:
     """Let gradients accumulate where they are, as `set_requires_gradient_sync(False)` does."""
     before = [(group, group.reduce_grads) for group in _groups(model)]

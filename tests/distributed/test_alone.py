@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from passes._torch import local_part
+from passes.errors import Unsupported
 from passes.run.step import ChangedInPlace
 from planner import Plan, auto_checkpoint
 from planner.integrations import plan_on_first_batch
@@ -170,6 +171,24 @@ def test_whole_parameters_from_before_an_optimizer_step_serve_where_eager_uses_t
             optimizer.step()
 
 
+def test_a_new_length_is_planned_with_what_an_evaluation_left_gathered_as_it_was() -> None:
+    model, plain = headed(), headed()
+    planned(model, torch.randn(64, 16), on_new_shape="replan").apply(model)
+    x, found = torch.randn(32, 16), []
+    for each in (model, plain):
+        own = list(each.parameters())
+        with torch.no_grad():
+            each(x)  # leaves the root's own gathered
+            for parameter in own:
+                parameter.mul_(2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # another shape
+            loss = each(x).square().mean()
+        loss.backward()
+        found.append([loss, *(local_part(p.grad) for p in own)])
+    assert all(map(torch.equal, *found))
+
+
 def two_micro_batches(module: nn.Module, x: torch.Tensor) -> None:
     for _ in range(2):
         module(x).square().mean().backward()
@@ -222,6 +241,13 @@ def test_an_optimizer_that_steps_between_forward_and_backward_is_refused_by_name
     optimizer.step()
     with pytest.raises(ChangedInPlace, match="weight was changed in place between forward and backward"):
         first.backward()
+
+
+def test_replicas_on_top_of_sharding_hooks_are_refused_by_name() -> None:
+    replicate = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp").replicate
+    model = replicate(blocks(), mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("replicate",)))
+    with pytest.raises(Unsupported, match=r"replicate\(\) of torch.distributed at the model.*DistributedDataParallel"):
+        auto_checkpoint(model, torch.randn(64, 16), "95%", **QUICK)
 
 
 class Two(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from passes.printable import brief
 from passes.profile import OpProfile
 from passes.rates import check_cost, cost_function
 from solvers import get_solver
@@ -63,6 +64,8 @@ class Options:
     def __post_init__(self) -> None:
         get_solver(self.solver)
         check_mode(self.check)
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise PlannerError(f"loss_fn={brief(repr(self.loss_fn))} is not callable: pass a function of the output.")
         check_cost(self.cost)
         object.__setattr__(self, "device", check_device(self.device, self.cost))
         if self.on_new_shape not in ON_NEW_SHAPE:

@@ -121,6 +121,8 @@ def test_a_budget_over_the_plain_peak_recomputes_nothing_and_says_so() -> None:
         ({"on_new_shape": "guess"}, "on_new_shape='guess' is unknown: it takes 'replan', 'bucket', 'eager' or 'error'"),
         ({"reserve_mb": -1}, "reserve_mb=-1 is not a number of MiB"),
         ({"reserve_mb": math.inf}, "reserve_mb=inf is not a number of MiB"),
+        ({"loss_fn": 3}, "loss_fn=3 is not callable: pass a function"),
+        ({"loss_fn": nn.MSELoss()}, "Linear.forward and loss_fn, which takes target: missing a required argument"),
         ({"optimizer": 3}, "optimizer=3 is not an optimizer: pass an instance, a class"),
     ],
 )

@@ -17,6 +17,7 @@ from .budget import Budget
 from .plan import Plan
 from .prepared import model_device
 from .session import Session, open_session
+from .units import show_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -219,7 +220,7 @@ class _Search:
         if minimum.minimum_bytes <= self.budget:
             return True
         if must:
-            sizes = [f"{size / MIB:,.1f} MiB" for size in (self.budget, minimum.minimum_bytes, minimum.floor_bytes)]
+            sizes = [show_bytes(size) for size in (self.budget, minimum.minimum_bytes, minimum.floor_bytes)]
             raise BudgetError(
                 f"not even a batch of one fits into {sizes[0]}: it takes {sizes[1]}, none below {sizes[2]} can work.",
                 budget_bytes=self.budget, minimum_bytes=minimum.minimum_bytes, floor_bytes=minimum.floor_bytes,

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from passes.printable import brief
 from passes.profile import OpProfile
 from passes.rates import check_cost, cost_function
 from solvers import get_solver
@@ -63,6 +64,8 @@ class Options:
     def __post_init__(self) -> None:
         get_solver(self.solver)
         check_mode(self.check)
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise PlannerError(f"loss_fn={brief(repr(self.loss_fn))} is not callable: pass a function of the output.")
         check_cost(self.cost)
         object.__setattr__(self, "device", check_device(self.device, self.cost))
         if self.on_new_shape not in ON_NEW_SHAPE:
@@ -74,7 +77,7 @@ class Options:
         if not _is_number(self.time_limit) or not self.time_limit > 0:
             raise PlannerError(f"time_limit={self.time_limit!r} must be a positive number of seconds.")
         if not _is_number(self.gap) or not self.gap >= 0:
-            raise PlannerError(f"gap={self.gap!r} must not be negative: it is a share of the plain step's cost.")
+            raise PlannerError(f"gap={self.gap!r} must be zero or more: it is a share of the plain step's cost.")
 
     @property
     def patterns(self) -> tuple[str, ...]:

@@ -64,6 +64,12 @@ class Plan(Decided):
 
         return to_text(self)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PlannerError(
+            "a plan is not pickled: it holds generated code and the model. plan.save(path) writes it, and "
+            "Plan.load(path, model, sample) reads it."
+        )
+
     # Run ----------------------------------------------------------------------------------------------------------
 
     def apply(self, model: nn.Module | None = None, sample: Any = None) -> nn.Module:

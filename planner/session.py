@@ -25,7 +25,14 @@ from .preference import solve_step
 from .prepared import Prepared, check_model, model_device
 from .progress import Progress
 from .ranks.flight import flight_of
-from .ranks.wrapper import check_wrapper, inner_module, wrapper_bytes, wrapper_gradients, wrapper_notes
+from .ranks.wrapper import (
+    check_wrapper,
+    inner_module,
+    unsent_bytes,
+    wrapper_bytes,
+    wrapper_gradients,
+    wrapper_notes,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +107,7 @@ def open_session(
     inner = inner_module(model)
     check_wrapper(model)
     check_model(inner)
-    reserve_bytes = reserve_to_bytes(reserve_mb)
+    reserve_bytes = reserve_to_bytes(reserve_mb) + unsent_bytes(model, options.get("gradients", "fresh"))
     asked = Options(**options, reserve_bytes=reserve_bytes, hints=make_hints(save, never_recompute, recompute))
     update = measure_update(optimizer, inner, model_device(inner), in_hooks=asked.gradients == "consumed")
     asked = replace(

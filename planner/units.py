@@ -11,7 +11,8 @@ UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z%]+)\s*", re.IGNORECASE | re.ASCII)
-ACCEPTED = "write a size with its unit, such as 512MiB, 4GB or 1.5GiB, or a share of the plain peak, such as 80%"
+SIZE = "write a size with its unit, such as 512MiB, 4GB or 1.5GiB"
+SHARE = ", or a share of the plain peak, such as 80%"
 
 
 def parse_size(text: str, whole_bytes: int | None = None) -> int:
@@ -20,18 +21,19 @@ def parse_size(text: str, whole_bytes: int | None = None) -> int:
     Raises:
         BudgetError: `text` is not a size, or a percentage where there is nothing to take it of.
     """
+    accepted = SIZE if whole_bytes is None else SIZE + SHARE
     match = _SIZE.fullmatch(text)
     unit = match[2].lower() if match else ""
     if match is None or not (unit == "%" or unit in UNITS):
-        raise BudgetError(f"{text!r} is not a size: {ACCEPTED}.")
+        raise BudgetError(f"{text!r} is not a size: {accepted}.")
     if unit == "%" and whole_bytes is None:
-        raise BudgetError(f"{text!r} needs a whole to be a share of: write a size with its unit, such as 512MiB.")
+        raise BudgetError(f"{text!r} needs a whole to be a share of: {accepted}.")
     scale = UNITS[unit] if unit != "%" else whole_bytes or 0
     number, _, decimals = match[1].partition(".")
     exact = int(number + decimals) * scale // 10 ** len(decimals)
     size = exact // 100 if unit == "%" else exact
     if size <= 0:
-        raise BudgetError(f"{text!r} is not above zero: {ACCEPTED}.")
+        raise BudgetError(f"{text!r} is not above zero: {accepted}.")
     return size
 
 

@@ -133,7 +133,12 @@ class Step:
 
 
 def refuse_transform(tensors: Iterable[torch.Tensor | None]) -> None:
-    """Raise where a transform of `torch.func` runs this code, or has to do with the tensors."""
+    """Raise where `torch.jit.trace` or a transform of `torch.func` runs this, or has to do with the tensors."""
+    if torch.jit.is_tracing():
+        raise PlannerError(
+            "torch.jit.trace cannot look into a planned step: trace the original model (plan.remove(model) where the "
+            "plan was applied)."
+        )
     if under_transform(tensors):
         raise PlannerError(
             "a planned step runs under loss.backward() and torch.autograd.grad; torch.func.grad, vmap, jvp and the "

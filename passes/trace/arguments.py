@@ -48,9 +48,13 @@ def bind_sample(model: nn.Module, sample: Sample, loss_fn: Callable[..., Any] | 
     try:
         return bind_call(call_signature(model, loss_fn), args, kwargs)
     except TypeError as error:
+        own, extra, follow = f"{type(model).__name__}.forward", loss_arguments(loss_fn), ""
+        if extra:
+            own += f" and loss_fn, which takes {', '.join(extra)}"
+            follow = "; what loss_fn takes follows what forward requires"
         raise PlannerError(
-            f"the sample does not fit {type(model).__name__}.forward: {error}. Pass a tensor, a tuple of positional "
-            "arguments, or a dict of keyword arguments."
+            f"the sample does not fit {own}: {error}. Pass a tensor, a tuple of positional arguments, or a dict of "
+            f"keyword arguments{follow}."
         ) from error
 
 

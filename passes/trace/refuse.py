@@ -168,6 +168,13 @@ def _wrapped(model: nn.Module) -> Iterator[str]:
     return _of_kinds(model, kinds)
 
 
+def _replicated(model: nn.Module) -> Iterator[str]:
+    """Where `replicate()` was called, as it is on top of `fully_shard`'s hooks."""
+    for name, module in model.named_modules():
+        if any(kind.__name__ == "ReplicateModule" for kind in type(module).__bases__):
+            yield name or "the model"
+
+
 def _of_kinds(model: nn.Module, kinds: tuple[str, ...]) -> Iterator[str]:
     for name, module in model.named_modules():
         if type(module).__name__ in kinds:
@@ -189,6 +196,10 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "scripted or data-parallel module", "its Python cannot be traced",
         "Plan the module inside it, and wrap plan.module afterwards.", _wrapped,
+    ),
+    Refusal(
+        "replicate() of torch.distributed", "its hooks swap the parameters while the step runs",
+        "Use DistributedDataParallel, or fully_shard over a mesh of one dimension.", _replicated,
     ),
     Refusal(
         "module that runs a plan", "its planned step cannot be traced",

@@ -31,14 +31,18 @@ Cost = Annotated[str, typer.Option(
 Device = Annotated[str, typer.Option(
     metavar="NAME", help="Plan for another device than this machine's: cuda, cpu, h100, h200, a100, rtx4090.")]
 TimeLimit = Annotated[float, typer.Option(help="Seconds the solver may take per budget.")]
-Save = Annotated[list[str], typer.Option(help="Op, module or ATen op whose result must be saved; repeatable.")]
-Once = Annotated[list[str], typer.Option(help="Op, module or ATen op that must run once; repeatable.")]
-Prefer = Annotated[list[str], typer.Option(help="Op, module or ATen op to recompute where possible; repeatable.")]
+Save = Annotated[list[str], typer.Option(
+    metavar="HINT", help="Op, module or ATen op whose result must be saved; repeatable.")]
+Once = Annotated[list[str], typer.Option(
+    metavar="HINT", help="Op, module or ATen op that must run once; repeatable.")]
+Prefer = Annotated[list[str], typer.Option(
+    metavar="HINT", help="Op, module or ATen op to recompute where possible; repeatable.")]
 Reserve = Annotated[str, typer.Option(metavar="SIZE", help="A size to leave free for anything else: 512MiB.")]
 Optimizer = Annotated[str, typer.Option(
     metavar="NAME", help="Leave room for the state and the step of this optimizer of torch.optim: AdamW.")]
 Gradients = Annotated[str, typer.Option(
-    metavar="MODE", help="fresh, or accumulated where .grad is there before the step and added to.")]
+    metavar="MODE", help="fresh; accumulated where .grad is there before the step and added to; "
+    "consumed where a hook frees each gradient in the backward.")]
 Regions = Annotated[list[str], typer.Option(
     metavar="PATTERN", help="auto, whole, or a pattern of module paths (model.layers.*); repeatable.")]
 DropOutputs = Annotated[bool, typer.Option(
@@ -283,9 +287,10 @@ def max_batch(
         print_json({"batch": found.batch, "plain_batch": found.plain_batch, "peak_bytes": found.plan.peak_bytes,
                      "overhead": found.plan.overhead})  # fmt: skip
         return
+    batch = f"{found.batch} (the limit)" if found.batch == limit else str(found.batch)
     print_table(("", "batch", "peak", "recompute"), [
         ("plain", str(found.plain_batch or "none"), "", ""),
-        ("planned", str(found.batch), f"{found.plan.peak_bytes / MIB:,.1f} MiB", f"{found.plan.overhead:.2%}"),
+        ("planned", batch, f"{found.plan.peak_bytes / MIB:,.1f} MiB", f"{found.plan.overhead:.2%}"),
     ])  # fmt: skip
 
 
@@ -332,10 +337,16 @@ def main() -> None:
         if len(sys.argv) == 1:  # no verb: the message is the help
             error.show()
             sys.exit(2)
-        _fail(f"{error.format_message().rstrip('.')}. `{error.ctx.command_path} --help` tells more.")
+        _fail(f"{_sentence(error.format_message())} `{error.ctx.command_path} --help` tells more.")
     if code == INTERRUPTED:
         typer.echo("interrupted", err=True)
     sys.exit(code or 0)
+
+
+def _sentence(text: str) -> str:
+    """Of click's, which ends with a point, two or none."""
+    text = text.rstrip(".")
+    return text if text.endswith("?") else f"{text}."
 
 
 def _fail(message: str) -> NoReturn:

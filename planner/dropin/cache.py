@@ -21,6 +21,7 @@ from torch import nn
 from passes._torch import TORCH_FOLDER, active_saving_hooks, global_hooks, local_part, profiler_runs
 from passes.device import kind_of
 from passes.errors import InputMismatch, NoBackward, Unsupported
+from passes.printable import brief
 from passes.run._torch import Autocast
 from passes.run.arena import ask_for
 from passes.trace.arguments import argument_names, bind_call, run_model, set_forward, state_tensors
@@ -34,7 +35,7 @@ from planner.decided import Decided
 from planner.errors import NothingTrained
 from planner.options import BUCKET
 from planner.pipeline import Replan
-from planner.ranks.sharded import gathered_gradients, input_dtype, kept_whole_bytes
+from planner.ranks.sharded import Gathers, gathered_aside, gathered_gradients, input_dtype, kept_whole_bytes
 from solvers.errors import MIB, BudgetError, PlannerError
 
 from .entry import Entry, Fallback, Losses, Watched, are_trained, starts_of
@@ -70,9 +71,13 @@ class PlanState:
         self.unplanned = False
         self.applied: Any = None  # the `PlannedForward` that is being called
         self.noticed_hooks = self.noticed_global_hooks = self.noticed_gradients = self.still_eval = False
+        self.noticed_outdated = False
         self.replans, self.replan_seconds, self.next_slow = Counter[str](), 0.0, SLOW_REPLANS
         self.before_hooks: Any = None  # the hook that plans before those of `fully_shard` gather parameters
         self.looking = False  # whether that runs
+        self.gathers = Gathers() if has_sharded(model) else None
+        self.outdated: list[str] = []  # modules that hold whole parameters from before a change, in this call
+        self.look_at_gathers()
 
     def start(self, bound: Mapping[str, Any], planned: Decided) -> None:
         """Remember the first plan, made for calls that look like `bound`."""
@@ -111,6 +116,9 @@ class PlanState:
         self.still_eval = False
         if global_hooks():
             self._notice_global_hooks()
+            return plain(bound)
+        if self.outdated:
+            self._notice_outdated()
             return plain(bound)
         tensors, template = flatten(dict(bound))
         entry, state = self._look(bound, tensors, template)
@@ -176,7 +184,12 @@ class PlanState:
     def plan_before_hooks(self) -> None:
         """From now on look for a call's plan before hooks of the model gather parameters for it."""
         if self.before_hooks is None:
+            self.gathers = self.gathers or Gathers()
             self.before_hooks = self.model.register_forward_pre_hook(_before_hooks, prepend=True, with_kwargs=True)
+
+    def look_at_gathers(self) -> None:
+        """Find out, as a call begins, whether sharded modules hold what eager would use in a part of it only."""
+        self.outdated = self.gathers.outdated(self.model) if self.gathers is not None else []
 
     def stop(self) -> None:
         """The plan was removed from the model."""
@@ -295,7 +308,7 @@ class PlanState:
         begin = time.monotonic()
         # A surrounding torch.utils.checkpoint counts the tensors that autograd saves: tracing must not add to them.
         uncounted = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-        with uncounted if active_saving_hooks() else nullcontext(), self.set_aside():
+        with uncounted if active_saving_hooks() else nullcontext(), self.set_aside(), gathered_aside(self.model):
             planned = self.replan(self.model, bound, starts)
         # An entry whose model was changed since finds its objects again when it is next looked at.
         stale = other is not None and (other.outdated or self._sharded_since(other))
@@ -377,6 +390,19 @@ class PlanState:
             "out (torch.utils.checkpoint would also run the planned forward a second time).",
             stacklevel=_user_frame(),
         )
+
+    def _notice_outdated(self) -> None:
+        if not self.noticed_outdated:
+            self.noticed_outdated = True
+            warnings.warn(
+                f"fully_shard kept the whole parameters of {brief(', '.join(self.outdated))} (after "
+                "set_reshard_after_backward(False) or unshard()), perhaps from before an optimizer changed their "
+                "parts: eager uses the old ones in this forward and new ones in its backward. Such steps run plain, "
+                "and not under the budget. Call reshard() on each of these modules before optimizer.step(), or "
+                "set_reshard_after_backward(True) before the last backward that comes before it; in the place of "
+                "unshard(), set_modules_to_forward_prefetch.",
+                stacklevel=_user_frame(),
+            )
 
     def _notice_global_hooks(self) -> None:
         if not self.noticed_global_hooks:
@@ -478,7 +504,10 @@ def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     applied: Any = module.__dict__.get("forward")
     if getattr(applied, "runs_plan", False):
         state = applied.state
-    if state is None or state.unplanned or global_hooks() or not module.training or not torch.is_grad_enabled():
+    if state is None or state.unplanned:
+        return
+    state.look_at_gathers()
+    if state.outdated or global_hooks() or not module.training or not torch.is_grad_enabled():
         return
     bound = bind_call(state.signature, args, kwargs)
     state.looking = True

@@ -79,6 +79,7 @@ class PlannedModule(fx.GraphModule):
         if state.model is not self._plan_model:
             with PlannedForward(self, state.model, state.model.__dict__.get("forward"), state).in_place():
                 return self._plan_model.forward(*args, **kwargs)
+        state.look_at_gathers()
         if self.training and torch.is_grad_enabled():
             return state.run(bind_call(state.signature, args, kwargs), state.plain)
         state.notice_eval()

@@ -43,6 +43,7 @@ from .strictjson import MAX_BYTES, canonical, read_json
 
 FORMAT = "checkpoint-planner plan"
 VERSION = 1
+_TORCH = TORCH_VERSION.split("+")[0]
 MAX_RUNS = 20_000  # of recomputes, or eight for each op where that is more
 OP_KEYS = ("op", "aten", "result", "bytes", "decision", "id")
 FIELDS: dict[str, dict[str, Any]] = {
@@ -104,7 +105,7 @@ def to_data(plan: Decided) -> dict[str, Any]:
         "model": {
             "class": prepared.model_name,
             "device": prepared.device.type,
-            "torch": TORCH_VERSION.split("+")[0],
+            "torch": _TORCH,
             "fingerprint": fingerprint(prepared.traced),
             "problem": problem_digest(plan.problem),
         },
@@ -376,7 +377,7 @@ def _check_model(file: PlanFile, prepared: Prepared) -> None:
     if fingerprint(prepared.traced) == file["model"]["fingerprint"] and rows == lines:
         return
     model = file["model"]
-    made = f"(the plan was made for {model['class']} with torch {model['torch']}; this is {TORCH_VERSION})"
+    made = f"(the plan was made for {model['class']} with torch {model['torch']}; this is {_TORCH})"
     if file["model"]["device"] != prepared.device.type:
         raise file.error("device", f"planned on {file['model']['device']}, the model is on {prepared.device.type}")
     for i, (old, new) in enumerate(_pairs(file["tensors"], tensor_lines(prepared.traced))):

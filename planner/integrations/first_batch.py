@@ -23,6 +23,7 @@ from planner.ranks.wrapper import (
     group_of,
     inner_module,
     running_wrapper,
+    unsent_bytes,
     wrapper_bytes,
     wrapper_gradients,
     wrapper_notes,
@@ -121,15 +122,16 @@ class FirstBatch:
         if self.called is not None:
             self.called()
         sample = bind_call(call_signature(self.model, self.options.get("loss_fn")), args, kwargs)
-        held = sum(t.nbytes for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        held = self.batches * sum(t.nbytes for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         around = running_wrapper(self.model)  # of which the model is a part: it is planned without, as it runs now
         if around is not None:
             check_wrapper(around)
             for note in wrapper_notes(around):
                 warnings.warn(note, stacklevel=2)
-        reserve_mb = self.options.get("reserve_mb", 0) + (self.batches * held + wrapper_bytes(around)) / MIB
-        options = {"group": group_of(around), **self.options, "reserve_mb": reserve_mb}
-        options["gradients"] = wrapper_gradients(around, options.get("gradients", "fresh"))
+        gradients = self.options.get("gradients", "fresh")
+        held += wrapper_bytes(around) + unsent_bytes(around, gradients)
+        options = {"group": group_of(around), **self.options, "gradients": wrapper_gradients(around, gradients)}
+        options["reserve_mb"] = self.options.get("reserve_mb", 0) + held / MIB
         self.plan = auto_checkpoint(self.model, sample, self.budget_mb, **options)
         self.plan.apply(self.model)
         log.info("planned on the first batch: %r", self.plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -62,6 +63,45 @@ def scattered(model: nn.Module) -> Iterator[None]:
     finally:
         for group in groups:
             group.reshard()
+
+
+@contextmanager
+def gathered_aside(model: nn.Module) -> Iterator[None]:
+    """Let sharded modules hold no whole parameters in the block, and after it those that they held before.
+
+    One rank may plan while others do not: in the call that follows it has to gather what they gather, and nothing else.
+    """
+    groups = _groups(model)
+    before = [(place, dict(vars(place))) for group in groups for place in (group, *group.fsdp_params)]
+    for group in groups:
+        group._all_gather_result = None
+        for parameter in group.fsdp_params:
+            parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
+            vars(parameter).pop("_unsharded_param", None)
+        group.reshard()
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.reshard()
+        for place, held in before:
+            vars(place).update({name: held[name] for name in _GATHERED if name in held})
+        for group in groups:
+            for parameter in group.fsdp_params:
+                parameter._setattr_on_modules(_registered(parameter))
+
+
+_GATHERED = (
+    "_all_gather_result", "_sharded_state", "sharded_state", "all_gather_outputs", "_unsharded_inner_tensors",
+    "_unsharded_param", "_sharded_post_forward_param", "_sharded_post_forward_param_data",
+)  # fmt: skip
+
+
+def _registered(parameter: Any) -> nn.Parameter:
+    """What a module has of a parameter in the state in which it is."""
+    places = {"UNSHARDED": "_unsharded_param", "SHARDED_POST_FORWARD": "_sharded_post_forward_param"}
+    found: nn.Parameter = getattr(parameter, places.get(parameter.sharded_state.name, "sharded_param"))
+    return found
 
 
 @contextmanager
@@ -136,6 +176,33 @@ def kept_whole_bytes(model: nn.Module) -> int:
     """Whole parameters that the backward leaves gathered, as `set_reshard_after_backward(False)` asks for."""
     parameters = [p for group in _groups(model) if not group.reshard_after_backward for p in group.fsdp_params]
     return sum(p.sharded_param.numel() * (p.param_dtype or p.sharded_param.dtype).itemsize for p in parameters)
+
+
+class Gathers:
+    """Of which version of its parts each sharded module gathered its whole parameters, as far as calls tell.
+
+    Where the backward leaves them whole and an optimizer steps, eager computes the next forward with the old ones,
+    scatters them, and gathers the new ones for the backward: what is recomputed there has other values.
+    """
+
+    def __init__(self) -> None:
+        self.versions: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+
+    def outdated(self, model: nn.Module) -> list[str]:
+        """The modules that hold whole parameters from before a change and will gather anew within this step.
+
+        Asked at each call of the model; what the call itself has gathered by then is not among them.
+        """
+        found = []
+        modules = [(name, m) for name, m in model.named_modules() if is_sharded(m)]
+        for name, group in ((n, g) for n, m in modules for g in _groups_of(m._get_fsdp_state())):
+            now = [p.sharded_param._version for p in group.fsdp_params]
+            anew = group._reshard_after_forward or not group.reshard_after_backward
+            if not group.is_unsharded:
+                self.versions[group] = now
+            elif anew and group._training_state.name != "FORWARD" and self.versions.get(group) != now:
+                found.append(name or "the model")
+        return found
 
 
 def gathered_parameters(model: nn.Module) -> list[Any]:

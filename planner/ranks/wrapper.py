@@ -54,6 +54,13 @@ def wrapper_gradients(model: nn.Module | None, asked: T) -> T | Literal["accumul
     return "accumulated" if bucketed and asked == "fresh" else asked
 
 
+def unsent_bytes(model: nn.Module | None, asked: str) -> int:
+    """Gradients of micro-batches under `no_sync()`, which lie besides the buckets that hold those of the last one."""
+    if not isinstance(model, DistributedDataParallel) or not model.gradient_as_bucket_view or asked == "fresh":
+        return 0
+    return sum(p.nbytes for p in _reduced(model))
+
+
 def wrapper_notes(model: nn.Module) -> tuple[str, ...]:
     """What of the wrapper's memory is not counted, in words."""
     unknown = [hook for hook, _ in _hooks(model) if hook not in COPIES and hook not in NO_COPY]

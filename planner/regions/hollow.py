@@ -291,15 +291,15 @@ class HollowForward:
         hollow = self.hollow
         why = "the hollow run is over" if hollow.late else ""
         if owner := active_saving_hooks():
-            why = f"it runs under {owner}"
+            why = f"it runs under {owner}, which decides what is kept there: leave that out"
         if under_transform(tensors):
             why = "it runs under a transform of torch.func, or in forward-mode differentiation"
         if backward_number() >= 0:
-            why = "it runs within a backward (a reentrant torch.utils.checkpoint)"
+            why = "it runs within a backward (a reentrant torch.utils.checkpoint): leave that out"
         if not self.module.training:
-            why = "it is in eval mode"
+            why = "it is in eval mode: call train() on it"
         if hook := repeated_hook(self.module, None):
-            why = f"its forward hook {hook} would run within the plan and around it"
+            why = f"its forward hook {hook} would run within the plan and around it: register it on a submodule"
         if why:
             hollow.again = hollow.parts.refuse(self.path, why) or hollow.again
             return None

@@ -132,16 +132,16 @@ def ddp_around(rank: int, share: str = "75%") -> Compared:
     return compared(DistributedDataParallel(models.language()), wrapped, plan, wrapped, batch)
 
 
-def ddp_no_sync(rank: int, share: str = "80%") -> Compared:
+def ddp_no_sync(rank: int, share: str = "80%", **options: Any) -> Compared:
     """Two micro-batches, the first without communication; the plan is applied to the wrapped model."""
     batch = models.tokens(rank)
-    plain, model = (DistributedDataParallel(models.language()) for _ in range(2))
+    plain, model = (DistributedDataParallel(models.language(), **options) for _ in range(2))
     plan = auto_checkpoint(model, (batch, batch), share, gradients="accumulated", **QUICK)
     want = train(plain, lambda: plain(batch, batch), 2, lambda last: nullcontext() if last else plain.no_sync())
     plan.apply(model)
     loop = {"micro_batches": 2, "sync": lambda last: nullcontext() if last else model.no_sync()}
     found = compared(models.language(), model, plan, model, batch, **loop)
-    again = DistributedDataParallel(models.language())
+    again = DistributedDataParallel(models.language(), **options)
     plan.apply(again)
     got = train(again, lambda: again(batch, batch), 2, lambda last: nullcontext() if last else again.no_sync())
     return Compared(equal(got, want), found.overhead, found.budget, found.predicted, found.measured)

@@ -53,13 +53,18 @@ def odd(**options: Any) -> nn.Module:
     return Odd(**options)
 
 
-def train(model: nn.Module, batches: list[torch.Tensor], joined: bool, clipped: bool, pairs: bool) -> Trained:
+def train(
+    model: nn.Module, batches: list[torch.Tensor], joined: bool, clipped: bool, pairs: bool, kept: bool
+) -> Trained:  # fmt: skip
     torch.manual_seed(7)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
     losses = []
     with model.join() if joined else nullcontext():  # type: ignore[operator]
         for i, batch in enumerate(batches):
             getattr(model, "module", model).used = bool(i % 2)
+            if kept:
+                model.set_requires_gradient_sync(bool(i % 2))  # type: ignore[operator]
+                model.set_reshard_after_backward(bool(i % 2))  # type: ignore[operator]
             loss = model(batch, batch)
             if pairs:
                 loss = loss + model(batches[0], batches[0])
@@ -67,6 +72,8 @@ def train(model: nn.Module, batches: list[torch.Tensor], joined: bool, clipped: 
             losses.append(loss.item())
             if clipped:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False)
+            if kept and not i % 2:
+                continue
             optimizer.step()
             optimizer.zero_grad()
     return losses, [*cases.whole(model), *(b.detach().clone() for b in model.buffers())]
@@ -74,15 +81,16 @@ def train(model: nn.Module, batches: list[torch.Tensor], joined: bool, clipped: 
 
 def same(
     rank: int, made: Made, rows: tuple[int, int] = (8, 8), steps: tuple[int, int] = (4, 4), joined: bool = False,
-    clipped: bool = False, pairs: bool = False,
+    clipped: bool = False, pairs: bool = False, kept: bool = False,
 ) -> tuple[bool, float]:  # fmt: skip
     """Whether losses, parameters and buffers are equal, and what the plan recomputes.
 
     Args:
         rows, steps: of each rank: how many rows its last batch has, and how many batches there are.
+        kept: batches are accumulated two by two, with whole parameters kept between them.
     """
     batches = [models.tokens(10 * rank + i) for i in range(steps[rank])] + [models.tokens(rank + 5, rows[rank])]
-    loop = {"joined": joined, "clipped": clipped, "pairs": pairs}
+    loop = {"joined": joined, "clipped": clipped, "pairs": pairs, "kept": kept}
     want = train(made(), batches, **loop)
     model = made()
     with warnings.catch_warnings():
@@ -159,6 +167,7 @@ ODD: dict[str, Callable[[int], tuple[bool, float]]] = {
     "DDP, low-rank hook": partial(same, made=partial(data_parallel, hook=powerSGD_hook.powerSGD_hook, state=low_rank)),
     "DDP, two models in turns": two_models,
     "FSDP2, the last batch is smaller on one rank": partial(same, made=sharded, rows=(8, 5)),
+    "FSDP2, kept between micro-batches": partial(same, made=sharded, rows=(8, 5), steps=(3, 3), kept=True),
     "FSDP2, a layer used now and then": partial(same, made=partial(sharded, odd)),
     "FSDP2, batch norm": partial(same, made=partial(sharded, partial(odd, normed=True))),
     "FSDP2, clipped": partial(same, made=sharded, clipped=True),

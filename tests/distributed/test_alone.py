@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from passes._torch import local_part
+from passes.errors import Unsupported
 from passes.run.step import ChangedInPlace
 from planner import Plan, auto_checkpoint
 from planner.integrations import plan_on_first_batch
@@ -147,6 +148,47 @@ def test_what_is_planned_on_a_first_micro_batch_counts_what_the_last_one_holds(g
     assert waiting.plan.peak_bytes == planned(other, x, gradients=gradients).peak_bytes
 
 
+@pytest.mark.parametrize(("root", "applied"), [(True, True), (True, False), (False, False)])
+def test_whole_parameters_from_before_an_optimizer_step_serve_where_eager_uses_them(root: bool, applied: bool) -> None:
+    (model, plain), x = (sharded(root, reshard_after_forward=True) for _ in range(2)), torch.randn(64, 16)
+    plan = planned(model, x, recompute=["0.0", "1.0", "2.0"])
+    assert "addmm" in str(plan.recomputed)  # which reads a gathered weight once more
+    steps = [(plan.apply(model) if applied else plan.module, model), (plain, plain)]
+    owners = [list(owner.parameters()) for _, owner in steps]
+    optimizers = [torch.optim.SGD(own, 0.5) for own in owners]
+    for kept, said in ((False, False), (True, False), (True, True), (False, False), (False, False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for (module, owner), optimizer in zip(steps, optimizers, strict=True):
+                for block in owner.modules():
+                    if isinstance(block, FSDPModule):
+                        block.set_reshard_after_backward(not kept)
+                optimizer.zero_grad()
+                module(x).square().mean().backward()
+        assert said == ("kept the whole parameters of 0, 1, 2" in "".join(str(w.message) for w in caught))
+        assert all(torch.equal(local_part(p.grad), local_part(q.grad)) for p, q in zip(*owners, strict=True))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_a_new_length_is_planned_with_what_an_evaluation_left_gathered_as_it_was() -> None:
+    model, plain = headed(), headed()
+    planned(model, torch.randn(64, 16), on_new_shape="replan").apply(model)
+    x, found = torch.randn(32, 16), []
+    for each in (model, plain):
+        own = list(each.parameters())
+        with torch.no_grad():
+            each(x)  # leaves the root's own gathered
+            for parameter in own:
+                parameter.mul_(2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # another shape
+            loss = each(x).square().mean()
+        loss.backward()
+        found.append([loss, *(local_part(p.grad) for p in own)])
+    assert all(map(torch.equal, *found))
+
+
 def two_micro_batches(module: nn.Module, x: torch.Tensor) -> None:
     for _ in range(2):
         module(x).square().mean().backward()
@@ -199,6 +241,13 @@ def test_an_optimizer_that_steps_between_forward_and_backward_is_refused_by_name
     optimizer.step()
     with pytest.raises(ChangedInPlace, match="weight was changed in place between forward and backward"):
         first.backward()
+
+
+def test_replicas_on_top_of_sharding_hooks_are_refused_by_name() -> None:
+    replicate = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp").replicate
+    model = replicate(blocks(), mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("replicate",)))
+    with pytest.raises(Unsupported, match=r"replicate\(\) of torch.distributed at the model.*DistributedDataParallel"):
+        auto_checkpoint(model, torch.randn(64, 16), "95%", **QUICK)
 
 
 class Two(nn.Module):

@@ -24,6 +24,7 @@ CASES: dict[str, Callable[[int], cases.Compared]] = {
     "DDP, planned wrapped": cases.ddp_planned,
     "DDP around plan.module": cases.ddp_around,
     "DDP, no_sync": cases.ddp_no_sync,
+    "DDP, no_sync, gradient_as_bucket_view": partial(cases.ddp_no_sync, gradient_as_bucket_view=True),
     "FSDP2, planned sharded": cases.fsdp_after,
     "FSDP2, applied before": cases.fsdp_before,
     "FSDP2, a plan file loaded": cases.fsdp_loaded,

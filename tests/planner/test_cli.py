@@ -132,6 +132,8 @@ def test_frontier_min_budget_and_max_batch(factory: Path, capsys: pytest.Capture
     assert code == 0 and sizes["floor_bytes"] <= sizes["minimum_bytes"] <= sizes["plain_peak_bytes"]
     code, out, _ = run(capsys, "max-batch", "mine:batched", "--budget", "600KiB", "--json", *options)
     assert code == 0 and json.loads(out)["batch"] >= json.loads(out)["plain_batch"] > 0
+    code, out, _ = run(capsys, "max-batch", "mine:batched", "--budget", "9MiB", "--limit", "4", *options)
+    assert code == 0 and "4 (the limit)" in out
 
 
 @pytest.mark.parametrize(
@@ -154,13 +156,14 @@ def test_frontier_min_budget_and_max_batch(factory: Path, capsys: pytest.Capture
         (("plan", "mine:batched", "--budget", "80%"), "called without arguments, as batched()"),
         (("max-batch", "mine:small", "--budget", "1MiB"), "called with a batch size, as small(1)"),
         (("plan", "mine:small", "--budget", "80%", "--optimizer", "adam"), "no optimizer 'adam': it has "),
-        (("plan", "mine:small", "--budget", "80%", "--reserve", "some"), "'some' is not a size"),
+        (("plan", "mine:small", "--budget", "80%", "--reserve", "some"), "4GB or 1.5GiB.\n"),
         (("plan", "mine:small"), "Missing option '--budget'. `"),
         (("plan", "mine:small", "--bugdet", "80%"), "No such option: --bugdet"),
         (("frontier", "mine:small", "--points", "1"), "--points"),
         (("plant", "mine:small"), "No such command 'plant'"),
+        (("max_batch", "mine:small"), "Did you mean 'max-batch'? `"),
         (("max-batch", "mine:batched", "--budget", "80%"), "needs a whole"),
-        (("max-batch", "mine:batched", "--budget", "1KiB"), "not even a batch of one"),
+        (("max-batch", "mine:batched", "--budget", "1KiB"), "not even a batch of one fits into 1.0 KiB"),
         (("show", "none.json"), "none.json"),
         (("show", "mine.py"), "not a valid plan file"),
         (("frontier", "mine:small", "--points", "2", "--plot", "x.no", "--solver", "greedy"), "cannot write x.no"),

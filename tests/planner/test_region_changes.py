@@ -156,7 +156,7 @@ def test_regions_that_change_in_every_step_are_not_planned_anew_for_ever() -> No
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_region_under_a_checkpoint_stays_eager(reentrant: bool) -> None:
     model = Net(around=_checkpointed(reentrant))
-    with pytest.raises(RegionError, match="torch.utils.checkpoint"):
+    with pytest.raises(RegionError, match="torch.utils.checkpoint.*: leave that out"):
         auto_checkpoint(model, torch.randn(8, 16), regions=["blocks.*"], progress=False)
 
 

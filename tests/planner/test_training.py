@@ -595,6 +595,14 @@ def test_a_shallow_copy_shares_the_model() -> None:
     assert model[0].weight.grad is not None
 
 
+def test_a_plan_is_not_pickled_and_its_module_not_traced() -> None:
+    chosen, x = plan(linear(), batch()), batch()
+    with pytest.raises(PlannerError, match=r"a plan is not pickled: .* plan.save\(path\) writes it"):
+        pickle.dumps(chosen)
+    with pytest.raises(PlannerError, match=r"torch.jit.trace cannot look into a planned step"):
+        torch.jit.trace(chosen.module, x)
+
+
 @pytest.mark.parametrize("dump", [pickle.dumps, lambda m: torch.save(m, "/dev/null")])
 def test_pickling_is_refused_with_what_to_do(dump: Callable[[Any], Any]) -> None:
     chosen = plan(linear(), batch())

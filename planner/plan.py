@@ -209,7 +209,7 @@ class Plan(Decided):
         Raises:
             PlanFileError: the file is damaged or for another model or sample; says what differs first.
         """
-        from .files.planfile import load
+        from .files.loading import load
 
         decided, arguments = load(path, model, sample, **options)
         return cls.of(model, arguments, decided)

@@ -44,9 +44,10 @@ from solvers.schedule import plain_order, with_frees
 from .compose import Composed, compose
 from .find import Candidates, candidates
 from .flat import Besides, FlatGraph, lowered_of, suffixes
-from .hollow import Crossings, Hollow, Sample
+from .hollow import Crossings, Hollow
 from .losses import LOSS
 from .parts import NO_GRADIENT, Part, Parts
+from .sample import Sample
 
 Refusal = CaptureError | Unsupported
 MOST_RUNS = 30  # hollow ones; each teaches something

@@ -18,7 +18,8 @@ from passes.lower import UPDATE
 from passes.memory import measure_peak
 from planner import CaptureError, Plan, PlannerError, RegionError, auto_checkpoint
 from planner.regions.glue import Event, GlueOp, _ops
-from planner.regions.hollow import Edge, Sample
+from planner.regions.hollow import Edge
+from planner.regions.sample import Sample
 from planner.session import open_session
 from tests.planner.steps import Block, SmallGPT, assert_same_gradients, assert_same_state
 from tests.zoo.compare import differences, run_step

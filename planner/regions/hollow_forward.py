@@ -1,0 +1,238 @@
+"""hollow_forward: the forward of a region in a hollow run: it returns tensors without data, and marks when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes._torch import active_saving_hooks, disable_current_modes, local_part
+from passes.alias import Storage
+from passes.memory import place
+from passes.run._torch import backward_number, under_transform
+from passes.run.mixing import Versions
+from passes.trace.arguments import (
+    bind_call,
+    call_bound,
+    call_signature,
+    repeated_hook,
+    set_forward,
+    state_tensors,
+)
+from passes.trace.capture import Traced
+from passes.trace.given import all_outputs, deliver, left_alone, targets_of
+from passes.trace.structure import flatten
+
+from .find import children
+from .hollow import Hollow, Run
+from .losses import losses_set_aside
+from .parts import Part
+
+
+class HollowForward:
+    """The `forward` of a region during a hollow run."""
+
+    runs_plan = True
+
+    def __init__(self, hollow: Hollow, path: str, module: nn.Module) -> None:
+        self.hollow, self.path, self.module = hollow, path, module
+        self.previous = module.__dict__.get("forward")
+        self.__signature__ = call_signature(module)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        return self.previous or type(self.module).forward.__get__(self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hollow, path = self.hollow, self.path
+        number = hollow.called.get(path, 0)
+        hollow.called[path] = number + 1
+        if hollow.inside or not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        bound = bind_call(self.__signature__, args, kwargs)
+        tensors, template = flatten(bound)
+        part = self._part(number, bound, tensors, template)
+        if part is None:  # what is in it keeps nothing either: on a full device there is no room for it
+            inner = dict(children(self.module, path)) if hollow.descend else {}
+            with hollowed(hollow, inner):
+                return self.original(*args, **kwargs)
+        run = Run(path, number, part, [])
+        hollow.runs.append(run)
+        state = [local_part(t) for t in state_tensors(self.module, part.traced.state)]
+        primals, outputs = [*state, *tensors], part.traced.outputs
+        run.inputs = [hollow.edge(t) for t in tensors]
+        hollow.mark("forward in", len(hollow.runs) - 1)
+        started = next((p.device for p in primals if p.requires_grad), None)
+        token = _HollowOwner.apply(hollow, run, torch.empty(0, device=started), *primals)
+        results = _HollowResult.apply(self, run, bound, token)
+        hollow.mark("forward out", len(hollow.runs) - 1)
+        leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in outputs]
+        return deliver(part.traced.changes, leaves, bound, part.traced.output_template)
+
+    def _part(self, number: int, bound: Mapping[str, Any], tensors: list[torch.Tensor], template: Any) -> Part | None:
+        hollow = self.hollow
+        why = "the hollow run is over" if hollow.late else ""
+        if owner := active_saving_hooks():
+            why = f"it runs under {owner}, which decides what is kept there: leave that out"
+        if under_transform(tensors):
+            why = "it runs under a transform of torch.func, or in forward-mode differentiation"
+        if backward_number() >= 0:
+            why = "it runs within a backward (a reentrant torch.utils.checkpoint): leave that out"
+        if not self.module.training:
+            why = "it is in eval mode: call train() on it"
+        if hook := repeated_hook(self.module, None):
+            why = f"its forward hook {hook} would run within the plan and around it: register it on a submodule"
+        if why:
+            hollow.again = hollow.parts.refuse(self.path, why) or hollow.again
+            return None
+        home = hollow.home if hollow.imagined else nullcontext()
+        with self.set_aside(), hollow.within(), losses_set_aside(), disable_current_modes(), home:
+            part, new = hollow.parts.find(self.path, number, self.module, bound, tensors, template)
+        hollow.again = hollow.again or new
+        return part
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Let the region's forward be its own in the block."""
+        set_forward(self.module, self.previous)
+        try:
+            yield
+        finally:
+            set_forward(self.module, self)
+
+
+class _HollowOwner(torch.autograd.Function):
+    """As in `passes.run.step`: the node that hands over gradients. What it hands over here is zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, hollow: Hollow, run: Run, token: torch.Tensor, *primals: torch.Tensor) -> torch.Tensor:
+        ctx.hollow, ctx.owner, ctx.index = hollow, run, len(hollow.runs) - 1
+        ctx.primals = primals if run.part.returns_primals else None
+        return token.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, token: torch.Tensor) -> Any:
+        hollow, run = ctx.hollow, ctx.owner
+        made: dict[Any, torch.UntypedStorage] = {}
+        with hollow.within():
+            returned = [_stand_in(n, ctx, run.given, made) for n in run.part.gradients]
+        run.given.clear()
+        hollow.mark("backward out", ctx.index)
+        return None, None, None, *_apart(run.part, returned)
+
+
+class _HollowResult(torch.autograd.Function):
+    """As there: the node of the outputs. Here they are computed without autograd, and nothing is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, of: HollowForward, run: Run, bound: Mapping[str, Any], token: torch.Tensor) -> Any:
+        hollow, traced = of.hollow, run.part.traced
+        index = len(hollow.runs) - 1
+        with hollow.within(), torch.enable_grad(), _casts_dropped():
+            found = run.part.output_values if hollow.imagined else _flat_call(of, traced, bound)
+        outputs: list[Any] = [None] * traced.num_outputs
+        made: dict[int, torch.UntypedStorage] = {}
+        with hollow.within():
+            for leaf, tensor, storage in zip(traced.outputs, found, run.part.output_storages, strict=True):
+                if storage is not None:
+                    outputs[leaf.index] = _moved(tensor, hollow, index, storage, made)
+        ctx.hollow, ctx.run, ctx.index, ctx.token = hollow, run, index, token
+        run.views = Versions(outputs[i] for i in run.part.views)
+        returned = [leaf for leaf in traced.outputs if leaf.input is None]
+        ctx.mark_non_differentiable(*(outputs[leaf.index] for leaf in returned if not leaf.requires_grad))
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        hollow, run, part = ctx.hollow, ctx.run, ctx.run.part
+        why = "two backwards pass through it (torch.autograd.grad in forward)" if run.ended else ""
+        why = "it is differentiated twice (create_graph=True in forward)" if torch.is_grad_enabled() else why
+        if why:
+            hollow.again = hollow.parts.refuse(run.path, why) or hollow.again
+        run.ended = True
+        given = [g for g in gradients if g is not None]
+        run.gradients = [hollow.edge(g) for g in given]
+        hollow.mark("backward in", ctx.index)
+        hollow.again = hollow.parts.learn(run.path, run.number, part, gradients) or hollow.again
+        run.given = given if part.returns_tangents else []
+        return None, None, None, ctx.token
+
+
+@contextmanager
+def _casts_dropped() -> Iterator[None]:
+    """Let autocast keep no copies of parameters in the block: those of a region are the region's own."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _flat_call(of: HollowForward, traced: Traced, bound: Any) -> list[torch.Tensor]:
+    with left_alone(bound):
+        targets = targets_of(traced.changes, bound)
+        value = call_bound(of.original, of.__signature__, bound)
+        return all_outputs(value, traced.output_template, traced.changes, targets)
+
+
+def _moved(tensor: torch.Tensor, hollow: Hollow, run: int, storage: Storage, made: dict[int, Any]) -> torch.Tensor:
+    """The same tensor in memory of a size of its own; outputs that share memory go on doing so."""
+    if storage.static:
+        return tensor.to("meta") if hollow.imagined else tensor.detach()
+    memory = tensor.untyped_storage()
+    if place(memory) not in made:
+        made[place(memory)] = hollow.storage(memory.nbytes(), run, storage)
+    new = torch.empty(0, dtype=tensor.dtype, device=hollow.device if hollow.imagined else tensor.device).set_(
+        made[place(memory)], tensor.storage_offset(), tensor.size(), tensor.stride()
+    )
+    if not hollow.imagined:
+        once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())  # of what is expanded
+        new[once].copy_(tensor[once])
+    return new
+
+
+def _stand_in(node: fx.Node | None, ctx: Any, given: list[torch.Tensor], made: dict[Any, Any]) -> Any:
+    """Zeros laid out like a gradient that the region returns, in the memory that the true one has."""
+    if node is None:
+        return None
+    part: Part = ctx.owner.part
+    storage, value = part.aliases.of[node], node.meta["val"]
+    assert isinstance(storage, Storage)
+    offset = value.storage_offset()
+    if storage not in made:
+        position = part.position.get(storage)
+        if position is None or (position >= part.traced.num_primals and not part.dense[position]):
+            made[storage] = ctx.hollow.storage(storage.bytes, ctx.index, storage), 0
+            torch.empty(0, dtype=torch.uint8, device=made[storage][0].device).set_(made[storage][0]).zero_()
+        else:
+            count = part.traced.num_primals
+            source = ctx.primals[position] if position < count else given[position - count]
+            made[storage] = source.untyped_storage(), source.storage_offset()
+    memory, start = made[storage]
+    return torch.empty(0, dtype=value.dtype, device=memory.device).set_(
+        memory, start + offset, value.size(), value.stride()
+    )
+
+
+def _apart(part: Part, returned: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
+    """As `passes.run.tensors.apart`: a gradient in the memory of another is copied when the region hands it over."""
+    seen: set[Any] = set()
+    for node, gradient in zip(part.gradients, returned, strict=True):
+        storage = None if node is None else part.aliases.of[node]
+        yield gradient.clone() if gradient is not None and storage in seen else gradient
+        seen.add(storage)
+
+
+@contextmanager
+def hollowed(hollow: Hollow, candidates: Mapping[str, nn.Module]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for path, module in candidates.items():
+            forward = HollowForward(hollow, path, module)
+            set_forward(module, forward)
+            stack.callback(set_forward, module, forward.previous)
+        yield

@@ -1,0 +1,289 @@
+"""sample: the step run hollow on the sample: its regions leave sizes alone, the code between them is observed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes._torch import swapped_state
+from passes.device import empty_cache, kind_of
+from passes.memory import without_collections
+from passes.profile import Counting
+from passes.run._torch import under_autocast
+from passes.trace.arguments import (
+    StateEntry,
+    call_bound,
+    call_signature,
+    names_given,
+    run_model,
+    state_entries,
+    state_tensors,
+)
+from passes.trace.capture import OutputLeaf, casts_kept, choose_differentiated
+from passes.trace.given import left_alone
+from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
+from passes.trace.refuse import has_sharded, is_sharded
+from passes.trace.state import Snapshot as Reached
+from passes.trace.structure import Bound, flatten, slots, unflatten
+from passes.trace.value_guards import KnownValues
+from planner.check.restore import Generators, Snapshot, gradients_aside, hooks_aside, put_back, strangers_kept
+from planner.ranks.sharded import (
+    gathered_gradient_bytes,
+    gathered_gradients_aside,
+    of_last_micro_batch,
+    scattered,
+    without_reducing,
+    without_talking,
+)
+
+from .find import Candidates
+from .hollow import Hollow, Run
+from .hollow_forward import hollowed
+from .losses import LOSS, looking_at_losses
+from .parts import Parts
+from .writes import undone_writes
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The step that is run hollow.
+
+    Attributes:
+        gradients: "fresh", "accumulated" or "consumed"; see `auto_checkpoint`.
+        differentiated: paths of the outputs that `backward` starts from; None chooses.
+        draws: the states that all generators begin each run in.
+        written: parameters (and inputs, by their numbers) that the step changes in place, as its first run shows:
+            later ones have copies.
+    """
+
+    model: nn.Module
+    loss_fn: Callable[..., Any] | None
+    arguments: Mapping[str, Any]
+    keep_outputs: bool
+    gradients: str
+    device: torch.device
+    differentiated: tuple[str, ...] | None
+    draws: Mapping[str, Any]
+    written: set[str] = field(default_factory=set)
+
+    @cached_property
+    def reached(self) -> Reached:
+        """What Python state the step can change, in functions' globals and classes, too."""
+        return Reached(self.model, self.loss_fn, draws=False)
+
+    def run(self, candidates: Candidates, parts: Parts, counting: Counting | None = None) -> Hollow:
+        """One hollow run; the model, its gradients and all generators are left as they were.
+
+        Args:
+            counting: adds up what glue costs. Ops that are looked at may allocate otherwise: it shows no events.
+        """
+        kept = casts_kept(torch.is_autocast_cache_enabled())  # a copy of what one rank gathers alone is a wrong one
+        alone = nullcontext() if has_sharded(self.model) else self.reached.iterators_held()
+        with scattered(self.model), gathered_gradients_aside(self.model), of_last_micro_batch(self.model), kept, alone:
+            if counting is not None or not kind_of(self.device).caches:
+                return self._run(candidates, parts, counting)
+            empty_cache(self.device)
+            first = self._run(candidates, parts, None)  # in which products ask for workspaces, and keep them
+            hollow = self._run(candidates, parts, None)
+            hollow.again = hollow.again or first.again
+            hollow.tell_kept(first)
+            return hollow
+
+    def _run(self, candidates: Candidates, parts: Parts, counting: Counting | None) -> Hollow:
+        entries = state_entries(self.model)
+        originals = state_tensors(self.model, entries)
+        inputs, template = flatten(dict(self.arguments))
+        generators = Generators.of([*originals, *inputs])
+        snapshot = Snapshot([self.model, self.loss_fn], originals)
+        sharded = has_sharded(self.model)
+        own = self._stand_ins(entries, originals, sharded)
+        copied = [t.detach().clone() if str(i) in self.written else t.detach() for i, t in enumerate(inputs)]
+        without_data: AbstractContextManager[Any] = nullcontext()
+        if self.device.type == "meta":
+            own = {name: t.to("meta") for name, t in own.items()}
+            real, copied = copied, [t.to("meta") for t in copied]
+            without_data = _without_data(copied, real)
+        inputs = [c.requires_grad_(t.requires_grad) for c, t in zip(copied, inputs, strict=True)]
+        given, modules = [*own.values(), *inputs], candidates.chosen
+        hollow = Hollow(self.model, given, parts, self.device, candidates.descend)
+        swapped = {name: t for (name, t), o in zip(own.items(), originals, strict=True) if t is not o}
+        alone = without_talking(self.model)
+        looked_at = {**own, **{str(i): t for i, t in enumerate(inputs)}}
+        first_look = nullcontext() if parts.known else undone_writes(looked_at, self.written)
+        states = put_back(snapshot, generators), swapped_state(self.model, swapped)
+        consumes = _consume if self.gradients == "consumed" else None
+        hooks = hooks_aside(own.values(), consumes) if sharded else nullcontext()  # others are stand-ins without any
+        with gradients_aside(self.model.parameters()), hooks, states[0], states[1], alone, without_data, first_look:
+            generators.set(self.draws)
+            if not self.model.training:
+                self.model.train()
+            signature = call_signature(self.model, self.loss_fn)
+
+            def step(hollow: Hollow = hollow) -> None:
+                with left_alone(bound := Bound(unflatten(template, inputs), names_given(self.arguments))):
+                    self._step(hollow, signature, bound)
+
+            if not sharded:
+                self._prepare_gradients([p for p in own.values() if p.requires_grad and p.is_leaf])
+            elif self.gradients == "accumulated":
+                first = Hollow(self.model, given, parts, self.device, candidates.descend)
+                hollow.sizes |= self._first_sizes(first, step, modules)
+            with hollowed(hollow, modules), looking_at_losses(modules.get(LOSS)):
+                self._observe(hollow, step, counting)
+            for parameter in own.values():
+                parameter.grad = None
+        return hollow
+
+    def _first_sizes(
+        self, first: Hollow, step: Callable[[Hollow], None], modules: Mapping[str, nn.Module]
+    ) -> set[int]:
+        """Sizes in a micro-batch before this one: what is left of it is told by them from what this one makes."""
+        with hollowed(first, modules), looking_at_losses(modules.get(LOSS)), without_reducing(self.model):
+            kind_of(self.device).allocations(lambda: step(first), self.device)
+        return set(first.sizes)
+
+    def _stand_ins(
+        self, entries: Sequence[StateEntry], originals: Sequence[torch.Tensor], sharded: bool
+    ) -> dict[str, torch.Tensor]:
+        """What the step has in the place of parameters and buffers; of sharded ones the parameters themselves."""
+        return {
+            e.name: t if sharded and e.is_parameter else _stand_in_of(t, e.is_parameter, e.name in self.written)
+            for e, t in zip(entries, originals, strict=True)
+        }
+
+    def _observe(self, hollow: Hollow, step: Callable[[], None], counting: Counting | None) -> None:
+        left = frozenset(hollow.sizes)
+        hollow.accumulated_bytes = gathered_gradient_bytes(self.model)
+        if counting is None:
+            events = without_collections(lambda: kind_of(self.device).allocations(step, self.device))
+            hollow.events = [event for event in events if -event[1] not in left]
+            hollow.parts.ordinary |= hollow.ordinary_sizes()
+        else:
+            hollow.counting = counting
+            with counting:
+                step()
+
+    def _prepare_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if self.gradients == "accumulated":
+                parameter.grad = torch.zeros_like(parameter)
+            elif self.gradients == "consumed":
+                parameter.register_post_accumulate_grad_hook(_consume)
+
+    def _step(self, hollow: Hollow, signature: Any, bound: Any) -> None:
+        if is_sharded(self.model) and self.loss_fn is None:
+            output = call_bound(self.model, signature, bound)  # with its hooks, which gather its own parameters
+        else:
+            output = run_model(self.model, self.loss_fn, signature, bound)
+        leaves, template = flatten(output)
+        paths: dict[int, str] = {}
+        for path, i in slots(template):
+            paths.setdefault(i, path)
+        wanted = choose_differentiated(template, leaves, paths, self.differentiated)
+        hollow.outputs = [
+            (OutputLeaf(paths[i], None, i, t.requires_grad, i in wanted), t.detach().to("meta"))
+            for i, t in enumerate(leaves)
+        ]
+        chosen, layouts = {paths[i]: leaves[i] for i in sorted(wanted)}, hollow.parts.layouts
+        hollow.again = _refuse_other_sums(hollow, leaves) or hollow.again
+        if not self.keep_outputs:
+            output, leaves = None, []
+        hollow.mark("backward")
+        starts, started = [_start_of_backward(t, path, layouts) for path, t in chosen.items()], list(chosen.values())
+        sharded = has_sharded(self.model)  # what hooks gather has gradients of its own
+        if BACKWARD_AUTOCAST not in layouts:
+            torch.clear_autocast_cache()  # as at its end, which comes before the backward
+        others = nullcontext() if sharded else strangers_kept(started, hollow.static)
+        with others, under_autocast(layouts.get(BACKWARD_AUTOCAST, ())):
+            torch.autograd.backward(started, starts)
+        hollow.mark("end")
+        hollow.late = True
+
+
+@contextmanager
+def _without_data(inputs: Sequence[torch.Tensor], sample: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let new tensors be on the meta device in the block, and values of the sample be known as they are to a trace."""
+    with torch.device("meta"), KnownValues(inputs, sample):
+        yield
+
+
+def _start_of_backward(output: torch.Tensor, path: str, layouts: Layouts) -> torch.Tensor | None:
+    """The gradient that the backward starts from, in the strides in which one was seen to come."""
+    if output.dim() == 0:
+        return None
+    strides = layouts.get(gradient_key(path, output))
+    if strides is None:
+        return torch.ones_like(output)
+    last = sum((size - 1) * stride for size, stride in zip(output.shape, strides, strict=True))
+    return output.new_ones(last + 1).as_strided(output.shape, strides)
+
+
+OTHER_SUM = (
+    "its input {name!r} is read more than once in it, and by code that comes after it: the gradient would be summed in "
+    "another order than the plain step's"
+)
+
+CHANGED_VIEW = (
+    "a result of it is changed in place, and is a view that it reads, too: the gradient would be summed in another "
+    "order than the plain step's"
+)
+
+SHARED_CAST = (
+    "its parameter {name!r} has other uses, and autocast casts it once for all of them: the gradients of the uses "
+    "would be added up in another type than the plain step's"
+)
+
+
+def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor]) -> bool:
+    """Leave to eager regions that sum a part of a gradient which the plain step adds, term by term, to others.
+
+    Autograd runs what was recorded last first, so that terms from a later reader come before the region's own.
+    """
+    casters: dict[tuple[Any, int], int] = Counter()
+    latest: dict[tuple[Any, int], int] = {}
+    regions: list[Any] = []
+    waiting, seen = [t.grad_fn for t in outputs if t.grad_fn is not None], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        regions += [node] if isinstance(getattr(node, "owner", None), Run) else []
+        for edge in node.next_functions:
+            latest[edge] = max(latest.get(edge, 0), node._sequence_nr())
+            casters[edge] += type(node).__name__ == "ToCopyBackward0"
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    for node in regions:
+        casters.update(node.next_functions[1:][i] for i in node.owner.part.casts)
+    new = False
+    for run in hollow.runs:
+        if run.views.changed:
+            new = hollow.parts.refuse(run.path, CHANGED_VIEW) or new
+    for node in regions:
+        part, edges = node.owner.part, node.next_functions[1:]  # without the token's
+        for i, name in part.casts.items():
+            if casters[edges[i]] > 1:
+                new = hollow.parts.refuse(node.owner.path, SHARED_CAST.format(name=name)) or new
+        for i, name in part.sums.items():
+            if edges[i][0] is not None and latest[edges[i]] > node._sequence_nr():
+                why = OTHER_SUM.format(name=name)
+                new = hollow.parts.refuse(node.owner.path, why) or new
+    return new
+
+
+def _consume(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _stand_in_of(tensor: torch.Tensor, is_parameter: bool, written: bool) -> torch.Tensor:
+    """A parameter's data without its hooks and gradient; a copy of what the step may change."""
+    if is_parameter:
+        return nn.Parameter(tensor.detach().clone() if written else tensor.detach(), tensor.requires_grad)
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -28,7 +28,7 @@ try:
     from torch._ops import HigherOrderOperator, OpOverload
     from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
     from torch._prims_common import suggest_memory_format
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -65,6 +65,7 @@ __all__ = [
     "TORCH_VERSION",
     "WAIT_FOR_COLLECTIVE",
     "BareTensor",
+    "DataDependentOutputException",
     "DisableTorchFunction",
     "FakeTensor",
     "FakeTensorMode",

@@ -482,10 +482,14 @@ def kept_sizes(nodes: Collection[fx.Node], profiles: Mapping[fx.Node, OpProfile]
 
 
 def stateful_primals(traced: Traced) -> tuple[int, ...]:
-    """Overwritten primals whose old value a replay needs, as it decides a result: statistics of batch norms do not."""
+    """Overwritten primals whose old value a replay needs: it decides a result, or which course forward takes.
+
+    Statistics of batch norms do neither.
+    """
     outputs: Any = traced.graph_module.graph.output_node().args[0]
     results = {n for n in outputs[len(traced.mutated) :] if isinstance(n, fx.Node)}
-    return tuple(i for i in traced.mutated if _decides(traced.placeholders[i], results))
+    asked = frozenset[int]() if traced.guard is None else traced.guard.given
+    return tuple(i for i in traced.mutated if i in asked or _decides(traced.placeholders[i], results))
 
 
 def _decides(primal: fx.Node, results: set[fx.Node]) -> bool:

@@ -70,10 +70,10 @@ class _Exported:
             for key in ("shape", "dtype", "requires_grad", "stride", "device"):
                 if got[key] != entry[key]:
                     raise ExportError(f"{entry['name']}: {key} is {got[key]}, the step was planned for {entry[key]}.")
-        inputs = primals[len(self.spec["state"]) :]
-        if (answers := list(self.answers(inputs))) != self.spec["answers"]:
-            expected_answers = self.spec["answers"]
-            raise ExportError(f"the inputs' values answer the model's `if`s {answers}, the sample {expected_answers}.")
+        if (answers := list(self.answers(primals))) != self.spec["answers"]:
+            raise ExportError(
+                f"the inputs and buffers answer the model's questions {answers}, the sample {self.spec['answers']}."
+            )
         active, planned = active_autocast(), _autocast(self.spec["autocast"])
         if active != planned:
             raise ExportError(f"autocast is {active}, the step was planned under {planned}.")

@@ -272,7 +272,7 @@ class StepTracer:
         by_name: frozenset[str],
     ) -> None:
         self.model, self.loss_fn, self.signature, self.by_name = model, loss_fn, signature, by_name
-        self.given, self.sample = given, given[len(entries) :]
+        self.given = given
         self.entries, self.input_template, self.differentiated = entries, input_template, differentiated
         self.recorder = Recorder(model, loss_fn, entries)
         self.output_template: Template = Tree(None, ())
@@ -288,6 +288,7 @@ class StepTracer:
         self.judged: frozenset[str] = frozenset()
         self.runs = 0
         self.remembered = Remembered()
+        self.changing: set[int] = set()  # the numbers of the buffers that the first run changed
         self.given_now: list[Given] = []  # of the run that goes on
         self.below: tuple[AbstractContextManager[Any], ...] = ()  # modes to run the forward in, before all others
         self.keeps_casts = torch.is_autocast_cache_enabled()
@@ -334,7 +335,7 @@ class StepTracer:
         """What forward returns, and changes in its arguments, for these parameters, buffers and inputs."""
         state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
         bound = Bound(unflatten(self.input_template, flat[len(self.entries) :]), self.by_name)
-        known = self._known_values(flat[len(self.entries) :])
+        known = self._known_values(flat)
         usual = {name for tensor in flat for name in vars(tensor)}
         with left_alone(bound) as given, ExitStack() as stack:
             first = (casts_kept(self.keeps_casts), swapped_state(self.model, state), *self.below)
@@ -355,8 +356,8 @@ class StepTracer:
         self.guard = known.guard
         return result
 
-    def _known_values(self, inputs: Sequence[torch.Tensor]) -> KnownValues:
-        return KnownValues(inputs, self.sample)
+    def _known_values(self, flat: Sequence[torch.Tensor]) -> KnownValues:
+        return KnownValues(flat, self.given, len(self.entries), self.changing)
 
     def _first_run(self, flat: Sequence[torch.Tensor]) -> Returned:
         """As `_run`; what a trace cannot see is refused or said."""
@@ -371,6 +372,9 @@ class StepTracer:
         refuse_hidden(result.template, "the output")
         steady = frozenset(name for name, count in changes().items() if count == counts[name])
         names = [*(e.name for e in self.entries), *(f"input {i}" for i in range(len(flat) - len(self.entries)))]
+        self.changing = {
+            i for i, entry in enumerate(self.entries) if not entry.is_parameter and entry.name not in steady
+        }
         arguments = shared(self.input_template)
         rerun = Rerun(
             self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn, arguments)

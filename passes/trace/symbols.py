@@ -81,8 +81,8 @@ class SizedTracer(StepTracer):
     def _first_run(self, flat: Sequence[torch.Tensor]) -> Any:
         return self._run(flat)
 
-    def _known_values(self, inputs: Sequence[torch.Tensor]) -> KnownValues:
-        return _SizedValues(inputs, self.sample, self.symbols)
+    def _known_values(self, flat: Sequence[torch.Tensor]) -> KnownValues:
+        return _SizedValues(flat, self.given, len(self.entries), self.symbols)
 
 
 class _Unrecorded:
@@ -114,8 +114,10 @@ def _refuse_own_backwards(outputs: Sequence[torch.Tensor]) -> None:
 
 
 class _SizedValues(KnownValues):
-    def __init__(self, traced: Sequence[torch.Tensor], sample: Sequence[torch.Tensor], symbols: Symbols) -> None:
-        super().__init__(traced, sample)
+    def __init__(
+        self, traced: Sequence[torch.Tensor], sample: Sequence[torch.Tensor], state: int, symbols: Symbols
+    ) -> None:
+        super().__init__(traced, sample, state, range(state))
         self.symbols = symbols
 
     def plain(self, value: Any) -> Any:

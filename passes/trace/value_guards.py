@@ -7,12 +7,14 @@ alone, its real value is computed too; where Python asks for it, it is there.
 Integer and boolean inputs (tokens, masks) carry the sample's values along in the same way, and what is computed
 from them is written on a tape. A yes-or-no question about such a value (`if mask.all():`) is answered for the sample,
 and the answer becomes a `Guard`: before each call the tape is played on the call's own inputs, and another answer
-means another plan. What depends on a float, a parameter or randomness stays unknown and fails to trace, as it must.
+means another plan. So do small buffers (a flag, a count, strides), floats and
+numbers too, as they seldom change: where forward itself changes one, only yes-or-no questions about it are answered,
+and only before. What depends on a float input, a parameter or randomness stays unknown and fails to trace, as it must.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,9 +23,19 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from passes._torch import TorchDispatchMode, WeakIdKeyDictionary, disable_current_modes, outside_tracing, pytree
+from passes._torch import (
+    DataDependentOutputException,
+    FunctionalTensor,
+    TorchDispatchMode,
+    WeakIdKeyDictionary,
+    disable_current_modes,
+    mutation_count,
+    outside_tracing,
+    pytree,
+)
 
 LARGEST = 1 << 22  # elements
+LARGEST_OF_STATE = 1 << 10
 FACTORIES = frozenset(
     {torch.arange, torch.zeros, torch.ones, torch.full, torch.tensor, torch.linspace, torch.eye, torch.scalar_tensor}
 )
@@ -35,7 +47,7 @@ QUESTIONS = YES_OR_NO | frozenset(
 
 @dataclass(frozen=True)
 class Ref:
-    """Value number `index` of a tape; the first ones are the step's inputs."""
+    """Value number `index` of a tape; the first ones are the step's parameters, buffers and inputs."""
 
     index: int
 
@@ -58,7 +70,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Guard:
-    """The sample's answers to the questions that Python asked about the step's inputs.
+    """The sample's answers to the questions that Python asked about the step's inputs and the model's buffers.
 
     Attributes:
         tape: the calls that the questions depend on, in order; a question is a call without tensor results.
@@ -66,11 +78,11 @@ class Guard:
     """
 
     tape: tuple[Call, ...]
-    answers: tuple[bool, ...]
+    answers: tuple[Any, ...]
 
-    def holds(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether a call with these input tensors would be answered like the sample."""
-        values: dict[int, Any] = dict(enumerate(inputs))
+    def holds(self, given: Sequence[torch.Tensor]) -> bool:
+        """Whether a call with these parameters, buffers and inputs would be answered like the sample."""
+        values: dict[int, Any] = dict(enumerate(given))
         answers = []
         with torch.no_grad():
             for call, last in zip(self.tape, self._last_read, strict=True):
@@ -78,11 +90,17 @@ class Guard:
                 result = call.func(*args, **kwargs)
                 values.update(zip(call.results, _tensors(result), strict=False))
                 if not call.count:
-                    answers.append(bool(result))
+                    answers.append(result)
                 del args, kwargs, result
                 for index in last:
                     values.pop(index, None)
         return tuple(answers) == self.answers
+
+    @cached_property
+    def given(self) -> frozenset[int]:
+        """The numbers of the parameters, buffers and inputs that the questions read."""
+        read = frozenset[int]().union(*map(_read, self.tape))
+        return read - {made for call in self.tape for made in call.results}
 
     @cached_property
     def _last_read(self) -> tuple[tuple[int, ...], ...]:
@@ -97,31 +115,37 @@ class Guard:
 
 @dataclass(frozen=True)
 class Known:
-    """A real value, its number on the tape, and whether it depends on an input."""
+    """A real value, its number on the tape, and the numbers of what the step is given that it depends on."""
 
     value: torch.Tensor
     number: int
-    from_input: bool
+    given: frozenset[int]
 
 
 class KnownValues(TorchFunctionMode):
     """Keeps real values beside traced ones and answers Python's questions about them.
 
     Args:
-        traced, sample: the step's input tensors as traced, and as they are in the sample.
+        traced, sample: the step's parameters, buffers and inputs as traced, and as they are.
+        state: how many of them are parameters and buffers, the first ones.
+        changing: the numbers of those that forward is known to change.
     """
 
-    def __init__(self, traced: Sequence[torch.Tensor] = (), sample: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, traced: Sequence[torch.Tensor] = (), sample: Sequence[torch.Tensor] = (), state: int = 0,
+        changing: Collection[int] = (),
+    ) -> None:  # fmt: skip
         super().__init__()
         self.known = WeakIdKeyDictionary()
         self.tape: list[Call] = []
-        self.answers: list[bool] = []
+        self.answers: list[Any] = []
         self.asked_at = 0
-        self.count = len(traced)
+        self.traced, self.changing, self.count = traced[:state], changing, len(traced)
+        self.before = [mutation_count(t) for t in self.traced]
         with disable_current_modes():
             for i, (tensor, real) in enumerate(zip(traced, sample, strict=True)):
-                if not (real.is_floating_point() or real.is_complex() or real.is_meta) and real.numel() <= LARGEST:
-                    self.known[tensor] = Known(real.detach().cpu().clone(), i, True)
+                if (_is_small_state if i < state else _is_discrete)(real):
+                    self._know(tensor, Known(real.detach().cpu().clone(), i, frozenset({i})))
 
     @property
     def guard(self) -> Guard | None:
@@ -137,25 +161,57 @@ class KnownValues(TorchFunctionMode):
         tensors = list(_tensors((args, kwargs)))
         if not (all(t in self.known for t in tensors) and (tensors or func in FACTORIES)):
             if tensors and _writes(func, kwargs) and tensors[0] in self.known:
-                self.known.clear()
+                self._forget(self.known[tensors[0]].given)
+            return self._called(func, args, kwargs)
+        given = frozenset[int]().union(*(self.known[t].given for t in tensors))
+        if _writes(func, kwargs) and any(map(self._is_of_state, given)):  # the tape must not change the model
+            self._forget(given)
             return func(*args, **kwargs)
         real = self._really(func, args, kwargs)
         if real is None:
             return func(*args, **kwargs)
-        from_input = any(self.known[t].from_input for t in tensors)
         if func in QUESTIONS:
-            return self._answer(func, args, kwargs, real[0], from_input)
-        result = func(*args, **kwargs)
-        self._remember(func, args, kwargs, result, real[0], from_input)
+            return self._answer(func, args, kwargs, real[0], given)
+        result = self._called(func, args, kwargs)
+        self._remember(func, args, kwargs, result, real[0], given)
         return result
 
-    def _answer(self, func: Any, args: Any, kwargs: Any, real: Any, from_input: bool) -> Any:
-        if not from_input:
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The call; where it asks for the number in a tensor (a fill value), with that number."""
+        try:
+            return func(*args, **kwargs)
+        except DataDependentOutputException:
+            numbers = [t for t in _tensors((args, kwargs)) if t.dim() == 0 and t in self.known]
+            if not numbers or func in QUESTIONS:
+                raise
+            asked = {id(t): self.__torch_function__(Tensor.item, (), (t,)) for t in numbers}
+            return func(*pytree.tree_map(lambda a: asked.get(id(a), a), args),
+                        **pytree.tree_map(lambda a: asked.get(id(a), a), kwargs))  # fmt: skip
+
+    def _know(self, traced: torch.Tensor, known: Known) -> None:
+        self.known[traced] = known
+        if isinstance(traced, FunctionalTensor):
+            self.known[traced.elem] = known  # which its own `tolist` asks
+
+    def _is_of_state(self, number: int) -> bool:
+        return number < len(self.traced)
+
+    def _forget(self, given: frozenset[int]) -> None:
+        """What was changed cannot be followed: forget it, and all that may share its memory."""
+        for tensor, known in list(self.known.items()):
+            if not any(map(self._is_of_state, given)) or known.given & given:
+                del self.known[tensor]
+
+    def _answer(self, func: Any, args: Any, kwargs: Any, real: Any, given: frozenset[int]) -> Any:
+        if not given:
             return real
-        if not (func in YES_OR_NO or (func is Tensor.item and isinstance(real, bool))):
-            return func(*args, **kwargs)  # a number decides: fails to trace, and says where
+        yes_or_no = func in YES_OR_NO or (func is Tensor.item and isinstance(real, bool))
+        may_be = all(yes_or_no or (self._is_of_state(i) and i not in self.changing) for i in given)
+        now = all(mutation_count(self.traced[i]) == self.before[i] for i in given if self._is_of_state(i))
+        if not (may_be and now):
+            return func(*args, **kwargs)  # fails to trace, and says where
         self._record(func, args, kwargs, 0)
-        self.answers.append(bool(real))
+        self.answers.append(real)
         self.asked_at = len(self.tape)
         return real
 
@@ -181,17 +237,26 @@ class KnownValues(TorchFunctionMode):
             return self.known[leaf].value
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
-    def _remember(self, func: Any, args: Any, kwargs: Any, result: Any, real: Any, from_input: bool) -> None:
+    def _remember(self, func: Any, args: Any, kwargs: Any, result: Any, real: Any, given: frozenset[int]) -> None:
         pairs = list(zip(_tensors(result), _tensors(real), strict=False))
         if not pairs or any(self.plain(t.shape) != v.shape or v.numel() > LARGEST for t, v in pairs):
             return
-        if from_input and _writes(func, kwargs):  # views of what was written may be known as constants
+        if given and _writes(func, kwargs):  # views of what was written may be known as constants
             for tensor, known in list(self.known.items()):
-                self.known[tensor] = replace(known, from_input=True)
+                self.known[tensor] = replace(known, given=known.given | given)
         first = self._record(func, args, kwargs, len(pairs))
         for i, (traced, value) in enumerate(pairs):
             same = self.known.get(traced)  # an in-place op returns its argument
-            self.known[traced] = Known(value, first + i, from_input or (same is not None and same.from_input))
+            self._know(traced, Known(value, first + i, given if same is None else given | same.given))
+
+
+def _is_discrete(real: torch.Tensor) -> bool:
+    return not (real.is_floating_point() or real.is_complex() or real.is_meta) and real.numel() <= LARGEST
+
+
+def _is_small_state(real: torch.Tensor) -> bool:
+    plain = type(real) is Tensor and real.layout is torch.strided and not (real.is_meta or real.requires_grad)
+    return plain and real.numel() <= LARGEST_OF_STATE
 
 
 class _Known(TorchDispatchMode):

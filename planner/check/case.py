@@ -63,7 +63,8 @@ class Case:
         """Let the second step have other inputs, where the trace holds for them."""
         other = varied(self.batch)
         guard = self.traced.guard
-        self.other_batch = other if guard is None or guard.holds(other) else self.batch
+        fits = guard is None or guard.holds([*self.originals[: self.count], *other])
+        self.other_batch = other if fits else self.batch
 
     def keep_batch(self) -> None:
         """Let both steps have the same inputs."""
@@ -135,7 +136,12 @@ class Case:
         return self._nudged(i, self.originals[i])
 
     def _nudged(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter or buffer as another step may find it; a forward that remembers things may have read buffers."""
+        """A parameter or buffer as another step may find it; a forward that remembers things may have read buffers.
+
+        One that decides which course forward takes is as it was.
+        """
+        if self.traced.guard is not None and i in self.traced.guard.given:
+            return self.originals[i].detach()
         is_parameter = self.traced.state[i].is_parameter
         return nudged(tensor, is_parameter) if is_parameter or not self.remembers else tensor.detach()
 

@@ -101,7 +101,7 @@ class Entry:
             except Differs:
                 return None
         traced = self.planned.prepared.traced
-        if traced.guard is not None and not traced.guard.holds(inputs):
+        if traced.guard is not None and not traced.guard.holds([*tensors, *inputs]):
             return None
         return tensors if overlaps([*tensors, *inputs], traced.mutated) == traced.overlaps else None
 

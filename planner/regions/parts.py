@@ -125,9 +125,10 @@ class Part:
             match_arguments(self.traced.reads, matched, module, held_objects(bound))
         except Differs:
             return False
-        guard, tensors = self.traced.guard, matched.tensors()
-        same = tensors is not None and list(map(state_key, tensors)) == self.state
-        return same and (guard is None or guard.holds(inputs))
+        guard, state = self.traced.guard, matched.tensors()
+        if state is None or list(map(state_key, state)) != self.state:
+            return False
+        return guard is None or guard.holds([*state, *inputs])
 
 
 @dataclass(frozen=True)

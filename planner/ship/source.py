@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes._torch import OpOverload, pytree
+from passes._torch import OpOverload
 from passes.codegen import Handover, hand_over
 from passes.fuse.records import FUSED
 from passes.printable import printable
@@ -25,7 +25,7 @@ from planner.files.fingerprint import describe_value
 from solvers.errors import MIB, PlannerError
 
 NAMESPACES = frozenset({"aten", "prims", "prim", "mkldnn", "onednn", "quantized", "_c10d_functional"})
-GUARD = '''"""What the planned step takes as given about its inputs: the answers to the `if`s in the model's Python."""
+GUARD = '''"""What the planned step takes as given about buffers and inputs: the answers that the model's Python got."""
 
 import torch
 
@@ -35,7 +35,7 @@ def tensors(result):
 
 
 @torch.no_grad()
-def answers(inputs):
+def answers(given):
 {body}
 '''
 # Functions of ours that a half may call -> the function that it calls in a folder, which holds a copy of its file.
@@ -90,7 +90,7 @@ def write_half(half: Half) -> str:
 
 
 def write_guard(guard: Guard | None) -> str:
-    """The questions that the model's Python asks about its inputs' values, as a module that defines `answers(inputs)`.
+    """What the model's Python asks about its inputs and buffers, as a module that defines `answers(given)`.
 
     Raises:
         PlannerError: a call cannot be written as source.
@@ -100,11 +100,11 @@ def write_guard(guard: Guard | None) -> str:
         names = [f"value_{k}" for k in range(call.first, call.first + call.count)] or [f"answer_{i}"]
         arguments = [literal(a, {}) for a in call.args] + [f"{k}={literal(v, {})}" for k, v in call.kwargs.items()]
         comma = "," if len(names) == 1 and call.count else ""
-        target = f"{', '.join(names)}{comma} = tensors" if call.count else f"{names[0]} = bool"
-        lines.append(f"    {target}({_python_name(call.func)}({', '.join(arguments)}))")
+        called = f"{_python_name(call.func)}({', '.join(arguments)})"
+        lines.append(f"    {', '.join(names)}{comma} = " + (f"tensors({called})" if call.count else called))
         asked += names if not call.count else []
-    inputs = [f"    value_{k} = inputs[{k}]" for k in sorted(_inputs_read(guard))]
-    body = "\n".join([*inputs, *lines, f"    return ({''.join(f'{name}, ' for name in asked)})"])
+    given = [f"    value_{k} = given[{k}]" for k in sorted(guard.given if guard else ())]
+    body = "\n".join([*given, *lines, f"    return ({''.join(f'{name}, ' for name in asked)})"])
     return GUARD.format(body=body)
 
 
@@ -113,13 +113,6 @@ def _python_name(function: Any) -> str:
     if not name or not name.startswith("torch."):
         raise PlannerError(f"{function!r}, which the model calls to look at its inputs, cannot be written as source.")
     return name
-
-
-def _inputs_read(guard: Guard | None) -> set[int]:
-    tape = guard.tape if guard else ()
-    made = {k for call in tape for k in range(call.first, call.first + call.count)}
-    leaves = pytree.tree_leaves([(call.args, call.kwargs) for call in tape])
-    return {leaf.index for leaf in leaves if isinstance(leaf, Ref)} - made
 
 
 def docstring(text: str) -> str:

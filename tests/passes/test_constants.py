@@ -71,8 +71,8 @@ def test_a_question_about_a_mask_is_guarded_and_planned_per_answer() -> None:
     traced = capture(model, bind_sample(model, (x, ones)))
     assert traced.guard is not None
     assert traced.guard.answers == (True,)
-    assert traced.guard.holds([x, ones])
-    assert not traced.guard.holds([x, holes])
+    assert traced.guard.holds([*model.parameters(), x, ones])
+    assert not traced.guard.holds([*model.parameters(), x, holes])
     plan = auto_checkpoint(model, (x, ones))
     assert torch.equal(plan.module(x, ones), model(x, ones))
     with pytest.warns(UserWarning, match="other answers to the model's `if`s"):

@@ -75,13 +75,14 @@ class PlanState:
         self.replans, self.replan_seconds, self.next_slow = Counter[str](), 0.0, SLOW_REPLANS
         self.before_hooks: Any = None  # the hook that plans before those of `fully_shard` gather parameters
         self.looking = False  # whether that runs
-        self.gathers = Gathers() if has_sharded(model) else None
+        self.gathers: Gathers | None = None  # of a model with sharded modules
         self.outdated: list[str] = []  # modules that hold whole parameters from before a change, in this call
-        self.look_at_gathers()
 
     def start(self, bound: Mapping[str, Any], planned: Decided) -> None:
         """Remember the first plan, made for calls that look like `bound`."""
         self.still_eval = not self.model.training
+        self.gathers = Gathers() if has_sharded(self.model) else None
+        self.look_at_gathers()
         self.traced_forward = self.model.__dict__.get("forward")
         self.first = replace(self._add(self.key_of(*flatten(dict(bound))), planned))  # a copy, never bound to the model
 
@@ -91,6 +92,7 @@ class PlanState:
         new.cache = [replace(entry, matched=None, regions=None) for entry in self.cache]
         new.first, new.latest, new.traced_forward = self.first, self.latest, None
         new.losses.expected = self.losses.expected
+        new.gathers = Gathers() if self.gathers is not None else None
         return new
 
     def key_of(self, tensors: Sequence[torch.Tensor], template: Any) -> Key:

@@ -241,7 +241,8 @@ def export_step(tracer: StepTracer, fake: list[torch.Tensor]) -> JointGraph:
     tracer.runs = 0
     try:
         with quiet_fake_errors(), eager_kernels(routes.kernels()), module_paths(tracer.model):
-            joint = export_joint(tracer, fake, tracer.layouts.get(BACKWARD_AUTOCAST, ()))
+            with tracer.in_backward:
+                joint = export_joint(tracer, fake, tracer.layouts.get(BACKWARD_AUTOCAST, ()))
     except (Unsupported, CaptureError):
         raise
     except Exception as error:
@@ -292,6 +293,7 @@ class StepTracer:
         self.given_now: list[Given] = []  # of the run that goes on
         self.below: tuple[AbstractContextManager[Any], ...] = ()  # modes to run the forward in, before all others
         self.keeps_casts = torch.is_autocast_cache_enabled()
+        self.in_backward = ExitStack()  # what holds while torch traces the backward
 
     def __call__(self, *parts: torch.Tensor) -> list[torch.Tensor]:
         self.recorder.stop()
@@ -328,8 +330,22 @@ class StepTracer:
             self.recorder.follow_backward()
             if self.watch.custom_backward:
                 self.watch.start()
+                self.in_backward.enter_context(self._used_in_backward(flat))
         self.runs += 1
         return returned
+
+    @contextmanager
+    def _used_in_backward(self, flat: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let the backward of a custom function find the traced parameters in the model's modules, as forward does."""
+        with swapped_state(self.model, {e.name: t for e, t in zip(self.entries, flat, strict=False)}):
+            yield
+        for entry, tensor in zip(self.entries, flat, strict=False):
+            if tensor.grad is not None:
+                raise Unsupported(
+                    "backward() within the backward of a custom autograd function", entry.name,
+                    "the gradient that it accumulates would be lost",
+                    "Compute it by torch.autograd.grad there, and return it as the gradient of an argument.",
+                )  # fmt: skip
 
     def _run(self, flat: Sequence[torch.Tensor], *modes: AbstractContextManager[Any]) -> Returned:
         """What forward returns, and changes in its arguments, for these parameters, buffers and inputs."""

@@ -1,0 +1,89 @@
+"""Custom autograd functions whose backward runs modules of the model: adjoints of differential equations, reversible nets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from passes.errors import Unsupported
+from planner import auto_checkpoint
+
+from .steps import assert_same_gradients, twins
+
+
+class Again(torch.autograd.Function):
+    """Keeps its input alone and runs the module again in its backward, as `torch.utils.checkpoint` does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, module: nn.Module, accumulates: bool, *_: torch.Tensor) -> torch.Tensor:
+        ctx.module, ctx.accumulates = module, accumulates
+        ctx.save_for_backward(x)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.module(x)
+        if ctx.accumulates:
+            y.backward(gradient)
+            return x.grad, None, None, *(None for _ in ctx.module.parameters())
+        found = torch.autograd.grad(y, [x, *ctx.module.parameters()], gradient)
+        return found[0], None, None, *found[1:]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(16, 16), 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * self.scale).tanh().sin()
+
+
+class Recomputing(nn.Module):
+    def __init__(self, accumulates: bool = False) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(16, 16), Scaled(), nn.Linear(16, 16)
+        self.accumulates = accumulates
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = Again.apply(self.first(x).tanh(), self.inner, self.accumulates, *self.inner.parameters())
+        return self.last(h).tanh().pow(2).mean()
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Recomputing() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((block(x * (i + 1)) for i, block in enumerate(self.blocks)), torch.zeros(()))
+
+
+@pytest.mark.parametrize("regions", ["whole", "blocks.*"])
+def test_a_backward_that_runs_the_models_modules_is_planned(regions: str) -> None:
+    model, plain = twins(Stack())
+    plan = auto_checkpoint(model, torch.randn(64, 16), "95%", regions=regions, check=False, progress=False)
+    trained = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
+    for i in range(4):
+        x = torch.randn(64, 16)
+        if i == 2:  # read in the backward, too
+            model.blocks[1].inner.scale = plain.blocks[1].inner.scale = 3.0
+        losses = [m(x) for m in (plan.module, plain)]
+        for loss, optimizer in zip(losses, trained, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        assert torch.equal(*losses)
+        assert_same_gradients(model, plain)
+        for optimizer in trained:
+            optimizer.step()
+
+
+def test_gradients_accumulated_within_a_backward_are_refused() -> None:
+    with pytest.raises(Unsupported, match=r"backward\(\) within the backward of a custom .* at inner\.layer\.weight"):
+        auto_checkpoint(Recomputing(accumulates=True), torch.randn(64, 16), regions="whole", progress=False)

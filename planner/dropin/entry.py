@@ -16,7 +16,7 @@ from torch import nn
 
 from passes._torch import as_distributed, is_distributed, swapped_state
 from passes.lower import kept_primals, stateful_primals
-from passes.run._torch import Autocast, active_autocast, under_autocast
+from passes.run._torch import Autocast, active_autocast, backward_number, under_autocast
 from passes.run.random import set_rng_state
 from passes.run.step import ChangedInPlace
 from passes.trace.arguments import state_tensors
@@ -144,11 +144,11 @@ class Losses:
     Attributes:
         expected: the outputs of the call made last; None until a backward started from others than planned for.
         astray: backwards in a row that were none that was planned for; after `patience` of them one forgets what the
-            first ones have shown.
+            first ones have shown. Of a cell in a loop, all calls have one backward, whose `number` is that of the last.
     """
 
     def __init__(self) -> None:
-        self.astray, self.patience = 0, 3
+        self.astray, self.patience, self.number = 0, 3, -1
         self.expected: Started | None = None
         self.recent: deque[Started] = deque(maxlen=REMEMBERED_CALLS)
 
@@ -295,7 +295,7 @@ class Fallback:
         the plan is for (the first step had a loss of its own), it is for those that do.
         """
         losses = self.state.losses
-        losses.astray += 1
+        losses.astray, losses.number = losses.astray + (backward_number() != losses.number), backward_number()
         keys: dict[Any, Any] = {gradient_key(path, g): tuple(g.stride()) for path, g in gradients.items()}
         if autocast:
             keys = {BACKWARD_AUTOCAST: active_autocast()}

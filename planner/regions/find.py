@@ -15,15 +15,23 @@ from .losses import LOSS, CrossEntropy
 
 @dataclass
 class Candidates:
-    """The submodules that may become regions; none lies within another.
+    """The submodules that may become regions.
 
     Attributes:
+        wanted: those that may, at the paths where they were found.
         descend: whether one that cannot be a region makes room for its children.
     """
 
     model: nn.Module
-    chosen: dict[str, nn.Module]
+    wanted: dict[str, nn.Module]
     descend: bool
+
+    @property
+    def chosen(self) -> dict[str, nn.Module]:
+        """Each once, and none that lies within another: a module may have several paths."""
+        inside = {id(part) for module in self.wanted.values() for part in module.modules() if part is not module}
+        first = {id(module): path for path, module in reversed(self.wanted.items())}
+        return {p: m for p, m in self.wanted.items() if id(m) not in inside and first[id(m)] == p}
 
     def refine(self, refused: Collection[str], called: Collection[str], kinds: Collection[type]) -> bool:
         """Leave out those that were refused or not called, for their children; whether that changes anything.
@@ -31,12 +39,13 @@ class Candidates:
         Args:
             kinds: classes of regions that are planned. One of them that was not called (layer drop) stays.
         """
-        missed = [path for path, module in self.chosen.items() if path not in called and type(module) not in kinds]
-        leave = [path for path in self.chosen if path in refused or path in missed]
+        chosen = self.chosen
+        missed = [path for path, module in chosen.items() if path not in called and type(module) not in kinds]
+        leave = [path for path in chosen if path in refused or path in missed]
         for path in leave:
-            module = self.chosen.pop(path)
+            module = self.wanted.pop(path)
             if self.descend or path not in called:
-                self.chosen.update(children(module, path))
+                self.wanted.update(children(module, path))
         return bool(leave)
 
 

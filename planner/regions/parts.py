@@ -20,6 +20,7 @@ from passes.trace.arguments import state_tensors
 from passes.trace.capture import EVERY_OUTPUT, Traced, capture
 from passes.trace.layouts import Layouts, gradient_key, learned
 from passes.trace.matching import Differs, match, match_arguments
+from passes.trace.reads import Matched
 from passes.trace.refuse import refuse_sharded
 from passes.trace.structure import held_objects
 from planner.dropin.plan_key import Key, call_key, state_key
@@ -121,14 +122,23 @@ class Part:
         if type(module) is not self.kind or key != self.key or asked != self.asked:
             return False
         try:
-            matched = match(self.traced.reads, module, None)
-            match_arguments(self.traced.reads, matched, module, held_objects(bound))
+            matched = self.look(module, bound)
         except Differs:
             return False
         guard, state = self.traced.guard, matched.tensors()
         if state is None or list(map(state_key, state)) != self.state:
             return False
         return guard is None or guard.holds([*state, *inputs])
+
+    def look(self, module: nn.Module, bound: Mapping[str, Any]) -> Matched:
+        """Find in a module, and in what it is called with, what this part's forward read.
+
+        Raises:
+            Differs: something is not what was read.
+        """
+        matched = match(self.traced.reads, module, None)
+        match_arguments(self.traced.reads, matched, module, held_objects(bound))
+        return matched
 
 
 @dataclass(frozen=True)
@@ -175,6 +185,10 @@ class Parts:
             if alike in self.errors:
                 raise self.errors[alike]
             part = self._capture(module, bound, key, asked)
+            part.look(module, bound)
+        except Differs as differs:  # it would be captured again in every run
+            self.refuse(path, f"its forward reads another thing each time: {differs.now}, and then {differs.then}")
+            return None, True
         except (CaptureError, Unsupported) as error:
             self.errors[alike] = _alone(error)
             self.refuse(path, str(error))

@@ -648,3 +648,30 @@ def test_an_iterator_that_code_between_regions_advances_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"an iterator advanced in forward at self\.count"):
         auto_checkpoint(model, torch.randn(4, 16), regions="part", check=False)
     assert next(model.count) == 1
+
+
+class TwoPaths(nn.Module):
+    """Has a part at a path of its own and within another one, as wrappers for self-supervised training do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.other = Part(), Part()
+        self.student = nn.Sequential(self.net, nn.Tanh(), Part())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = self.student(x)
+        if not torch.isfinite(seen).all():
+            raise FloatingPointError
+        return (self.other(seen) + self.net(x)).pow(2).mean()
+
+
+@pytest.mark.parametrize("regions", ["auto", ["student", "net", "other"]])
+def test_a_module_within_a_region_is_none_at_its_other_path(regions: Any) -> None:
+    torch.manual_seed(0)
+    model, x = TwoPaths(), torch.randn(64, 16)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, regions=regions, progress=False)
+    assert [run.path for run in plan.runs] == ["student", "other"]
+    for _ in range(2):
+        x = torch.randn(64, 16)
+        assert not differences(run_step(plain, plain, x, 1), run_step(plan.module, model, x, 1))

@@ -74,8 +74,8 @@ class RegionForward:
         return self.original(*args, **kwargs)
 
     def changed(self) -> Differs | None:
-        """How the module differs from what its plans were made for; None where one of them holds."""
-        if any(entry.unchanged(self.model, None) is not None for entry in self.cache):
+        """How the module differs from what its plans were made for; None where one of them holds, or there is none."""
+        if not self.cache or any(entry.unchanged(self.model, None) is not None for entry in self.cache):
             return None
         try:
             match(self.cache[0].reads, self.model, None)

@@ -675,3 +675,28 @@ def test_a_module_within_a_region_is_none_at_its_other_path(regions: Any) -> Non
     for _ in range(2):
         x = torch.randn(64, 16)
         assert not differences(run_step(plain, plain, x, 1), run_step(plan.module, model, x, 1))
+
+
+class Spare(nn.Module):
+    """Calls one part for nothing, and another of that class now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attending, self.idle, self.spare, self.calls_spare = Attending(), Part(), Part(), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.attending(x, x)
+        if not torch.isfinite(self.idle(hidden).detach()).all():
+            raise FloatingPointError
+        return (self.spare(hidden) if self.calls_spare else hidden).pow(2).mean()
+
+
+def test_a_spare_region_of_a_class_without_plans_runs_plain() -> None:
+    torch.manual_seed(0)
+    model, x = Spare(), torch.randn(4, 8, 16)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False)
+    assert [run.path for run in plan.runs] == ["attending"]
+    for calls in (False, True):
+        model.calls_spare = plain.calls_spare = calls
+        assert not differences(run_step(plain, plain, x, 1), run_step(plan.module, model, x, 1))

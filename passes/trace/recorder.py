@@ -68,6 +68,7 @@ from .reads import (
     of_instance,
 )
 from .rerun import reads
+from .settings import Setting, is_plain
 from .structure import Template, argument_path, copies_in, flatten, held_objects, object_paths
 
 
@@ -159,10 +160,18 @@ class Recorder:
 
     def left(self, codes: Iterable[types.CodeType]) -> tuple[str, ...]:
         """Attributes of the model's modules that forward sets, whatever was there before, and does not read."""
-        written = [(self.numbers.get(each, -1), name) for each, name in self.written]
-        written = [(i, name) for i, name in written if i >= 0 and self.known[i].is_submodule]
+        written = [(i, name) for i, name in self._written() if self.known[i].is_submodule]
         unread = [(i, n) for i, n in written if n not in kept_by_torch(self.objects[i]) and not reads(codes, n)]
         return tuple(sorted(f"self.{self.known[i].path}.{name}".replace("..", ".") for i, name in unread))
+
+    def settings(self) -> tuple[Setting, ...]:
+        """The plain values now in attributes of the model's modules that forward sets before it reads them."""
+        written = sorted((i, name) for i, name in self._written() if self.known[i].is_submodule)
+        found = ((self.known[i].path, name, vars(self.objects[i]).get(name, MISSING)) for i, name in written)
+        return tuple(Setting(path, name, value) for path, name, value in found if is_plain(value))
+
+    def _written(self) -> list[tuple[int, str]]:
+        return [(self.numbers[each], name) for each, name in self.written if each in self.numbers]
 
     def finish(self, graph_module: fx.GraphModule) -> Reads:
         """What was read; outside the model's modules, as it is after the trace."""

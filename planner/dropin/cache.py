@@ -327,7 +327,8 @@ class PlanState:
             _check_cast_leaves(primals, planned)
         self._notice_hooks()
         self._notice_gradients(planned, primals)
-        return planned.run(primals, Fallback(self, entry, bound, partial(self.through, self.applied)), bound)
+        fallback = Fallback(self, entry, bound, partial(self.through, self.applied))
+        return planned.run(self.model, primals, fallback, bound)
 
     def _notice_replans(self, seconds: float) -> None:
         """Say after several replans, and rarely after that, what is slowing training."""

@@ -51,6 +51,7 @@ from .arguments import (
     state_tensors,
 )
 from .contexts import private_contexts
+from .custom_backward import used_in_backward
 from .failure import capture_error
 from .given import Changed, Given, Place, Returned, changed_slots, left_alone
 from .hidden import refuse_hidden
@@ -120,7 +121,8 @@ class Traced:
     that the call gave by name, `overlaps` the primals that had memory of a mutated one. `changes` is what forward
     changes in its arguments; the tensors that it puts there follow those of the output in `outputs`. `left` are the
     places elsewhere that forward sets and does not read, which a planned step leaves as they are; `settings` are the
-    attributes of the model's modules that it sets to plain values, as a planned step does, too.
+    attributes of the model's modules that it sets to plain values, as a planned step does, too. `within` are the
+    parameters by which the backward of a custom function differentiates: they may have no hooks.
     """
 
     graph_module: fx.GraphModule
@@ -143,6 +145,7 @@ class Traced:
     changes: tuple[Changed, ...] = ()
     left: tuple[str, ...] = ()
     settings: tuple[Setting, ...] = ()
+    within: tuple[int, ...] = ()
 
     @property
     def num_primals(self) -> int:
@@ -302,6 +305,7 @@ class StepTracer:
         self.given_now: list[Given] = []  # of the run that goes on
         self.below: tuple[AbstractContextManager[Any], ...] = ()  # modes to run the forward in, before all others
         self.keeps_casts = torch.is_autocast_cache_enabled()
+        self.within: list[int] = []
         self.in_backward = ExitStack()  # what holds while torch traces the backward
 
     def __call__(self, *parts: torch.Tensor) -> list[torch.Tensor]:
@@ -339,22 +343,10 @@ class StepTracer:
             self.recorder.follow_backward()
             if self.watch.custom_backward:
                 self.watch.start()
-                self.in_backward.enter_context(self._used_in_backward(flat))
+                used = used_in_backward(self.model, self.entries, flat, self.given)
+                self.within = self.in_backward.enter_context(used)
         self.runs += 1
         return returned
-
-    @contextmanager
-    def _used_in_backward(self, flat: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Let the backward of a custom function find the traced parameters in the model's modules, as forward does."""
-        with swapped_state(self.model, {e.name: t for e, t in zip(self.entries, flat, strict=False)}):
-            yield
-        for entry, tensor in zip(self.entries, flat, strict=False):
-            if tensor.grad is not None:
-                raise Unsupported(
-                    "backward() within the backward of a custom autograd function", entry.name,
-                    "the gradient that it accumulates would be lost",
-                    "Compute it by torch.autograd.grad there, and return it as the gradient of an argument.",
-                )  # fmt: skip
 
     def _run(self, flat: Sequence[torch.Tensor], *modes: AbstractContextManager[Any]) -> Returned:
         """What forward returns, and changes in its arguments, for these parameters, buffers and inputs."""
@@ -633,6 +625,7 @@ def _traced(
         by_name=tracer.by_name,
         changes=tracer.changes,
         left=tracer.recorder.left(tracer.watch.codes),
+        within=tuple(tracer.within),
         overlaps=overlaps(tracer.given, joint.mutated_inputs),
     )
 

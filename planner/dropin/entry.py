@@ -104,6 +104,8 @@ class Entry:
         traced = self.planned.prepared.traced
         if traced.guard is not None and not traced.guard.holds([*tensors, *inputs]):
             return None
+        if any(tensors[i]._backward_hooks for i in traced.within):
+            return None
         return tensors if overlaps([*tensors, *inputs], traced.mutated) == traced.overlaps else None
 
     def unchanged(self, model: nn.Module, loss_fn: Any) -> list[torch.Tensor] | None:

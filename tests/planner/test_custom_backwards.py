@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -99,3 +100,17 @@ def test_what_a_backward_sets_otherwise_than_forward_is_refused() -> None:
     model.inner = Tells()
     with pytest.raises(Unsupported, match=r"state that changes in the backward at self\.inner\.graded"):
         auto_checkpoint(model, torch.randn(4, 16), budget_mb=None, regions="whole")
+
+
+def test_hooks_of_parameters_that_a_backward_differentiates_by_are_refused() -> None:
+    model = Recomputing()
+    model.first.weight.register_hook(lambda g: 2 * g)  # of another parameter
+    plan = auto_checkpoint(model, torch.randn(4, 16), budget_mb=None, regions="whole")
+    plain = copy.deepcopy(model)
+    plain.first.weight.register_hook(lambda g: 2 * g)
+    for each in (plan.module, plain):
+        each(torch.ones(4, 16)).backward()
+    assert_same_gradients(model, plain)
+    model.inner.layer.weight.register_hook(lambda g: 2 * g)  # in eager it doubles the gradient twice
+    with pytest.raises(Unsupported, match=r"hook of a parameter by .* at inner\.layer\.weight"):
+        plan.module(torch.ones(4, 16))

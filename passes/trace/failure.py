@@ -40,6 +40,12 @@ def _explain(kind: str, text: str) -> tuple[str, str]:
             "The value of a tensor is needed here to know a shape or a position (torch.tensor_split by a tensor).",
             "Give it as Python numbers, as `tensor_split(x, [1, 2])` does: a plan holds for every batch.",
         )
+    if "mutating a non-functional tensor" in text:
+        return (
+            "A tensor that the model does not register is changed in place here, and a plan would take it as constant.",
+            "Register it: self.register_buffer(name, tensor, persistent=False); make a loss function that has buffers "
+            "a part of the model.",
+        )
     if kind == "DynamicOutputShapeException":
         return (
             "The shape of this result depends on data (nonzero, boolean indexing, unique).",

@@ -49,7 +49,7 @@ from .expected import (
     describe_kind,
     parts_of,
 )
-from .nodes import kept_by_torch
+from .nodes import kept_by_torch, same
 from .places import OUR_FOLDERS, is_users, is_users_file
 from .reads import (
     HOOKS,
@@ -85,6 +85,7 @@ class Recorder:
         self.reads: dict[tuple[Any, ...], Read] = {}
         self.looked_at: set[tuple[int, str]] = set()
         self.written: set[tuple[int, str]] = set()  # attributes that were set before they were read
+        self.elsewhere: list[tuple[int, str, Any]] = []  # plain values that it set in other objects than modules
         self.entered: set[Any] = set()
         self.functions: dict[int, types.FunctionType] = {}
         self.watched: dict[type, dict[str, Any]] = {}
@@ -166,9 +167,16 @@ class Recorder:
 
     def settings(self) -> tuple[Setting, ...]:
         """The plain values now in attributes of the model's modules that forward sets before it reads them."""
-        written = sorted((i, name) for i, name in self._written() if self.known[i].is_submodule)
-        found = ((self.known[i].path, name, vars(self.objects[i]).get(name, MISSING)) for i, name in written)
-        return tuple(Setting(path, name, value) for path, name, value in found if is_plain(value))
+        written = [(i, name, by_attribute(self.objects[i])(name, MISSING)) for i, name in sorted(self._written())]
+        plain = [each for each in written if is_plain(each[2])]
+        self.elsewhere = [each for each in plain if not self.known[each[0]].is_submodule]
+        return tuple(Setting(self.known[i].path, name, v) for i, name, v in plain if self.known[i].is_submodule)
+
+    def set_as_before(self) -> tuple[str, ...]:
+        """Attributes of other objects (a loss function) that forward sets to what they are outside of the trace."""
+        found = [(i, n, v) for i, n, v in self.elsewhere if self.objects[i] is not None]
+        alike = [(i, n) for i, n, v in found if same(by_attribute(self.objects[i])(n, MISSING), v)]
+        return tuple(f"{self.known[i].path}.{name}" for i, name in alike)
 
     def _written(self) -> list[tuple[int, str]]:
         return [(self.numbers[each], name) for each, name in self.written if each in self.numbers]

@@ -96,3 +96,22 @@ def test_an_export_says_what_it_does_not_set(tmp_path: Path) -> None:
     plan = auto_checkpoint(Counted(), torch.randn(4, 8), budget_mb=None)
     with pytest.warns(UserWarning, match=r"forward sets self\.rows, which an export"):
         plan.export(tmp_path / "exported")
+
+
+class Weighted:
+    """A loss function that remembers how many rows it saw."""
+
+    rows = 0
+
+    def __call__(self, output: torch.Tensor) -> torch.Tensor:
+        self.rows = len(output)
+        return output.pow(2).mean()
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_what_is_set_on_other_objects_is_said(rows: int) -> None:
+    loss_fn = Weighted()
+    loss_fn.rows = rows  # as after a step that was not planned
+    with pytest.warns(UserWarning, match=r"forward sets loss_fn\.rows; .* will not set it") as said:
+        auto_checkpoint(nn.Linear(8, 8), torch.randn(4, 8), budget_mb=None, loss_fn=loss_fn)
+    assert len(said) == 1 and loss_fn.rows == rows

@@ -386,7 +386,8 @@ class StepTracer:
             return {name: mutation_count(t) for name, t in buffers.items()}
 
         counts, given = changes(), self.given_now  # the tracer itself would be a reference cycle
-        watch = Watch(lambda: changes() | given[0].changed(), flat[: len(self.entries)])
+        count = len(self.entries)
+        watch = Watch(lambda: changes() | given[0].changed(), flat[:count], flat[count:])
         result = self._run(flat, watch)
         refuse_hidden(result.template, "the output")
         steady = frozenset(name for name, count in changes().items() if count == counts[name])

@@ -84,7 +84,7 @@ class Recorder:
         self.numbers: dict[int, int] = {}
         self.reads: dict[tuple[Any, ...], Read] = {}
         self.looked_at: set[tuple[int, str]] = set()
-        self.written: set[tuple[int, str]] = set()  # attributes that were set before they were read
+        self.written: dict[tuple[int, str], None] = {}  # attributes that were set before they were read
         self.elsewhere: list[tuple[int, str, Any]] = []  # plain values that it set in other objects than modules
         self.entered: set[Any] = set()
         self.functions: dict[int, types.FunctionType] = {}
@@ -167,7 +167,7 @@ class Recorder:
 
     def settings(self) -> tuple[Setting, ...]:
         """The plain values now in attributes of the model's modules that forward sets before it reads them."""
-        written = [(i, name, by_attribute(self.objects[i])(name, MISSING)) for i, name in sorted(self._written())]
+        written = [(i, name, by_attribute(self.objects[i])(name, MISSING)) for i, name in self._written()]
         plain = [each for each in written if is_plain(each[2])]
         self.elsewhere = [each for each in plain if not self.known[each[0]].is_submodule]
         return tuple(Setting(self.known[i].path, name, v) for i, name, v in plain if self.known[i].is_submodule)
@@ -340,7 +340,7 @@ class Recorder:
         plain = not (registered or described or isinstance(value, (torch.Tensor, nn.Module)))
         if plain and threading.get_ident() == self.thread and not self.in_backward:
             self.looked_at.add((id(obj), name))
-            self.written.add((id(obj), name))
+            self.written[id(obj), name] = None
             self._class_attribute(type(obj), name)
 
     def _whole(self, obj: Any) -> None:

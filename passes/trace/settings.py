@@ -67,4 +67,6 @@ def is_plain(value: Any) -> bool:
     """Whether it cannot change, and holds nothing that can."""
     if type(value) in (tuple, torch.Size):
         return all(map(is_plain, value))
+    if isinstance(value, str) and "Tensor" in value:  # a tensor's class, which is another one while tracing
+        return False
     return type(value) in PLAIN or isinstance(value, enum.Enum)

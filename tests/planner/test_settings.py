@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from passes.errors import Unsupported
 from planner import auto_checkpoint
 
 from .steps import assert_same_gradients, twins
@@ -115,3 +116,23 @@ def test_what_is_set_on_other_objects_is_said(rows: int) -> None:
     with pytest.warns(UserWarning, match=r"forward sets loss_fn\.rows; .* will not set it") as said:
         auto_checkpoint(nn.Linear(8, 8), torch.randn(4, 8), budget_mb=None, loss_fn=loss_fn)
     assert len(said) == 1 and loss_fn.rows == rows
+
+
+def test_the_class_of_a_tensor_is_not_set() -> None:
+    class Names(Counted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.name = type(x).__name__
+            return super().forward(x)
+
+    with pytest.warns(UserWarning, match=r"forward sets self\.name; .* will not set it"):
+        auto_checkpoint(Names(), torch.randn(4, 8), budget_mb=None)
+
+
+@pytest.mark.parametrize("asked", ["is_leaf", "grad_fn", "_version"])
+def test_questions_about_an_inputs_history_are_refused(asked: str) -> None:
+    class Asks(Counted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (2 if getattr(x, asked) else 3)
+
+    with pytest.raises(Unsupported, match=r"what autograd knows of a tensor .* at .*test_settings\.py"):
+        auto_checkpoint(Asks(), torch.randn(4, 8, requires_grad=True), budget_mb=None, regions="whole")

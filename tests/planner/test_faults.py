@@ -24,6 +24,7 @@ from torch import nn
 import solvers
 from planner import BudgetError, CaptureError, Plan, PlanFileError, PlannerError
 from planner.files.planfile import read
+from planner.integrations import plan_on_first_batch
 from solvers import mip
 from solvers.exact import Found
 from solvers.problem import Op, Problem, Tensor
@@ -438,3 +439,14 @@ def test_what_forward_raises_at_a_call_that_is_planned_anew_is_as_in_eager() -> 
             step(torch.ones(1, 8))  # the last batch of an epoch
         left.append(torch.get_rng_state())
     assert torch.equal(*left) and int(model[2].num_batches_tracked) == int(plain[2].num_batches_tracked) == 1
+
+
+def test_a_first_batch_that_forward_refuses_is_waited_after() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8))
+    waiting = plan_on_first_batch(model)
+    with pytest.warns(UserWarning, match="not planned yet"), pytest.raises(ValueError, match="more than 1 value"):
+        model(torch.ones(1, 8))
+    assert waiting.plan is None and int(model[2].num_batches_tracked) == 1
+    model(torch.randn(4, 8)).sum().backward()
+    assert waiting.plan is not None and model.forward.runs_plan

@@ -19,6 +19,10 @@ class CaptureError(PlannerError):
         self.construct = construct
 
 
+class ForwardFailed(CaptureError):
+    """The forward raised an error of its own while it was traced, as far as that can be told."""
+
+
 class NoBackward(CaptureError):
     """No output of the step depends on anything that requires a gradient."""
 

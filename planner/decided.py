@@ -13,6 +13,7 @@ from typing import Any
 
 import networkx as nx
 import torch
+from torch import nn
 
 from passes._torch import local_parts
 from passes.alias import is_compute
@@ -22,6 +23,7 @@ from passes.run.arena import Arena
 from passes.run.step import Fallback, Step
 from passes.trace.given import deliver
 from passes.trace.modules import module_path
+from passes.trace.settings import set_again
 from solvers.errors import PlannerError
 from solvers.problem import Problem
 from solvers.schedule import Schedule, computes, plain_order, with_frees
@@ -202,18 +204,20 @@ class Decided:
         )
 
     def run(
-        self, primals: Sequence[torch.Tensor], fallback: Fallback, bound: Mapping[str, Any],
+        self, model: nn.Module, primals: Sequence[torch.Tensor], fallback: Fallback, bound: Mapping[str, Any],
         sources: Sequence[torch.Tensor] | None = None,
     ) -> Any:  # fmt: skip
         """Run the planned step on parameters, buffers and inputs; its output, built like the model's.
 
         Args:
+            model: has the parameters and buffers; attributes that forward sets are set there.
             bound: the call's arguments, some of which forward may change.
             sources: as for `Step`.
         """
         traced = self.prepared.traced
         results = self.step(local_parts(primals), fallback, sources)
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in traced.outputs]
+        set_again(traced.settings, model)
         return deliver(traced.changes, leaves, bound, traced.output_template)
 
     @cached_property

@@ -174,6 +174,11 @@ def max_batch(
     Raises:
         BudgetError: not even a batch of one fits; carries the minimum.
     """
+    if not callable(make_sample):
+        raise PlannerError(
+            f"make_sample is a {type(make_sample).__name__}: pass a function of the batch size that makes one, such "
+            "as lambda n: torch.randn(n, 16)."
+        )
     budget = Budget(budget_mb).to_bytes(None) or room_bytes(model_device(model))
     if budget is None:
         raise BudgetError("budget_mb=None has no meaning on the CPU here: give the MiB that the step may take.")

@@ -128,7 +128,7 @@ class Step:
         token = run.token
         for place in reversed(range(len(run.owned))):
             token = _Owner.apply(run, place, token, *(primals[i] for i in run.owned[place]))
-        results: tuple[Any, ...] = _Result.apply(run, token)
+        results: tuple[Any, ...] = PlannedStep.apply(run, token)
         return results
 
 
@@ -329,7 +329,7 @@ def _has_listener(primal: torch.Tensor) -> bool:
             continue
         seen.add(node)
         ours = getattr(node, "_forward_cls", None)
-        heard = isinstance(node, torch.autograd.function.BackwardCFunction) and ours not in (_Owner, _Result)
+        heard = isinstance(node, torch.autograd.function.BackwardCFunction) and ours not in (_Owner, PlannedStep)
         heard = heard or bool(getattr(getattr(node, "variable", None), "_backward_hooks", None))
         waiting += [before for before, _ in node.next_functions]
     return heard
@@ -376,7 +376,7 @@ class _Owner(torch.autograd.Function):
         return (None, None, token, *found)
 
 
-class _Result(torch.autograd.Function):
+class PlannedStep(torch.autograd.Function):
     """The node of the outputs, from which the backward starts."""
 
     @staticmethod

@@ -51,6 +51,7 @@ from .arguments import (
     state_tensors,
 )
 from .contexts import private_contexts
+from .custom_backward import used_in_backward
 from .failure import capture_error
 from .given import Changed, Given, Place, Returned, changed_slots, left_alone
 from .hidden import refuse_hidden
@@ -67,11 +68,12 @@ from .layouts import (
 )
 from .leaks import Remembered
 from .modules import fill_forward_paths, module_path, module_paths
-from .notice import Rerun, check_backward, judged, notice
+from .notice import Left, Rerun, check_backward, judged, notice, say_what_is_left
 from .overlaps import Overlaps, overlaps
 from .reads import Reads
 from .recorder import Recorder
 from .refuse import BACKWARD_HOOK, has_backward_hooks, own_generator, refuse_attributes, storage_kind
+from .settings import Setting, steady
 from .state import Snapshot
 from .structure import Bound, Template, Tree, flatten, shared, slots, unflatten
 from .value_guards import Guard, KnownValues
@@ -118,7 +120,9 @@ class Traced:
     step updates again when a checkpoint of its own recomputes, and the planned step once. `by_name` are the arguments
     that the call gave by name, `overlaps` the primals that had memory of a mutated one. `changes` is what forward
     changes in its arguments; the tensors that it puts there follow those of the output in `outputs`. `left` are the
-    places elsewhere that forward sets and does not read, which a planned step leaves as they are.
+    places elsewhere that forward sets and does not read, which a planned step leaves as they are; `settings` are the
+    attributes of the model's modules that it sets to plain values, as a planned step does, too. `within` are the
+    parameters by which the backward of a custom function differentiates: they may have no hooks.
     """
 
     graph_module: fx.GraphModule
@@ -140,6 +144,8 @@ class Traced:
     overlaps: Overlaps = ()
     changes: tuple[Changed, ...] = ()
     left: tuple[str, ...] = ()
+    settings: tuple[Setting, ...] = ()
+    within: tuple[int, ...] = ()
 
     @property
     def num_primals(self) -> int:
@@ -219,10 +225,11 @@ def capture(
             try:
                 with compiling_flags():
                     joint = export_step(tracer, _fake_inputs(tensors, layouts))
+                tracer.settings = ()  # the ordinary code may set something else
                 tracer.notes += (f"{COMPILING} ({error.location or 'place unknown'})",)
             except CaptureError:
                 raise error from error.__cause__
-        check_backward(tracer.before, tracer.judged)
+        check_backward(tracer.before, tracer.judged, {str(s): s.value for s in tracer.settings})
     for tensor, name in zip(input_tensors, names, strict=True):
         refuse_attributes(vars(tensor).keys() & tracer.recorder.said.keys(), name)
     tracer.recorder.let_go()
@@ -234,15 +241,20 @@ def capture(
         first = len(entries)
         dropped = (*dropped, *joint.graph_module.graph.find_nodes(op="placeholder")[first : first + len(input_tensors)])
     traced = _traced(joint, tracer, entries, input_template, len(input_tensors), dropped)
-    return replace(traced, layouts=dict(layouts or {}))
+    set_plainly = steady(tracer.settings, {left.path: left.value for left in tracer.left}, model)
+    others = (Left(path, None, is_kept=False, is_of_hook=False) for path in tracer.recorder.set_as_before())
+    notes, left = say_what_is_left((*tracer.left, *others), set_plainly)
+    return replace(
+        traced, layouts=dict(layouts or {}), settings=set_plainly, notes=tuple(dict.fromkeys((*traced.notes, *notes))),
+        left=tuple(p for p in dict.fromkeys((*left, *traced.left)) if p not in set(map(str, set_plainly))),
+    )  # fmt: skip
 
 
 def export_step(tracer: StepTracer, fake: list[torch.Tensor]) -> JointGraph:
     tracer.runs = 0
     try:
-        with quiet_fake_errors(), eager_kernels(routes.kernels()), module_paths(tracer.model):
-            with tracer.in_backward:
-                joint = export_joint(tracer, fake, tracer.layouts.get(BACKWARD_AUTOCAST, ()))
+        with quiet_fake_errors(), eager_kernels(routes.kernels()), module_paths(tracer.model), tracer.in_backward:
+            joint = export_joint(tracer, fake, tracer.layouts.get(BACKWARD_AUTOCAST, ()))
     except (Unsupported, CaptureError):
         raise
     except Exception as error:
@@ -283,7 +295,8 @@ class StepTracer:
         self.leaves: list[OutputLeaf] = []
         self.guard: Guard | None = None
         self.notes: tuple[str, ...] = () if model.training else (IN_EVAL,)
-        self.left: tuple[str, ...] = ()
+        self.left: tuple[Left, ...] = ()  # by the first run
+        self.settings: tuple[Setting, ...] = ()  # of the latest run
         self.before: Snapshot
         self.watch = Watch()
         self.judged: frozenset[str] = frozenset()
@@ -293,6 +306,7 @@ class StepTracer:
         self.given_now: list[Given] = []  # of the run that goes on
         self.below: tuple[AbstractContextManager[Any], ...] = ()  # modes to run the forward in, before all others
         self.keeps_casts = torch.is_autocast_cache_enabled()
+        self.within: list[int] = []
         self.in_backward = ExitStack()  # what holds while torch traces the backward
 
     def __call__(self, *parts: torch.Tensor) -> list[torch.Tensor]:
@@ -330,22 +344,10 @@ class StepTracer:
             self.recorder.follow_backward()
             if self.watch.custom_backward:
                 self.watch.start()
-                self.in_backward.enter_context(self._used_in_backward(flat))
+                used = used_in_backward(self.model, self.entries, flat, self.given)
+                self.within = self.in_backward.enter_context(used)
         self.runs += 1
         return returned
-
-    @contextmanager
-    def _used_in_backward(self, flat: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Let the backward of a custom function find the traced parameters in the model's modules, as forward does."""
-        with swapped_state(self.model, {e.name: t for e, t in zip(self.entries, flat, strict=False)}):
-            yield
-        for entry, tensor in zip(self.entries, flat, strict=False):
-            if tensor.grad is not None:
-                raise Unsupported(
-                    "backward() within the backward of a custom autograd function", entry.name,
-                    "the gradient that it accumulates would be lost",
-                    "Compute it by torch.autograd.grad there, and return it as the gradient of an argument.",
-                )  # fmt: skip
 
     def _run(self, flat: Sequence[torch.Tensor], *modes: AbstractContextManager[Any]) -> Returned:
         """What forward returns, and changes in its arguments, for these parameters, buffers and inputs."""
@@ -365,6 +367,7 @@ class StepTracer:
             _write_back_reassigned(self.model, self.entries, state)
             stack.close()  # what follows is not read by forward
             self.written |= given.places(self.recorder.written)
+            self.settings = self.recorder.settings()
             result = given.returned(value, self.written)
             for tensor in (*flat[len(self.entries) :], *result.tensors):
                 refuse_attributes(vars(tensor).keys() - usual, "what forward takes or returns")
@@ -383,7 +386,8 @@ class StepTracer:
             return {name: mutation_count(t) for name, t in buffers.items()}
 
         counts, given = changes(), self.given_now  # the tracer itself would be a reference cycle
-        watch = Watch(lambda: changes() | given[0].changed(), flat[: len(self.entries)])
+        count = len(self.entries)
+        watch = Watch(lambda: changes() | given[0].changed(), flat[:count], flat[count:])
         result = self._run(flat, watch)
         refuse_hidden(result.template, "the output")
         steady = frozenset(name for name, count in changes().items() if count == counts[name])
@@ -396,8 +400,8 @@ class StepTracer:
             self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn, arguments)
         )
         self.judged = judged(self.before)
-        notes, self.left = notice(self.before, watch, rerun)
-        self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes, *notes)))
+        self.left = notice(self.before, watch, rerun)
+        self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes)))
         self.watch = watch
         return result
 
@@ -622,7 +626,8 @@ def _traced(
         repeated=tuple(name for _, names in tracer.watch.checkpoints for name in names),
         by_name=tracer.by_name,
         changes=tracer.changes,
-        left=tuple(dict.fromkeys((*tracer.left, *tracer.recorder.left(tracer.watch.codes)))),
+        left=tracer.recorder.left(tracer.watch.codes),
+        within=tuple(tracer.within),
         overlaps=overlaps(tracer.given, joint.mutated_inputs),
     )
 

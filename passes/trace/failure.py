@@ -7,7 +7,7 @@ import os
 import traceback
 
 from .._torch import TORCH_FOLDER
-from ..errors import CaptureError
+from ..errors import CaptureError, ForwardFailed
 from .places import is_users_file
 
 
@@ -23,12 +23,16 @@ def capture_error(error: BaseException) -> CaptureError:
         location = f"{last.filename}:{last.lineno}"
         construct = linecache.getline(last.filename, last.lineno or 0).strip()
     kind = type(error).__name__
-    reason, remedy = _explain(kind, str(error))
+    explained = _explain(kind, str(error))
+    own = f"{kind}: {_first_line(str(error)) or kind}.", "Check that the model runs on the sample."
+    reason, remedy = explained or own
     where = f" at {location}: `{construct}`" if location else ""
-    return CaptureError(f"cannot trace the model{where}. {reason} {remedy}", location=location, construct=construct)
+    found = CaptureError if explained else ForwardFailed
+    return found(f"cannot trace the model{where}. {reason} {remedy}", location=location, construct=construct)
 
 
-def _explain(kind: str, text: str) -> tuple[str, str]:
+def _explain(kind: str, text: str) -> tuple[str, str] | None:
+    """Why torch cannot trace it, and what to do; None where the error is likely to be the forward's own."""
     if kind in ("DataDependentOutputException", "GuardOnDataDependentSymNode"):
         return (
             "The value of a tensor is needed in Python here (.item(), bool(), an `if` on data).",
@@ -39,6 +43,12 @@ def _explain(kind: str, text: str) -> tuple[str, str]:
         return (
             "The value of a tensor is needed here to know a shape or a position (torch.tensor_split by a tensor).",
             "Give it as Python numbers, as `tensor_split(x, [1, 2])` does: a plan holds for every batch.",
+        )
+    if "mutating a non-functional tensor" in text:
+        return (
+            "A tensor that the model does not register is changed in place here, and a plan would take it as constant.",
+            "Register it: self.register_buffer(name, tensor, persistent=False); make a loss function that has buffers "
+            "a part of the model.",
         )
     if kind == "DynamicOutputShapeException":
         return (
@@ -59,7 +69,7 @@ def _explain(kind: str, text: str) -> tuple[str, str]:
         )
     if "numpy" in text.lower():
         return "The tensor is turned into a numpy array here.", "Use torch functions instead."
-    return f"{kind}: {_first_line(text) or kind}.", "Check that the model runs on the sample."
+    return None
 
 
 def _first_line(text: str) -> str:

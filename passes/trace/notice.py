@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -15,8 +15,9 @@ from passes._torch import pytree
 
 from ..errors import Unsupported
 from .given import ARGUMENT
-from .nodes import Change, alike
+from .nodes import Change, alike, same
 from .rerun import Script, Stale, is_named, line_of_change, reads
+from .settings import Setting, is_plain
 from .state import Snapshot, scramble
 from .structure import constants
 from .watch import DRAW, KEPT, SEED, Watch
@@ -64,10 +65,24 @@ class Rerun:
         return script
 
 
-def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Refuse or warn of what the run under `watch` changed since `before` was taken.
+@dataclass(frozen=True)
+class Left:
+    """One place that forward changes.
 
-    Returns notes for the plan, and the places that forward leaves something in for others to read.
+    Attributes:
+        value: what it leaves there, if that is plain.
+        is_kept: whether it does so at its first call alone, and reads what is there.
+        is_of_hook: whether it is an attribute of a module with hooks before its forward, which set it for the forward.
+    """
+
+    path: str
+    value: Any
+    is_kept: bool
+    is_of_hook: bool
+
+
+def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[Left, ...]:
+    """Refuse or warn of what the run under `watch` changed since `before` was taken; what there is left to say.
 
     Raises:
         Unsupported: it matters to the next step, or nobody can tell that it does not.
@@ -75,7 +90,7 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[tuple[str, ...
     _say_checkpoints(watch)
     changes = before.changes()
     if not changes:
-        return (), ()
+        return ()
     before.restore()
 
     def refuse(change: Change, what: str, why: str, remedy: str, place: str = "") -> NoReturn:
@@ -96,27 +111,40 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[tuple[str, ...
         if change.node.kind == "array":
             refuse(change, "an array changed in forward", _WHY_STATE, _REMEDY_STATE)
     written_again = _compare_steps(changes, watch, rerun, refuse)
-    notes: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
     for change in changes:
-        kept = change.path not in written_again and reads(watch.codes, change.name)
         if change.node.kind == "generator":
             _say(f"forward brings {change.path} into a state of its own; the planned step leaves it alone")
-        elif kept and change.node.kind != "cache":
-            notes += (f"forward remembers {change.path} at its first call; the planned step will not set it",)
-        elif change.node.kind != "cache":
-            left += () if _is_set_by_own_hook(change) else (change.path,)
-            _say(
-                f"forward sets {change.path}; the planned step computes the outputs and gradients alone and will "
-                "not set it. Return it from forward, or register it as a buffer, if it is read elsewhere."
-            )
-    return notes, left
+    others = [change for change in changes if change.node.kind not in ("generator", "cache")]
+    return tuple(
+        Left(
+            c.path, c.after if is_plain(c.after) else None,
+            is_kept=c.path not in written_again and bool(reads(watch.codes, c.name)), is_of_hook=_is_of_hook(c),
+        )
+        for c in others
+    )  # fmt: skip
 
 
-def _is_set_by_own_hook(change: Change) -> bool:
-    """Whether it is an attribute of a module that has hooks before its forward, which is what they set it for."""
+def _is_of_hook(change: Change) -> bool:
     owner = change.node.owner
     return isinstance(owner, nn.Module) and change.node.kind == "attributes" and bool(owner._forward_pre_hooks)
+
+
+def say_what_is_left(found: Sequence[Left], settings: Sequence[Setting]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Say what a planned step does not set, unlike `settings`.
+
+    Returns notes for the plan, and the places that forward leaves something in for others to read.
+    """
+    done = set(map(str, settings))
+    others = [left for left in found if left.path not in done]
+    for left in others:
+        if not left.is_kept:
+            _say(
+                f"forward sets {left.path}; the planned step computes the outputs and gradients alone and will "
+                "not set it. Return it from forward, or register it as a buffer, if it is read elsewhere."
+            )
+    kept = [left.path for left in others if left.is_kept]
+    notes = tuple(f"forward remembers {path} at its first call; the planned step will not set it" for path in kept)
+    return notes, tuple(left.path for left in others if not (left.is_kept or left.is_of_hook))
 
 
 def _say(text: str) -> None:
@@ -131,10 +159,14 @@ def judged(before: Snapshot) -> frozenset[str]:
 _HOOK = re.compile(r"(?<=hooks)\.\d+$")  # each registration has another number
 
 
-def check_backward(before: Snapshot, by_forward: frozenset[str]) -> None:
-    """Refuse what changed while tracing though the forward alone did not change it: Python that the backward runs."""
+def check_backward(before: Snapshot, by_forward: frozenset[str], left: Mapping[str, Any]) -> None:
+    """Refuse what the forward alone did not change, or not to that: Python that the backward runs did.
+
+    Args:
+        left: the plain values that the forward left, by their paths.
+    """
     for change in before.changes():
-        if _HOOK.sub("", change.path) not in by_forward:
+        if _HOOK.sub("", change.path) not in by_forward or not same(change.after, left.get(change.path, change.after)):
             raise Unsupported(
                 "state that changes in the backward", change.path, "its Python runs while tracing, and not in the "
                 "planned steps", "Move the change out of the backward of the custom function.",

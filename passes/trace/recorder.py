@@ -49,7 +49,7 @@ from .expected import (
     describe_kind,
     parts_of,
 )
-from .nodes import kept_by_torch
+from .nodes import kept_by_torch, same
 from .places import OUR_FOLDERS, is_users, is_users_file
 from .reads import (
     HOOKS,
@@ -68,6 +68,7 @@ from .reads import (
     of_instance,
 )
 from .rerun import reads
+from .settings import Setting, is_plain
 from .structure import Template, argument_path, copies_in, flatten, held_objects, object_paths
 
 
@@ -83,7 +84,8 @@ class Recorder:
         self.numbers: dict[int, int] = {}
         self.reads: dict[tuple[Any, ...], Read] = {}
         self.looked_at: set[tuple[int, str]] = set()
-        self.written: set[tuple[int, str]] = set()  # attributes that were set before they were read
+        self.written: dict[tuple[int, str], None] = {}  # attributes that were set before they were read
+        self.elsewhere: list[tuple[int, str, Any]] = []  # plain values that it set in other objects than modules
         self.entered: set[Any] = set()
         self.functions: dict[int, types.FunctionType] = {}
         self.watched: dict[type, dict[str, Any]] = {}
@@ -159,10 +161,25 @@ class Recorder:
 
     def left(self, codes: Iterable[types.CodeType]) -> tuple[str, ...]:
         """Attributes of the model's modules that forward sets, whatever was there before, and does not read."""
-        written = [(self.numbers.get(each, -1), name) for each, name in self.written]
-        written = [(i, name) for i, name in written if i >= 0 and self.known[i].is_submodule]
+        written = [(i, name) for i, name in self._written() if self.known[i].is_submodule]
         unread = [(i, n) for i, n in written if n not in kept_by_torch(self.objects[i]) and not reads(codes, n)]
         return tuple(sorted(f"self.{self.known[i].path}.{name}".replace("..", ".") for i, name in unread))
+
+    def settings(self) -> tuple[Setting, ...]:
+        """The plain values now in attributes of the model's modules that forward sets before it reads them."""
+        written = [(i, name, by_attribute(self.objects[i])(name, MISSING)) for i, name in self._written()]
+        plain = [each for each in written if is_plain(each[2])]
+        self.elsewhere = [each for each in plain if not self.known[each[0]].is_submodule]
+        return tuple(Setting(self.known[i].path, name, v) for i, name, v in plain if self.known[i].is_submodule)
+
+    def set_as_before(self) -> tuple[str, ...]:
+        """Attributes of other objects (a loss function) that forward sets to what they are outside of the trace."""
+        found = [(i, n, v) for i, n, v in self.elsewhere if self.objects[i] is not None]
+        alike = [(i, n) for i, n, v in found if same(by_attribute(self.objects[i])(n, MISSING), v)]
+        return tuple(f"{self.known[i].path}.{name}" for i, name in alike)
+
+    def _written(self) -> list[tuple[int, str]]:
+        return [(self.numbers[each], name) for each, name in self.written if each in self.numbers]
 
     def finish(self, graph_module: fx.GraphModule) -> Reads:
         """What was read; outside the model's modules, as it is after the trace."""
@@ -323,7 +340,7 @@ class Recorder:
         plain = not (registered or described or isinstance(value, (torch.Tensor, nn.Module)))
         if plain and threading.get_ident() == self.thread and not self.in_backward:
             self.looked_at.add((id(obj), name))
-            self.written.add((id(obj), name))
+            self.written[id(obj), name] = None
             self._class_attribute(type(obj), name)
 
     def _whole(self, obj: Any) -> None:

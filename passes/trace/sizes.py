@@ -105,6 +105,8 @@ class Pattern:
             raise Departed("the model returns something else")
         if changed_slots(result.changes) != changed_slots(own.changes):
             raise Departed("the model changes something else")
+        if list(map(str, tracer.settings)) != list(map(str, own.settings)):
+            raise Departed("the model sets something else")
         return result
 
     def _at(self, given: Sequence[torch.Tensor]) -> At:
@@ -122,7 +124,7 @@ class Pattern:
             own, graph_module=module, pristine=graph, input_template=tracer.input_template,
             output_template=result.template, changes=result.changes, reads=tracer.recorder.finish(module),
             guard=tracer.guard, layouts=dict(layouts), by_name=tracer.by_name,
-            overlaps=overlaps(tracer.given, own.mutated),
+            overlaps=overlaps(tracer.given, own.mutated), settings=tracer.settings,
         )  # fmt: skip
 
 

@@ -99,6 +99,9 @@ class _Unrecorded:
 
     def take_arguments(self, bound: Any, template: Any) -> None: ...
 
+    def settings(self) -> tuple[Any, ...]:
+        return ()
+
 
 def _refuse_own_backwards(outputs: Sequence[torch.Tensor]) -> None:
     """Python that runs in the backward is not in the script."""

@@ -96,6 +96,12 @@ GRADIENT = Construct(
     "Read and set it outside forward, between the steps.",
 )
 
+HISTORY = Construct(
+    "what autograd knows of a tensor (is_leaf, grad_fn, _version) in forward",
+    "while tracing, inputs have another history, and versions count otherwise",
+    "Ask outside forward, and pass the answer as an argument.",
+)
+
 _CLOCKS = frozenset(
     [f"time.{n}" for n in ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns",
                            "process_time", "process_time_ns", "thread_time", "thread_time_ns", "localtime", "gmtime",
@@ -186,9 +192,13 @@ class Watch(TorchFunctionMode):
         checkpoints: per call of `torch.utils.checkpoint` in which buffers changed, its place and their names.
     """
 
-    def __init__(self, updates: Callable[[], dict[str, Any]] = dict, given: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, updates: Callable[[], dict[str, Any]] = dict, given: Iterable[torch.Tensor] = (),
+        inputs: Iterable[torch.Tensor] = (),
+    ) -> None:  # fmt: skip
         super().__init__()
         self.given = frozenset(map(id, given))
+        self.inputs = frozenset(id(tensor) for tensor in inputs if tensor.requires_grad)
         self.codes: dict[types.CodeType, None] = {}
         self.error: Unsupported | None = None
         self._before: Any = None
@@ -238,8 +248,12 @@ class Watch(TorchFunctionMode):
             caller = sys._getframe(1)
             if _sets(func, "data"):
                 self._refuse(DATA, user_frame(caller))
-            elif is_users_file(caller.f_code.co_filename) and args and id(args[0]) in self.given and _flags(func):
-                self._refuse(GRADIENT, caller)
+            elif is_users_file(caller.f_code.co_filename) and args:
+                if id(args[0]) in self.given and _flags(func):
+                    self._refuse(GRADIENT, caller)
+                history = ("is_leaf", "grad_fn", "_version") if id(args[0]) in self.inputs else ("_version",)
+                if any(_sets(func, name, "__get__") for name in history):
+                    self._refuse(HISTORY, caller)
             return func(*args, **(kwargs or {}))
         finally:
             sys.setprofile(self._event)

@@ -102,7 +102,7 @@ class Case:
     def _rewritten(self, planned: Decided, tensors: Tensors, backward: Callable[[Any], Any]) -> Any:
         bound = Bound(unflatten(self.template, tensors[self.count :]), self.by_name)
         with left_alone(bound):
-            return backward(planned.run(tensors, _NoOtherBackward(), bound))
+            return backward(planned.run(self.model, tensors, _NoOtherBackward(), bound))
 
     # A run of some steps ------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from passes._torch import TORCH_FOLDER, active_saving_hooks, global_hooks, local_part, profiler_runs
 from passes.device import kind_of
-from passes.errors import InputMismatch, NoBackward, Unsupported
+from passes.errors import ForwardFailed, InputMismatch, NoBackward, Unsupported
 from passes.printable import brief
 from passes.run._torch import Autocast
 from passes.run.arena import ask_for
@@ -157,6 +157,9 @@ class PlanState:
             try:
                 return self._plan(key, bound, entry, starts)
             except NoBackward:  # merged adapters: as in eager, it is `backward` that would fail
+                return None, []
+            except ForwardFailed as error:  # raised by the plain forward, it leaves what it leaves in eager
+                warnings.warn(f"planned step not used, not under the budget: {error}", stacklevel=_user_frame())
                 return None, []
             except NothingTrained as error:
                 self.idle.append((key, trained))
@@ -327,7 +330,8 @@ class PlanState:
             _check_cast_leaves(primals, planned)
         self._notice_hooks()
         self._notice_gradients(planned, primals)
-        return planned.run(primals, Fallback(self, entry, bound, partial(self.through, self.applied)), bound)
+        fallback = Fallback(self, entry, bound, partial(self.through, self.applied))
+        return planned.run(self.model, primals, fallback, bound)
 
     def _notice_replans(self, seconds: float) -> None:
         """Say after several replans, and rarely after that, what is slowing training."""

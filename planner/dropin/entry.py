@@ -26,6 +26,7 @@ from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.matching import Differs, match, match_arguments
 from passes.trace.overlaps import overlaps
 from passes.trace.reads import Matched, Reads
+from passes.trace.settings import set_aside
 from passes.trace.structure import Bound, held_objects, unflatten
 from planner.decided import Decided
 from solvers.errors import PlannerError
@@ -102,6 +103,8 @@ class Entry:
                 return None
         traced = self.planned.prepared.traced
         if traced.guard is not None and not traced.guard.holds([*tensors, *inputs]):
+            return None
+        if any(tensors[i]._backward_hooks for i in traced.within):
             return None
         return tensors if overlaps([*tensors, *inputs], traced.mutated) == traced.overlaps else None
 
@@ -336,7 +339,8 @@ class Fallback:
             # Autocast casts a leaf once for all its uses and adds up their gradients in that dtype; others each time.
             pairs = zip(leaves[count:], primals[count:], strict=True)
             arguments = [t if p.is_leaf else t.view_as(t) for t, p in pairs]
-            with under_autocast(self.key.autocast), self._given(arguments) as bound:
+            aside = set_aside(traced.settings, state.model)
+            with under_autocast(self.key.autocast), aside, self._given(arguments) as bound:
                 targets = targets_of(traced.changes, bound)
                 outputs = all_outputs(self.state.plain(bound), traced.output_template, traced.changes, targets)
         indices = [leaf.index for leaf in traced.outputs]

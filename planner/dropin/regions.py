@@ -69,7 +69,7 @@ class RegionForward:
                 if entry.key == key and (state := entry.holds(self.model, None, inputs, bound)) is not None:
                     primals = [*state, *inputs]
                     sources = sources_of(self.scattered, primals) if self.scattered else None
-                    return entry.planned.run(primals, Fallback(self, entry, bound), bound, sources)
+                    return entry.planned.run(self.model, primals, Fallback(self, entry, bound), bound, sources)
         self._notice(number)
         return self.original(*args, **kwargs)
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from passes._torch import pytree
+from passes.errors import ForwardFailed
 from passes.run._torch import under_transform
 from passes.trace.arguments import bind_call, call_signature, set_forward
 from passes.trace.refuse import has_sharded
@@ -179,6 +180,10 @@ class _Waiting:
         try:
             self.planned(args, kwargs)
             self.applied, self.asleep = self.model.__dict__["forward"], False
+        except ForwardFailed as error:  # raised by the own forward, it leaves what it leaves in eager
+            self.asleep = False
+            warnings.warn(f"not planned yet, not under the budget: {error}", stacklevel=3)
+            set_forward(self.model, around)
         finally:
             if around is not self:
                 set_forward(self.model, around)

@@ -24,6 +24,7 @@ from passes.trace.arguments import (
 )
 from passes.trace.capture import Traced
 from passes.trace.given import all_outputs, deliver, left_alone, targets_of
+from passes.trace.settings import set_again
 from passes.trace.structure import flatten
 
 from .find import children
@@ -70,6 +71,7 @@ class HollowForward:
         results = _HollowResult.apply(self, run, bound, token)
         hollow.mark("forward out", len(hollow.runs) - 1)
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in outputs]
+        set_again(part.traced.settings, self.module)
         return deliver(part.traced.changes, leaves, bound, part.traced.output_template)
 
     def _part(self, number: int, bound: Mapping[str, Any], tensors: list[torch.Tensor], template: Any) -> Part | None:

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import os
+import warnings
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
@@ -89,6 +90,8 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
         raise PlannerError(
             f"forward changes its argument {changes[0]}, which an export does not do: return what it leaves there."
         )
+    for setting in plan.prepared.traced.settings:
+        warnings.warn(f"forward sets {setting}, which an export, that has no such module, will not set.", stacklevel=3)
     spec, tensors, constants = _spec(plan, module)
     forward, backward = _halves(plan)
     with new_folder(path) as folder:

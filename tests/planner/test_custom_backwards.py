@@ -1,7 +1,8 @@
-"""Custom autograd functions whose backward runs modules of the model: adjoints of differential equations, reversible nets."""
+"""Custom autograd functions whose backward runs modules of the model: adjoints of ODEs, reversible nets."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -87,3 +88,29 @@ def test_a_backward_that_runs_the_models_modules_is_planned(regions: str) -> Non
 def test_gradients_accumulated_within_a_backward_are_refused() -> None:
     with pytest.raises(Unsupported, match=r"backward\(\) within the backward of a custom .* at inner\.layer\.weight"):
         auto_checkpoint(Recomputing(accumulates=True), torch.randn(64, 16), regions="whole", progress=False)
+
+
+def test_what_a_backward_sets_otherwise_than_forward_is_refused() -> None:
+    class Tells(Scaled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.graded = torch.is_grad_enabled()  # not in the function's forward, but in its backward
+            return super().forward(x)
+
+    model = Recomputing()
+    model.inner = Tells()
+    with pytest.raises(Unsupported, match=r"state that changes in the backward at self\.inner\.graded"):
+        auto_checkpoint(model, torch.randn(4, 16), budget_mb=None, regions="whole")
+
+
+def test_hooks_of_parameters_that_a_backward_differentiates_by_are_refused() -> None:
+    model = Recomputing()
+    model.first.weight.register_hook(lambda g: 2 * g)  # of another parameter
+    plan = auto_checkpoint(model, torch.randn(4, 16), budget_mb=None, regions="whole")
+    plain = copy.deepcopy(model)
+    plain.first.weight.register_hook(lambda g: 2 * g)
+    for each in (plan.module, plain):
+        each(torch.ones(4, 16)).backward()
+    assert_same_gradients(model, plain)
+    model.inner.layer.weight.register_hook(lambda g: 2 * g)  # in eager it doubles the gradient twice
+    with pytest.raises(Unsupported, match=r"hook of a parameter by .* at inner\.layer\.weight"):
+        plan.module(torch.ones(4, 16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import random
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import nn
 import solvers
 from planner import BudgetError, CaptureError, Plan, PlanFileError, PlannerError
 from planner.files.planfile import read
+from planner.integrations import plan_on_first_batch
 from solvers import mip
 from solvers.exact import Found
 from solvers.problem import Op, Problem, Tensor
@@ -421,3 +423,30 @@ def test_an_interrupt_while_training_leaves_a_module_that_goes_on(plans: tuple[P
 
 if not sys.platform.startswith("linux"):  # pragma: no cover - /proc, fork and RLIMIT_FSIZE
     pytest.skip("faults are injected by Linux' means", allow_module_level=True)
+
+
+@pytest.mark.filterwarnings("ignore:planning anew")
+def test_what_forward_raises_at_a_call_that_is_planned_anew_is_as_in_eager() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8))
+    plain = copy.deepcopy(model)
+    chosen = plan(model, torch.randn(4, 8))
+    left = []
+    for step in (chosen.module, plain):
+        torch.manual_seed(1)
+        said = nullcontext() if step is plain else pytest.warns(UserWarning, match="not under the budget")
+        with said, pytest.raises(ValueError, match="more than 1 value"):
+            step(torch.ones(1, 8))  # the last batch of an epoch
+        left.append(torch.get_rng_state())
+    assert torch.equal(*left) and int(model[2].num_batches_tracked) == int(plain[2].num_batches_tracked) == 1
+
+
+def test_a_first_batch_that_forward_refuses_is_waited_after() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8))
+    waiting = plan_on_first_batch(model)
+    with pytest.warns(UserWarning, match="not planned yet"), pytest.raises(ValueError, match="more than 1 value"):
+        model(torch.ones(1, 8))
+    assert waiting.plan is None and int(model[2].num_batches_tracked) == 1
+    model(torch.randn(4, 8)).sum().backward()
+    assert waiting.plan is not None and model.forward.runs_plan

@@ -187,3 +187,8 @@ def test_a_step_that_cannot_fit_is_not_run_op_by_op(monkeypatch: pytest.MonkeyPa
     assert measured == [False]
     found = max_batch(model, lambda n: mlp(batch=n**4)[1], 1, solver="greedy", time_limit=2, progress=False)
     assert measured.count(True) < len(found.tried), "every size was run"
+
+
+def test_max_batch_asks_for_a_function() -> None:
+    with pytest.raises(PlannerError, match=r"make_sample is a Tensor: pass a function of the batch size"):
+        max_batch(torch.nn.Linear(8, 8), torch.randn(4, 8), budget_mb=1)  # type: ignore[arg-type]

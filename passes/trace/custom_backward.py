@@ -1,0 +1,54 @@
+"""The backward of a custom autograd function that runs the model's modules: adjoints, reversible blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from passes._torch import swapped_state
+from passes.run._torch import backward_number
+
+from ..errors import Unsupported
+from .arguments import StateEntry
+
+
+@contextmanager
+def used_in_backward(
+    model: nn.Module, entries: Sequence[StateEntry], traced: Sequence[torch.Tensor], own: Sequence[torch.Tensor]
+) -> Iterator[list[int]]:
+    """Let it find the traced parameters in the model's modules, as forward does, and not its own ones.
+
+    Yields a list that holds at the end which of the parameters it differentiates by itself.
+    """
+    state = dict(enumerate(traced[: len(entries)]))
+    backwards: list[tuple[int, int]] = []  # in which ones there are gradients of which parameters
+
+    def note(number: int, _: torch.Tensor) -> None:
+        backwards.append((backward_number(), number))
+
+    handles = [t.register_hook(partial(note, i)) for i, t in state.items() if t.requires_grad]
+    within: list[int] = []
+    with swapped_state(model, {entries[i].name: t for i, t in state.items()}):
+        yield within
+    for handle in handles:
+        handle.remove()
+    whole = min(backwards, default=(0, 0))[0]  # begins before those within it
+    within += sorted({i for backward, i in backwards if backward != whole})
+    for i, tensor in state.items():
+        if tensor.grad is not None:
+            raise Unsupported(
+                "backward() within the backward of a custom autograd function", entries[i].name,
+                "the gradient that it accumulates would be lost",
+                "Compute it by torch.autograd.grad there, and return it as the gradient of an argument.",
+            )  # fmt: skip
+        if i in within and own[i]._backward_hooks:
+            raise Unsupported(
+                "hook of a parameter by which the backward of a custom autograd function differentiates",
+                entries[i].name, "the plain step calls it there, too, and a planned step does not",
+                "Use a hook after accumulation (register_post_accumulate_grad_hook).",
+            )  # fmt: skip
+

@@ -1,0 +1,138 @@
+"""Plain values that forward sets as attributes of the model: a planned step sets them as the plain one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from passes.errors import Unsupported
+from planner import auto_checkpoint
+
+from .steps import assert_same_gradients, twins
+
+
+class Counted(nn.Module):
+    """Sets plain values that code around it reads, and reads one itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rows, self.shape, self.seen = nn.Linear(8, 8), 0, None, "nothing"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows, self.shape, self.seen = len(x), x.shape, ("a batch", x.dtype, True)
+        return torch.tanh(self.layer(x)) / self.rows
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counted() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) * block.rows
+        self.last = self.blocks[0].rows * 2
+        return x
+
+
+def attributes(model: nn.Module) -> list[Any]:
+    return [{n: v for n, v in vars(m).items() if not n.startswith("_")} for m in model.modules()]
+
+
+def forget(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, Counted):
+            module.rows, module.shape, module.seen = -1, None, ""
+
+
+@pytest.mark.filterwarnings("ignore:planning anew", "ignore:.*calls were planned anew", "ignore:backward started")
+@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("regions", ["whole", "blocks.*"])
+def test_plain_values_are_set_in_each_step(regions: str, stale: bool) -> None:
+    model, plain = twins(Net())
+    if stale:
+        model(torch.randn(4, 8))
+    plan = auto_checkpoint(model, torch.randn(4, 8), budget_mb=None, regions=regions)
+    assert regions == "whole" or [r.path for r in plan.regions][:3] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert not any("will not set" in note for note in plan.notes)
+    for rows in (4, 4, 3, 5, 6, 7, 4, 1):  # from the fourth on from symbols
+        x = torch.randn(rows, 8)
+        for each in (model, plain):
+            forget(each)
+            each.zero_grad()
+        outputs = [run(x) for run in (plan.module, plain)]
+        assert torch.equal(*outputs) and attributes(model) == attributes(plain)
+        for output in outputs:
+            output.sum().backward()
+        assert_same_gradients(model, plain)
+
+
+@pytest.mark.filterwarnings("ignore:backward started", "ignore:planning anew", "ignore:this step holds")
+def test_a_replay_leaves_what_was_set_since() -> None:
+    model = Net()
+    plan = auto_checkpoint(model, torch.randn(4, 8), budget_mb=None)
+    first = plan.module(torch.randn(4, 8))
+    plan.module(torch.randn(2, 8))
+    first.t().contiguous().t().backward(torch.randn(8, 4).t())
+    assert model.blocks[1].rows == 2 and model.last == 4
+
+
+def test_a_value_of_its_own_in_each_run_is_said() -> None:
+    class Tagged(Counted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.tag = id(object.__new__(Counted)) + id(x)
+            return super().forward(x)
+
+    with pytest.warns(UserWarning, match=r"forward sets self\.tag; .* will not set it"):
+        plan = auto_checkpoint(Tagged(), torch.randn(4, 8), budget_mb=None)
+    plan.module(torch.randn(4, 8))
+    assert not hasattr(plan.module, "tag") and plan.module.rows == 4
+
+
+def test_an_export_says_what_it_does_not_set(tmp_path: Path) -> None:
+    plan = auto_checkpoint(Counted(), torch.randn(4, 8), budget_mb=None)
+    with pytest.warns(UserWarning, match=r"forward sets self\.rows, which an export"):
+        plan.export(tmp_path / "exported")
+
+
+class Weighted:
+    """A loss function that remembers how many rows it saw."""
+
+    rows = 0
+
+    def __call__(self, output: torch.Tensor) -> torch.Tensor:
+        self.rows = len(output)
+        return output.pow(2).mean()
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_what_is_set_on_other_objects_is_said(rows: int) -> None:
+    loss_fn = Weighted()
+    loss_fn.rows = rows  # as after a step that was not planned
+    with pytest.warns(UserWarning, match=r"forward sets loss_fn\.rows; .* will not set it") as said:
+        auto_checkpoint(nn.Linear(8, 8), torch.randn(4, 8), budget_mb=None, loss_fn=loss_fn)
+    assert len(said) == 1 and loss_fn.rows == rows
+
+
+def test_the_class_of_a_tensor_is_not_set() -> None:
+    class Names(Counted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.name = type(x).__name__
+            return super().forward(x)
+
+    with pytest.warns(UserWarning, match=r"forward sets self\.name; .* will not set it"):
+        auto_checkpoint(Names(), torch.randn(4, 8), budget_mb=None)
+
+
+@pytest.mark.parametrize("asked", ["is_leaf", "grad_fn", "_version"])
+def test_questions_about_an_inputs_history_are_refused(asked: str) -> None:
+    class Asks(Counted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (2 if getattr(x, asked) else 3)
+
+    with pytest.raises(Unsupported, match=r"what autograd knows of a tensor .* at .*test_settings\.py"):
+        auto_checkpoint(Asks(), torch.randn(4, 8, requires_grad=True), budget_mb=None, regions="whole")

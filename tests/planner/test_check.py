@@ -469,7 +469,7 @@ def test_unknown_value() -> None:
 
 
 def test_every_view_says_it() -> None:
-    made = plan(mlp(), batch(4, 32))
+    made = plan(mlp(), batch(4, 32), check=True)
     for text in (repr(made), re.sub(r"\s+", " ", str(made)), made._repr_html_()):
         assert made.checked.line in text
     assert "2 steps beside the plain model, equal bit for bit" in made.checked.line

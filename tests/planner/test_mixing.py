@@ -133,7 +133,8 @@ class Penalised(nn.Module):
         self.layer = nn.Linear(16, 16)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.layer(x.tanh())
+        hidden = self.layer(x.tanh().flatten(0, -2))
+        hidden = hidden.view(x.shape) if x.dim() == 3 else hidden
         return hidden, hidden.mean() + (hidden.mean(-1) * 1.7).sum()
 
 

@@ -355,7 +355,8 @@ class Penalty(nn.Module):
         self.layer, self.often = nn.Linear(16, 16), often
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.layer(x.tanh())
+        hidden = self.layer(x.tanh().flatten(0, -2))
+        hidden = hidden.view(x.shape) if x.dim() == 3 else hidden
         return hidden, hidden.mean() + (hidden.mean(-1) * 1.7).sum() if self.often else hidden.mean()
 
 

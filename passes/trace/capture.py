@@ -241,11 +241,16 @@ def capture(
         first = len(entries)
         dropped = (*dropped, *joint.graph_module.graph.find_nodes(op="placeholder")[first : first + len(input_tensors)])
     traced = _traced(joint, tracer, entries, input_template, len(input_tensors), dropped)
+    return replace(_with_settings(traced, tracer, model), layouts=dict(layouts or {}))
+
+
+def _with_settings(traced: Traced, tracer: StepTracer, model: nn.Module) -> Traced:
+    """With what the forward sets besides its outputs, as a planned step does, too; what it does not set is said."""
     set_plainly = steady(tracer.settings, {left.path: left.value for left in tracer.left}, model)
     others = (Left(path, None, is_kept=False, is_of_hook=False) for path in tracer.recorder.set_as_before())
     notes, left = say_what_is_left((*tracer.left, *others), set_plainly)
     return replace(
-        traced, layouts=dict(layouts or {}), settings=set_plainly, notes=tuple(dict.fromkeys((*traced.notes, *notes))),
+        traced, settings=set_plainly, notes=tuple(dict.fromkeys((*traced.notes, *notes))),
         left=tuple(p for p in dict.fromkeys((*left, *traced.left)) if p not in set(map(str, set_plainly))),
     )  # fmt: skip
 

@@ -163,7 +163,7 @@ class Recorder:
         """Attributes of the model's modules that forward sets, whatever was there before, and does not read."""
         written = [(i, name) for i, name in self._written() if self.known[i].is_submodule]
         unread = [(i, n) for i, n in written if n not in kept_by_torch(self.objects[i]) and not reads(codes, n)]
-        return tuple(sorted(f"self.{self.known[i].path}.{name}".replace("..", ".") for i, name in unread))
+        return tuple(sorted(str(Setting(self.known[i].path, name, None)) for i, name in unread))
 
     def settings(self) -> tuple[Setting, ...]:
         """The plain values now in attributes of the model's modules that forward sets before it reads them."""

@@ -52,10 +52,15 @@ def scattered(model: nn.Module) -> Iterator[None]:
     A forward without a backward leaves those that are kept for it, whole parameters in the places of their parts.
     What sharded modules set up when they first run (hooks that scatter for `state_dict`) is set up before.
     """
-    groups = _groups(model)
     for state in _states(model):
         for group in _groups_of(state) if state._is_root is None else ():
             group.lazy_init()
+    with _resharded(_groups(model)):
+        yield
+
+
+@contextmanager
+def _resharded(groups: Sequence[Any]) -> Iterator[None]:
     for group in groups:
         group.reshard()
     try:
@@ -78,12 +83,10 @@ def gathered_aside(model: nn.Module) -> Iterator[None]:
         for parameter in group.fsdp_params:
             parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
             vars(parameter).pop("_unsharded_param", None)
-        group.reshard()
     try:
-        yield
+        with _resharded(groups):
+            yield
     finally:
-        for group in groups:
-            group.reshard()
         for place, held in before:
             vars(place).update({name: held[name] for name in _GATHERED if name in held})
         for group in groups:

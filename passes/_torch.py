@@ -212,9 +212,10 @@ def swapped_state(module: nn.Module, state: dict[str, torch.Tensor]) -> Iterator
     own = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     for name, tensor in own:
         stands_in: Any = state.get(name, tensor)
-        for kind, mark in _MARKS.items():
+        for kind, marks in _MARKS.items():
             if isinstance(tensor, kind) and not isinstance(stands_in, kind):
-                setattr(stands_in, mark, True)
+                for mark in marks:
+                    setattr(stands_in, mark, getattr(tensor, mark, True))
     with _reparametrize_module(module, state, tie_weights=True, strict=False, stack_weights=True):
         lists = [(m, m._flat_weights, m._flat_weight_refs) for m in module.modules() if isinstance(m, nn.RNNBase)]
         for rnn, *_ in lists:
@@ -226,7 +227,8 @@ def swapped_state(module: nn.Module, state: dict[str, torch.Tensor]) -> Iterator
                 rnn.__dict__.update(_flat_weights=weights, _flat_weight_refs=references)
 
 
-_MARKS = {nn.Parameter: "_is_param", nn.Buffer: "_is_buffer"}  # what their `isinstance` asks a tensor for
+# What their `isinstance` asks a tensor for, and what assigning a buffer does.
+_MARKS = {nn.Parameter: ("_is_param",), nn.Buffer: ("_is_buffer", "persistent")}
 
 
 class _InThisThread:

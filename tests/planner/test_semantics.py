@@ -1153,6 +1153,12 @@ def asks_what_is_a_parameter(self: Any, x: torch.Tensor) -> Any:
     return self.layer(x) * (2.0 if kinds == [True, False, False] else 3.0)
 
 
+@case("types", "same", buffer_own=lambda: nn.Buffer(torch.ones(8)))
+def assigns_a_buffer_to_itself(self: Any, x: torch.Tensor) -> Any:
+    self.buffer_own = self.buffer_own.to(x.device)
+    return self.layer(x) * self.buffer_own
+
+
 @case("types", "refused")
 def asks_for_the_exact_type(self: Any, x: torch.Tensor) -> Any:
     y = self.layer(x)

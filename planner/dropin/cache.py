@@ -30,7 +30,8 @@ from passes.trace.matching import Differs, match, match_arguments
 from passes.trace.overlaps import overlaps
 from passes.trace.reads import Matched, Reads
 from passes.trace.refuse import has_sharded, is_sharded
-from passes.trace.structure import argument_path, flatten, held_objects
+from passes.trace.structure import flatten, held_objects
+from passes.trace.templates import argument_path
 from planner.decided import Decided
 from planner.errors import NothingTrained
 from planner.options import BUCKET

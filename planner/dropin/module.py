@@ -14,7 +14,7 @@ from torch import fx, nn
 from passes._torch import called_by_dynamo, forget_source, refer_weakly
 from passes.trace.arguments import bind_call, call_signature, runs_hooks
 from passes.trace.capture import Traced
-from passes.trace.structure import slots
+from passes.trace.templates import slots
 from planner.decided import Decided
 from planner.pipeline import Replan
 from planner.ranks.wrapper import inner_module

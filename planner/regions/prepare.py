@@ -26,7 +26,8 @@ from passes.trace.failure import capture_error
 from passes.trace.layouts import Layouts
 from passes.trace.reads import Known, Reads
 from passes.trace.refuse import has_sharded, is_quantized_weight
-from passes.trace.structure import Constant, flatten, slots
+from passes.trace.structure import flatten
+from passes.trace.templates import Constant, slots
 from planner.check.restore import Generators
 from planner.elsewhere import held_bytes
 from planner.errors import NothingTrained, PlannerError, RegionError

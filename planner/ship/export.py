@@ -37,7 +37,7 @@ from passes.run._torch import Autocast
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import OutputLeaf, Traced
 from passes.trace.refuse import is_quantized_weight
-from passes.trace.structure import Again, Constant, Kept, Opaque, Slot, Template, Tree
+from passes.trace.templates import Again, Constant, Kept, Opaque, Slot, Template, Tree
 from planner.decided import Decided
 from planner.dropin.module import PlannedModule
 from planner.files.atomic import as_path, new_folder

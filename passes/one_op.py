@@ -19,7 +19,7 @@ from .errors import Unsupported
 from .memory import high_water, span
 from .ops import OPAQUE_RESULTS, is_random, looks_at_values
 from .tape import Tape, record
-from .trace.layouts import Made
+from .trace.strides import Made
 
 aten = torch.ops.aten
 REPEATS = 5

@@ -29,7 +29,7 @@ from .op_class import op_class
 from .ops import VARIES, is_collective, is_custom, looks_at_values
 from .run._torch import below_autograd
 from .tape import Tape
-from .trace.layouts import Made
+from .trace.strides import Made
 
 aten = torch.ops.aten
 Cost = str | Callable[["OpProfile"], float]

@@ -16,13 +16,11 @@ import torch
 from torch import nn
 
 from passes._torch import local_parts
-from passes.alias import is_compute
 from passes.leaves import cast_often
 from passes.rewrite import Rewritten
 from passes.run.arena import Arena
 from passes.run.step import Fallback, Step
 from passes.trace.given import deliver
-from passes.trace.modules import module_path
 from passes.trace.settings import set_again
 from solvers.errors import PlannerError
 from solvers.problem import Problem
@@ -32,6 +30,7 @@ from solvers.solution import Solution
 from .check.record import NOT_RUN, Checked
 from .footprint import Footprint
 from .hints import hint_notes
+from .op_graph import op_graph
 from .optimizer import NO_UPDATE
 from .prepared import Prepared
 from .timeline import Timeline, timeline, with_category
@@ -253,7 +252,7 @@ class Decided:
     @cached_property
     def graph(self) -> nx.DiGraph:
         """The ops of the step: bytes, flops, cost, workspace, decision, module path per node."""
-        return _op_graph(self)
+        return op_graph(self.prepared, frozenset(self.recomputed), frozenset(self.saved))
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -288,27 +287,3 @@ def _decision(problem: Problem, i: int, runs: int, saved: frozenset[str]) -> str
     words += [f"recomputed {runs - 1}x"] if runs > 1 else []
     words += ["left out"] if runs == 0 else []
     return ", ".join(words) or "once"
-
-
-def _op_graph(decided: Decided) -> nx.DiGraph:
-    prepared, lowered, problem = decided.prepared, decided.prepared.lowered, decided.problem
-    recomputed, saved = frozenset(decided.recomputed), frozenset(decided.saved)
-    graph = nx.DiGraph()
-    for i, op in enumerate(problem.ops):
-        node = lowered.nodes[i]
-        names = [problem.tensors[t].name for t in op.outputs]
-        decision = (
-            "recompute" if op.name in recomputed else "save" if any(n in saved for n in names)
-            else "forward" if i < problem.num_forward else "backward"
-        )  # fmt: skip
-        profiled = prepared.profiles.get(node) if node is not None else None
-        graph.add_node(
-            op.name, index=i, bytes=sum(problem.tensors[t].bytes for t in op.outputs), cost=op.cost,
-            flops=profiled.flops if profiled else 0, workspace=op.workspace, decision=decision,
-            seconds=profiled.seconds if profiled else None, op=str(node.target) if node is not None else op.name,
-            module=module_path(node) if node is not None else "", backward=i >= problem.num_forward,
-        )  # fmt: skip
-        for t in op.inputs:
-            graph.add_edge(problem.ops[problem.producer[t]].name, op.name, tensor=problem.tensors[t].name)
-    assert all(is_compute(n) for n in lowered.nodes if n is not None)
-    return graph

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 from passes.device import kind_of, room_bytes
 from solvers import Report
-from solvers.descent import drop_unneeded
 from solvers.errors import MIB, BudgetError
 from solvers.live import Live
 from solvers.minimum import Minimum, minimum_budget
 from solvers.schedule import Schedule
 from solvers.simulate import simulate
 from solvers.solution import Solution, solution
+from solvers.unneeded import drop_unneeded
 
 from .footprint import Footprint, unknown_settings
 from .options import BUCKET

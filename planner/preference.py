@@ -19,9 +19,9 @@ from dataclasses import replace
 
 from solvers import Report, minimum_budget, solve
 from solvers.errors import MIB, BudgetError
-from solvers.live import Live, recomputes_of
+from solvers.live import Live
 from solvers.problem import Problem
-from solvers.schedule import Schedule, computes, with_frees
+from solvers.schedule import Schedule, computes, recomputes_of, with_frees
 from solvers.simulate import simulate
 from solvers.solution import Solution, plain_solution, solution
 

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from solvers import Report
 from solvers.errors import BudgetError
-from solvers.live import Live, recomputes_of
+from solvers.live import Live
 from solvers.problem import Problem
+from solvers.schedule import recomputes_of
 from solvers.solution import Solution
 
 from .decided import Decided

@@ -19,9 +19,10 @@ import networkx as nx
 from .base import CLOCK, Effort, Solver
 from .bounds import floor_bytes
 from .known import remember
-from .live import LARGE, Live, Recompute
+from .live import LARGE, Live
 from .minimum import KNOWN_SHARE, budget_error
 from .problem import Problem
+from .schedule import Recompute
 from .solution import Solution, cheapest_fit
 
 GRANULARITIES = 32

@@ -4,15 +4,13 @@ Peak rows are added as solutions violate them: to the relaxation first, whose fe
 integer program.
 
 The status words of HiGHS are not trusted: an answer is a bound and a vector of values, and both are judged elsewhere.
-The relaxation runs in a thread and asks often whether to go on, so that Ctrl-C and the clock end it at once.
+The relaxation runs in a thread (`interruptible`), so that Ctrl-C and the clock end it at once.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +19,7 @@ import numpy as np
 import pulp
 
 from .errors import SolverUnavailable
+from .interruptible import interruptible, shielded
 from .mip import Worker, introduce, job_of
 from .peaks import NO_ROWS, Rows
 from .staged import StagedModel
@@ -35,7 +34,6 @@ ROUNDS = 100
 ENOUGH = 10
 ROUND_SHARE = 0.1
 RAY_TOLERANCE = 1e-4
-PATIENCE_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ class _HighsRun:
         introduce()
         solver = pulp.HiGHS(msg=False, mip=False, threads=2)
         solver.createAndConfigureSolver(model.program)
-        _shielded(lambda: solver.buildSolverModel(model.program))
+        shielded(lambda: solver.buildSolverModel(model.program))
         self.highs: Any = model.program.solverModel
         self.highs.HandleUserInterrupt = True
         self.index = model.column
@@ -258,11 +256,11 @@ class _HighsRun:
             if status == highspy.HighsStatus.kError:
                 raise SolverUnavailable("HiGHS did not take the peak rows of the program", solver="ilp")
 
-        _shielded(add)
+        shielded(add)
 
     def _run(self) -> None:
         self.highs.setOptionValue("time_limit", self.highs.getRunTime() + max(0.05, self.deadline - time.monotonic()))
-        _interruptible(self.highs, self.deadline)
+        interruptible(self.highs, self.deadline)
 
     def _safe_bound(self, prices: np.ndarray, costs: np.ndarray) -> float:
         """The Lagrangian bound that row prices give: valid whatever the engine thinks of them.
@@ -294,50 +292,3 @@ class _HighsRun:
 
 def _larger(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else max(a, b)
-
-
-def _shielded(act: Callable[[], None]) -> None:
-    """Act in a thread: HiGHS's bindings take what Ctrl-C raises while they look at an argument for a wrong one."""
-    done, errors = threading.Event(), list[Exception]()
-
-    def run() -> None:
-        try:
-            act()
-        except Exception as error:  # noqa: BLE001 - raised again
-            errors.append(error)
-        finally:
-            done.set()
-
-    thread = threading.Thread(target=run, daemon=True)
-    try:
-        thread.start()
-        done.wait()
-    except BaseException:
-        while thread.ident is not None and not done.is_set():
-            done.wait(0.05)
-        raise
-    if errors:
-        raise errors[0]
-
-
-def _interruptible(highs: Any, deadline: float) -> None:
-    """Run HiGHS in a thread and wait for it; the clock and an exception here (Ctrl-C) stop it."""
-    done = threading.Event()  # Python 3.11 takes a thread for ended once Ctrl-C has interrupted a join of it
-
-    def run() -> None:
-        try:
-            highs.run()
-        finally:
-            done.set()
-
-    thread = threading.Thread(target=run, daemon=True)
-    try:
-        thread.start()
-        while not done.wait(0.05):
-            if time.monotonic() > deadline + PATIENCE_SECONDS:
-                highs.cancelSolve()
-    except BaseException:
-        while thread.ident is not None and not done.is_set():  # one that has not begun does not hear the first call
-            highs.cancelSolve()
-            done.wait(0.05)
-        raise

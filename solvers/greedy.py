@@ -12,11 +12,12 @@ from typing import ClassVar
 
 from .base import CLOCK, Effort, Solver
 from .bounds import floor_bytes
-from .descent import KEEP_RATIOS, Reached, cheapest_descent, drop_unneeded
+from .descent import KEEP_RATIOS, Reached, cheapest_descent
 from .known import recalled
 from .minimum import early, recall_or_refuse, smallest_peak
 from .problem import Problem
 from .solution import Solution, cheapest_fit
+from .unneeded import drop_unneeded
 
 DESCENT_SHARE = 0.5
 

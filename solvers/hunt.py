@@ -8,18 +8,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .base import CLOCK, Effort, Report
-from .descent import Reached, drop_unneeded, repair
+from .descent import Reached, repair
 from .engine import Answer
 from .exact import exact_schedule
 from .known import remember
-from .live import LARGE, Live, recomputes_of
+from .live import LARGE, Live
 from .local import improve
-from .metropolis import WAYS, Runs
 from .minimum import smallest_peak
 from .problem import Problem
-from .schedule import Schedule
+from .schedule import Schedule, recomputes_of
 from .simulate import peak_and_cost
 from .staged import StagedModel
+from .turns import WAYS, Runs
+from .unneeded import drop_unneeded
 
 LOCAL_STEPS = 100
 FRUITLESS_ROUNDS = 120

@@ -4,7 +4,7 @@ Heuristics find a plan; the staged program (`solvers.staged`) bounds it. The fir
 where most bytes are needed whatever is kept. Its solution, turned into a schedule, may exceed the budget between
 two end slots: the slots where it does become end slots of the next program. Every solution is repaired by greedy
 evictions, polished by local search and offered as the answer; every program's dual bound counts, the largest wins.
-Where the first program leaves more than the gap, the plan is annealed (`solvers.metropolis`), which also looks for one
+Where the first program leaves more than the gap, the plan is annealed (`solvers.turns`), which also looks for one
 where greedy found none; then relaxations with windows of more and more stages are solved for their bounds alone
 (`climb`), and later programs have windows, too. What is left of the time goes to local search and annealing, until many
 rounds have found nothing.
@@ -28,13 +28,13 @@ import numpy as np
 from .base import CLOCK, Effort, Solver
 from .bounds import floor_bytes
 from .descent import Reached, cheapest_descent, repair
+from .end_slots import first_ends, forward_binds
 from .engine import Answer, bound_staged, relax_staged, solve_staged
 from .errors import BudgetError
 from .exact import exact_schedule
 from .hunt import LEAST_SECONDS, LOWEST_SHARE, Hunt, anneal_for, look_exactly, look_lower, polish_on
 from .known import lowest_known, recalled
 from .live import LARGE, Live
-from .metropolis import WAYS
 from .minimum import (
     EXACT_SHARE,
     KNOWN_SHARE,
@@ -47,7 +47,8 @@ from .minimum import (
 )  # fmt: skip
 from .problem import Problem
 from .solution import EVERY, Solution, cheapest_fit, solution
-from .staged import StagedModel, first_ends, forward_binds
+from .staged import StagedModel
+from .turns import WAYS
 
 ALL_SCHEDULES = f"{EVERY} that run the required ops in this order, whatever they recompute, however often"
 FIRST_ENDS = 5

@@ -2,13 +2,9 @@
 
 A plan is a set of *recomputes*, pairs (slot, op): run `op` again right before required op `slot`. Inside a
 slot recomputes run in the order of their indices. Every such set is a valid schedule, because the first run of
-each op comes before; what a recompute changes is only how long tensors stay live. `Live` keeps, for every slot,
-the bytes at its worst moment, and updates them when one recompute comes or goes, by touching only the tensors
-that the op reads and writes. It agrees with `simulate` to the byte; `simulate` remains the referee.
-
-Vocabulary: a *key* `slot * (n + 1) + op` is a moment of the step, ordered like the schedule; an *event* is
-`2 * key + 1` where a tensor is written and `2 * key` where it is read; a tensor is live between two successive
-events when the later one is a read, or always once written if it is an output of the step.
+each op comes before; what a recompute changes is only how long tensors stay live (`events`). `Live` keeps, for
+every slot, the bytes at its worst moment, and updates them when one recompute comes or goes, by touching only the
+tensors that the op reads and writes. It agrees with `simulate` to the byte; `simulate` remains the referee.
 """
 
 from __future__ import annotations
@@ -19,38 +15,30 @@ from math import gcd
 
 import numpy as np
 
+from .events import Events
 from .problem import Problem
-from .schedule import Schedule, computes, with_frees
+from .schedule import Recompute
 
-Recompute = tuple[int, int]
 Move = list[tuple[int, int, int]]  # (1, slot, op) comes, (-1, slot, op) goes
 Levels = tuple[np.ndarray, list[int]]
 LARGE = 5000
 
 
-class Live:
+class Live(Events):
     """Live bytes per slot under a changing set of recomputes."""
 
     def __init__(self, problem: Problem, recomputes: Iterable[Recompute] = ()) -> None:
-        self.problem = problem
-        n = len(problem.ops)
-        self.stride = n + 1
+        super().__init__(problem)
         self.bytes = [t.bytes for t in problem.tensors]
-        self.inputs = [tuple(dict.fromkeys(op.inputs)) for op in problem.ops]
         self.replays = [tuple(dict.fromkeys((*op.inputs, *op.replay_inputs))) for op in problem.ops]
-        self.outputs = [op.outputs for op in problem.ops]
         self.alloc = [op.workspace + sum(self.bytes[t] for t in op.outputs) for op in problem.ops]
         self.reuse = [op.reuse for op in problem.ops]
-        self.pinned = [t in problem.pinned for t in range(len(problem.tensors))]
         self.unit = gcd(*self.bytes) or 1  # scores count bytes in it, so that scaling all sizes changes no rounding
         self.evictable = self._evictable()
-        self.events: list[list[int]] = [[] for _ in problem.tensors]
-        self.items: list[list[int]] = [[] if op.optional else [i] for i, op in enumerate(problem.ops)]
-        self.slots_of: list[list[int]] = [[] for _ in problem.ops]
         self.cost = 0
         self.journal: list[tuple[int, int, int]] | None = None
-        self.total = np.zeros(n, dtype=np.int64)
-        self._relative = [0] * n
+        self.total = np.zeros(len(problem.ops), dtype=np.int64)
+        self._relative = [0] * len(problem.ops)
         self._deferred: dict[int, None] | None = None
         self._undoing = False  # what is live where is about to be put back
         self._optional_slot: dict[int, int] = {}
@@ -62,20 +50,6 @@ class Live:
     def peak_bytes(self) -> int:
         """The peak of the step, static bytes included."""
         return self.problem.static_bytes + (max(0, int(self.total.max())) if len(self.total) else 0)
-
-    def recomputes(self) -> list[Recompute]:
-        """All recomputes, by slot, then by op."""
-        ops = self.problem.ops
-        return [(s, i) for s, items in enumerate(self.items) for i in items if i != s and not ops[i].optional]
-
-    def has(self, slot: int, op: int) -> bool:
-        """Whether `op` is recomputed right before `slot`."""
-        return slot in self.slots_of[op]
-
-    def schedule(self) -> Schedule:
-        """The schedule this state stands for."""
-        order = [i for items in self.items for i in items if not self.problem.ops[i].optional]
-        return with_frees(self.problem, order)
 
     def add(self, slot: int, op: int) -> None:
         """Recompute `op` right before `slot`."""
@@ -130,21 +104,6 @@ class Live:
         del journal[mark:]
         self.journal = journal
 
-    def key(self, slot: int, op: int) -> int:
-        """The moment at which `op` runs in `slot`."""
-        return slot * self.stride + op
-
-    def around(self, tensor: int, key: int) -> tuple[int, int]:
-        """The tensor's last event before `key` and its first at or after it; -1 where there is none."""
-        events = self.events[tensor]
-        j = bisect_left(events, 2 * key)
-        return (events[j - 1] if j else -1), (events[j] if j < len(events) else -1)
-
-    def is_live(self, tensor: int, key: int) -> bool:
-        """Whether a recompute at `key` could read `tensor` without keeping it any longer than now."""
-        before, after = self.around(tensor, key)
-        return before >= 0 and (self.pinned[tensor] or (after >= 0 and not after & 1))
-
     def worst_key(self, slot: int) -> int:
         """The worst moment of `slot`."""
         worst, at = -1, slot
@@ -152,15 +111,6 @@ class Live:
             if moment > worst:
                 worst, at = moment, op
         return self.key(slot, at)
-
-    def is_dead(self, slot: int, op: int) -> bool:
-        """Whether nothing reads what the recompute writes before it is written again or the step ends."""
-        key = self.key(slot, op)
-        for t in self.problem.ops[op].outputs:
-            after = self.around(t, key + 1)[1]
-            if after >= 0 and not after & 1:
-                return False
-        return True
 
     def _evictable(self) -> list[int]:
         """Tensors that may be dropped and recomputed, cheapest per byte first."""
@@ -173,24 +123,12 @@ class Live:
         return sorted(allowed, key=lambda t: (round(ops[producer[t]].cost / self.bytes[t], 2), scatter[t]))
 
     def _load_plain(self) -> None:
-        for i, op in enumerate(self.problem.ops):
-            if op.optional:
-                continue
-            key = 2 * self.key(i, i)
-            for t in self.inputs[i]:
-                self.events[t].append(key)
-            for t in op.outputs:
-                self.events[t].append(key + 1)
         for t, events in enumerate(self.events):
             if events:
                 last = len(self.total) if self.pinned[t] else self.slot(events[-1]) + 1
                 self.total[self.slot(events[0]) + 1 : last] += self.bytes[t]
         for slot in range(len(self.total)):
             self._refresh(slot)
-
-    def slot(self, event: int) -> int:
-        """The slot of an event."""
-        return (event >> 1) // self.stride
 
     def _place(self, slot: int, op: int, reads: Sequence[int]) -> None:
         insort(self.items[slot], op)
@@ -282,11 +220,6 @@ class Live:
         dying = any(self._is_last_read(t, event) for t in candidates)
         return self.alloc[op] - (self.bytes[written] if dying else 0)
 
-    def _is_last_read(self, t: int, event: int) -> bool:
-        events = self.events[t]
-        j = bisect_left(events, event)
-        return not self.pinned[t] and (j + 1 == len(events) or bool(events[j + 1] & 1))
-
     def _change(self, event: int, op: int) -> int:
         """Bytes that become resident by recomputing `op`, less those that its last reads set free."""
         change = 0
@@ -327,20 +260,3 @@ def _replayers(problem: Problem) -> dict[int, list[int]]:
         for t in op.replay_inputs:
             result.setdefault(problem.producer[t], []).append(i)
     return result
-
-
-def recomputes_of(problem: Problem, schedule: Schedule) -> list[Recompute]:
-    """The recomputes of a schedule; runs of one op repeated inside a slot are merged."""
-    found: dict[Recompute, None] = {}
-    pending: list[int] = []
-    done: set[int] = set()
-    for i in computes(schedule):
-        if problem.ops[i].optional:
-            continue
-        if i in done:
-            pending.append(i)
-            continue
-        done.add(i)
-        found.update(((i, j), None) for j in pending)
-        pending = []
-    return sorted(found)

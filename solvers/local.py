@@ -12,8 +12,10 @@ from __future__ import annotations
 import random
 import time
 
-from .descent import KEEP_RATIOS, Taste, descend, drop_among, drop_dead
-from .live import Live, Recompute
+from .descent import KEEP_RATIOS, Taste, descend
+from .live import Live
+from .schedule import Recompute
+from .unneeded import drop_among, drop_dead
 
 NOISES = (0.0, 0.5, 2.0)
 TOLERANCE = 0.02

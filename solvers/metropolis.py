@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .descent import Taste, descend, drop_unneeded
-from .live import Live, Move, Recompute
-from .problem import Problem
+from .descent import Taste, descend
+from .live import Live, Move
+from .schedule import Recompute
+from .unneeded import drop_unneeded
 
 COOLING = 10.0
 MILDEST, STRICTEST = 0.1, 20.0
@@ -28,27 +29,7 @@ TIGHT = 0.98  # of the budget: slots for whose sake something is recomputed
 LOOK = 256  # moves between looks at the clock, and at which slots are tight
 TRIES = 20
 LONGEST = 12  # recomputes of one move
-SHORTEST = 20  # moves of a first run for each op
-MOST_OPS = 500  # that are counted for it
-GROWTH = 4
-FASTEST = 1e9  # until a first run has told
-FEWEST = 0.2  # of its turn: a shorter run is not worth it
-TURNS = 2  # of all ways: then the dearest is left out, and runs grow no longer
-SEARCH_GROWTH = 2
 WITH_ITS_OWN = 0.5  # of all shifts take along what serves the recompute alone
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a run goes about it: from no recompute or from the best plan, how hot it begins, how mild the penalty is."""
-
-    plain: bool
-    hottest: float
-    mildest: float = MILDEST
-
-
-WAYS = (Way(False, 0.5), Way(True, 0.5), Way(False, 0.1), Way(False, 2.0, 1.0))
-SEARCH = Way(True, 10.0, 1.0)  # so hot that cost hardly counts: finds dear plans where the others find none
 
 
 @dataclass
@@ -78,65 +59,6 @@ def anneal(
         return Annealed(None, done)
     drop_unneeded(best, budget_bytes, deadline)
     return Annealed(best, done)
-
-
-@dataclass
-class Runs:
-    """Runs of more and more moves, each way in turn; the dearest way is left out after two turns.
-
-    Where there is no plan yet every other run is a search for one.
-
-    Attributes:
-        number: of runs so far; each has random numbers of its own.
-        searches: of them that were for a first plan.
-        costs: what the last run of each way came to.
-        pace: moves a second.
-        hurried: the clock made a run shorter than its turn.
-    """
-
-    problem: Problem
-    budget_bytes: int
-    number: int = 0
-    searches: int = 0
-    costs: dict[Way, float] = field(default_factory=lambda: dict.fromkeys(WAYS, math.inf))
-    pace: float = FASTEST
-    hurried: bool = False
-
-    def next(self, best: Live | None, deadline: float) -> Live | None:
-        """What another run finds, of as many moves as its turn is or the time allows."""
-        if self.number - self.searches == TURNS * len(WAYS) and len(self.costs) == len(WAYS):
-            del self.costs[max(self.costs, key=lambda way: self.costs[way])]
-        way = self._way(best)
-        start = Live(self.problem, () if way.plain or best is None else best.recomputes())
-        begin = time.monotonic()
-        wanted = self._wanted(way)
-        moves = int(min(wanted, self.pace * max(0.0, deadline - begin)))
-        self.number += 1
-        run = anneal(
-            start, self.budget_bytes, way.hottest, way.mildest, moves=moves, deadline=deadline, seed=self.number
-        )  # fmt: skip
-        self.pace = max(1, run.moves) / (time.monotonic() - begin)
-        self.hurried |= run.moves < wanted
-        if way == SEARCH:
-            self.searches += 1
-        else:
-            self.costs[way] = math.inf if run.live is None else run.live.cost
-        return run.live
-
-    def worth_it(self, best: Live | None, deadline: float) -> bool:
-        """Whether there is time for another run."""
-        return self.pace * (deadline - time.monotonic()) > FEWEST * self._wanted(self._way(best))
-
-    def _way(self, best: Live | None) -> Way:
-        if (best is None or best.peak_bytes > self.budget_bytes) and self.number % 2:  # the first run tells the pace
-            return SEARCH
-        return list(self.costs)[(self.number - self.searches) % len(self.costs)]
-
-    def _wanted(self, way: Way) -> int:
-        shortest = SHORTEST * min(len(self.problem.ops), MOST_OPS)
-        if way == SEARCH:
-            return shortest * GROWTH**TURNS * SEARCH_GROWTH**self.searches
-        return shortest * GROWTH ** min((self.number - self.searches) // len(WAYS), TURNS)
 
 
 @dataclass

@@ -19,9 +19,10 @@ from functools import cached_property
 
 import numpy as np
 
-from .live import Live, Recompute
+from .live import Live
 from .problem import Op, Problem, Tensor
 from .repeats import MIDDLE, Run
+from .schedule import Recompute
 
 
 @dataclass(frozen=True)

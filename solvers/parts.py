@@ -24,16 +24,17 @@ from .base import CLOCK, Effort
 from .bounds import floor_bytes
 from .choice import Choice, Figures, Relaxed
 from .descent import Taste, cheapest_descent, descend, repair
+from .end_slots import first_ends
 from .hunt import Hunt
 from .ilp import ALL_SCHEDULES, bound_by_relaxation
-from .live import Live, Recompute
+from .live import Live
 from .local import improve
 from .mip import Worker
 from .part import Part, parts_of
 from .problem import Problem
 from .repeats import MIDDLE, Run
+from .schedule import Recompute
 from .solution import Solution, cheapest_fit, solution
-from .staged import first_ends
 
 RUNGS = 12
 LOWER = 3

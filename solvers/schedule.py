@@ -110,3 +110,23 @@ def _place_optional(problem: Problem, order: Sequence[int]) -> list[int]:
                     result.append(p)
         result.append(i)
     return result
+
+
+Recompute = tuple[int, int]
+
+
+def recomputes_of(problem: Problem, schedule: Schedule) -> list[Recompute]:
+    """The recomputes of a schedule; runs of one op repeated inside a slot are merged."""
+    found: dict[Recompute, None] = {}
+    pending: list[int] = []
+    done: set[int] = set()
+    for i in computes(schedule):
+        if problem.ops[i].optional:
+            continue
+        if i in done:
+            pending.append(i)
+            continue
+        done.add(i)
+        found.update(((i, j), None) for j in pending)
+        pending = []
+    return sorted(found)

@@ -16,7 +16,8 @@ from ..errors import PlannerError, Unsupported
 from .hidden import refuse_hidden
 from .refuse import is_quantized_weight, refuse_untracked, storage_kind
 from .state import ITERATORS
-from .structure import Bound, Template, argument_path, constants, slots
+from .structure import Bound
+from .templates import Template, argument_path, constants, slots
 
 Sample = Any
 

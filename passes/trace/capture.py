@@ -75,7 +75,8 @@ from .recorder import Recorder
 from .refuse import BACKWARD_HOOK, has_backward_hooks, own_generator, refuse_attributes, storage_kind
 from .settings import Setting, steady
 from .state import Snapshot
-from .structure import Bound, Template, Tree, flatten, shared, slots, unflatten
+from .structure import Bound, flatten, unflatten
+from .templates import Template, Tree, shared, slots
 from .value_guards import Guard, KnownValues
 from .watch import Watch
 

@@ -6,22 +6,20 @@ outputs of the step, and `deliver` puts them, and what else is new, into their p
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from ..errors import Unsupported
 from .expected import LITERALS, MISSING
 from .nodes import refill, same
-from .structure import Constant, Kept, Opaque, Slot, Taker, Template, Tree, flatten, one_level, slots, unflatten
+from .stores import SHARED, held_in, store_of
+from .structure import Taker, flatten, one_level, unflatten
+from .templates import Constant, Kept, Opaque, Slot, Template, Tree, slots
 
 MAX_THINGS = 50_000
 ARGUMENT = "the argument "
@@ -37,7 +35,7 @@ class Place:
         """What is there in these arguments."""
         value: Any = bound
         for is_attribute, key in self.steps:
-            value = _store(value)[key] if is_attribute else value[key]
+            value = store_of(value)[key] if is_attribute else value[key]
         return value
 
     def __str__(self) -> str:
@@ -87,9 +85,9 @@ class Given:
         queue: deque[tuple[Any, Place]] = deque((v, Place(((False, k),))) for k, v in bound.items())
         while queue and len(self.things) < MAX_THINGS:
             value, place = queue.popleft()
-            if id(value) in self.things or type(value) in LITERALS or isinstance(value, (torch.Tensor, *_SHARED)):
+            if id(value) in self.things or type(value) in LITERALS or isinstance(value, (torch.Tensor, *SHARED)):
                 continue
-            held = _held(value)
+            held = held_in(value)
             self.things[id(value)] = _Thing(value, place, held)
             attribute = not isinstance(value, (dict, list, tuple, deque))
             pairs = held.items() if isinstance(held, dict) else enumerate(held if isinstance(held, list) else ())
@@ -124,11 +122,11 @@ class Given:
     def restore(self) -> None:
         """Undo what was changed."""
         for thing in {id(thing): thing for thing, *_ in self._changes()}.values():
-            refill(_store(thing.value), thing.held)
+            refill(store_of(thing.value), thing.held)
 
     def _changes(self, written: Collection[tuple[Place, str]] = ()) -> Iterator[tuple[_Thing, Any, Any]]:
         for thing in self.things.values():
-            now, then = _held(thing.value), thing.held
+            now, then = held_in(thing.value), thing.held
             if isinstance(then, dict):
                 kept = [key for key in then if key in now]
                 if isinstance(thing.value, dict) and list(now) != [*kept, *(key for key in now if key not in then)]:
@@ -159,12 +157,12 @@ class _Taker(Taker):
             return Kept(self.things[id(node)].place)
         if self.place is None or id(node) in self.made:
             return super().take(node, depth)
-        if type(node) in LITERALS or isinstance(node, (*_SHARED, torch.Size)):
+        if type(node) in LITERALS or isinstance(node, (*SHARED, torch.Size)):
             return Constant(node)
         leaves, _ = one_level(node)
         if not (len(leaves) == 1 and leaves[0] is node):
             return super().take(node, depth)
-        attributes = _held(node)
+        attributes = held_in(node)
         if not isinstance(attributes, dict) or isinstance(node, dict) or not _can_be_made(type(node)):
             raise _cannot_be_made(node, self.place)
         self.number(node, is_object=True)
@@ -213,13 +211,13 @@ def held_before(changes: Sequence[Changed], bound: Mapping[str, Any]) -> Before:
     Of other things in them nothing is kept, lest what forward puts there lives on: `MISSING` stands for these.
     """
     places = {str(change.place): change.place for change in changes}.values()
-    held = [(place, _held(place.of(bound))) for place in places]
+    held = [(place, held_in(place.of(bound))) for place in places]
     return [(place, _plain_part(content)) for place, content in held if not flatten(content)[0]]
 
 
 def _plain_part(content: Any) -> Any:
     def plain(value: Any) -> Any:
-        return value if type(value) in LITERALS or isinstance(value, _SHARED) else MISSING
+        return value if type(value) in LITERALS or isinstance(value, SHARED) else MISSING
 
     if isinstance(content, dict):
         return {key: plain(value) for key, value in content.items()}
@@ -230,12 +228,12 @@ def put_back(before: Before, bound: Mapping[str, Any]) -> None:
     """Let other arguments of the same kind be as those were."""
     for place, then in before:
         thing = place.of(bound)
-        now, content = _held(thing), then
+        now, content = held_in(thing), then
         if isinstance(then, dict):
             content = {key: now.get(key) if value is MISSING else value for key, value in then.items()}
         elif isinstance(then, list):
             content = [now[i] if value is MISSING else value for i, value in enumerate(then)]
-        refill(_store(thing), content)
+        refill(store_of(thing), content)
 
 
 def deliver(
@@ -252,7 +250,7 @@ def deliver(
     returned = unflatten(output, tensors, bound, made)
     values = [None if c.value is None else unflatten(c.value, tensors, bound, made) for c in changes]
     for change, target, value in zip(changes, targets, values, strict=True):
-        store = _store(target)
+        store = store_of(target)
         if change.key is None:
             refill(store, value)
         elif change.value is None:
@@ -280,7 +278,7 @@ def all_outputs(
     _fill(output, value, found)
     for change, target in zip(changes, targets, strict=True):
         if change.value is not None:
-            store = _store(target)
+            store = store_of(target)
             held = store if isinstance(store, MutableMapping) else list(store)
             _fill(change.value, held if change.key is None else held[change.key], found)
     return [found[i] for i in range(len(found))]
@@ -295,68 +293,4 @@ def _fill(template: Template, value: Any, found: dict[int, torch.Tensor]) -> Non
                 _fill(child, leaf, found)
         case Opaque(_, attributes):
             for name, child in attributes:
-                _fill(child, _store(value)[name], found)
-
-
-class _Attributes(MutableMapping[str, Any]):
-    """What an object holds in slots, and in its `__dict__` if it has one."""
-
-    def __init__(self, thing: Any) -> None:
-        kind: Any = type(thing)
-        self.thing, self.slots, self.others = thing, _slots(kind), getattr(thing, "__dict__", {})
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.slots:
-            return self.others[name]
-        try:
-            return self.slots[name].__get__(self.thing)
-        except AttributeError:
-            raise KeyError(name) from None
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name in self.slots:
-            self.slots[name].__set__(self.thing, value)
-        else:
-            self.others[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        if name in self.slots:
-            self.slots[name].__delete__(self.thing)
-        else:
-            del self.others[name]
-
-    def __iter__(self) -> Iterator[str]:
-        yield from [name for name in self.slots if name in self]
-        yield from self.others
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-@lru_cache(maxsize=1024)
-def _slots(kind: Any) -> dict[str, MemberDescriptorType]:
-    classes = [c for c in reversed(kind.__mro__) if "__slots__" in vars(c)]
-    return {n: v for c in classes for n, v in vars(c).items() if isinstance(v, MemberDescriptorType)}
-
-
-def _store(thing: Any) -> Any:
-    """What holds the items or attributes of a thing; None where nothing does."""
-    if isinstance(thing, (dict, list, tuple, deque, set)):
-        return thing
-    kind: Any = type(thing)
-    return _Attributes(thing) if _slots(kind) else getattr(thing, "__dict__", None)
-
-
-_SHARED = (type, enum.Enum, FunctionType, MethodType, ModuleType, nn.Module)  # never made anew
-
-
-def _held(value: Any) -> Any:
-    """What a thing holds, by attribute or key; None for what is not looked into."""
-    if isinstance(value, (list, tuple, deque)):
-        return list(value)
-    if isinstance(value, set):
-        return set(value)
-    if isinstance(value, dict):
-        return dict(dict.items(value))
-    store = None if callable(value) else _store(value)
-    return dict(store) if isinstance(store, MutableMapping) else None
+                _fill(child, store_of(value)[name], found)

@@ -14,7 +14,7 @@ from torch import nn
 from passes._torch import FakeTensor, FunctionalTensor
 
 from ..errors import Unsupported
-from .structure import Again, Constant, Opaque, Slot, Template, Tree, child_names
+from .templates import Again, Constant, Opaque, Slot, Template, Tree, child_names
 
 MAX_VISITED = 20_000
 _CLOSED = (type, types.ModuleType, types.CodeType, str, bytes, int, float)

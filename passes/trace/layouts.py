@@ -7,14 +7,13 @@ to such a kernel is laid out as in eager first.
 
 And some of torch's shape rules lay results out in another way than the kernels do: a traced `view` of such a result
 would fail when it runs, a sum over it go another way, or a convolution choose another kernel. `EagerFakes` corrects
-them: batch norms and views by rules, and whatever else profiling, which runs every op once, has found to be laid out in
-another way or of another dtype (`learned`). The step is then traced again.
+them: batch norms and views by rules (`strides`), and whatever else profiling, which runs every op once, has found to be
+laid out in another way or of another dtype (`learned`). The step is then traced again.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +24,7 @@ from passes._torch import (
     FakeTensorMode,
     FunctionalTensor,
     TorchDispatchMode,
-    native_kernels,
     pytree,
-    suggest_memory_format,
 )
 from passes.exclusive import interrupt_point
 from passes.fuse.fused import LIBRARY
@@ -36,6 +33,7 @@ from passes.ops import looks_at_values
 from .constants import Constants
 from .leaks import Remembered
 from .refuse import own_generator, part_drawn
+from .strides import BATCH_NORMS, VIEWS, Made, Strides, of_view
 
 aten = torch.ops.aten
 
@@ -115,66 +113,7 @@ def _lost_layout(value: Any) -> bool:
     return any(size > 1 and eager != traced for size, eager, traced in strides)
 
 
-Strides = tuple[int, ...]
-Made = tuple[Strides, torch.dtype]
 BACKWARD_AUTOCAST = ("autocast in the backward",)  # the key of what calls were seen to run backward under
-
-
-def _format(value: torch.Tensor) -> torch.memory_format:
-    """How a batch norm lays out what it makes of `value` (suggest_memory_format_contig, Normalization.cpp)."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    other = formats.get(value.dim())
-    if other is None or value.is_contiguous() or not value.is_contiguous(memory_format=other):
-        return torch.contiguous_format
-    return other
-
-
-def _any_format(value: torch.Tensor) -> bool:
-    return value.is_contiguous() or _format(value) is not torch.contiguous_format
-
-
-def _strides(value: torch.Tensor, layout: torch.memory_format) -> Strides:
-    return torch.empty(value.shape, device="meta", memory_format=layout).stride()
-
-
-def _of_batch_norm(args: Sequence[Any]) -> Strides:
-    return _strides(args[0], _format(args[0]))
-
-
-def _of_batch_norm_backward(args: Sequence[Any]) -> Strides:
-    gradient, values = args[:2]
-    suggested = suggest_memory_format(values)
-    alike = _any_format(values) and _any_format(gradient) and suggested == suggest_memory_format(gradient)
-    return _strides(values, _format(values) if alike else suggested)
-
-
-def _of_view(func: Callable[..., torch.Tensor], args: Sequence[Any]) -> Strides:
-    """The rules disagree where a dimension has one index; a convolution may look at its stride all the same."""
-    source, *rest = args
-    sizes = (source.shape, source.stride(), *(tuple(r) if isinstance(r, list) else r for r in rest))
-    try:
-        return _strides_of_view(func, *sizes)
-    except TypeError:  # symbols have no hash
-        return _strides_of_view.__wrapped__(func, *sizes)
-
-
-@functools.lru_cache(4096)
-def _strides_of_view(func: Callable[..., torch.Tensor], shape: Any, strides: Strides, *rest: Any) -> Strides:
-    with native_kernels():
-        return func(torch.empty_strided(shape, strides, device="meta"), *rest).stride()
-
-
-# What the CPU's kernels do, for the first result.
-BATCH_NORMS: dict[Any, Callable[[Sequence[Any]], Strides]] = {
-    aten.native_batch_norm.default: _of_batch_norm,
-    aten._native_batch_norm_legit.default: _of_batch_norm,
-    aten._native_batch_norm_legit.no_stats: _of_batch_norm,
-    aten._native_batch_norm_legit_functional.default: _of_batch_norm,
-    aten._native_batch_norm_legit_no_training.default: _of_batch_norm,
-    aten.native_batch_norm_backward.default: _of_batch_norm_backward,
-}
-VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.expand.default})
-
 
 Layouts = dict[Any, tuple[Any, ...]]
 
@@ -214,7 +153,7 @@ class EagerFakes(FakeTensorMode):
             return result
         wanted: tuple[Made | None, ...] = ()
         if func in VIEWS and not kwargs:
-            wanted = ((_of_view(func, args), results[0].dtype),)
+            wanted = ((of_view(func, args), results[0].dtype),)
         elif self.layouts:
             wanted = self.layouts.get(call_key(func, args, kwargs), ())
         if func in BATCH_NORMS and results[0].device.type == "cpu":

@@ -18,7 +18,7 @@ import torch
 from passes._torch import pytree
 
 from ..errors import Unsupported
-from .watch import KEPT
+from .constructs import KEPT
 
 
 class Remembered:

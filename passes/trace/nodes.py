@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -165,3 +165,18 @@ def _equal(now: Any, before: Any) -> bool:
     if isinstance(now, (tuple, list)):
         return len(now) == len(before) and all(map(_equal, now, before))
     return bool(now == before)
+
+
+class Walk(Protocol):
+    """What collects the nodes."""
+
+    seen: dict[int, Any]
+
+    def add(self, node: Node) -> Node:
+        """Keep a node."""
+
+    def follow(self, values: Iterable[tuple[Any, str, str]]) -> None:
+        """Visit further values, each with its path and the name that code has for it."""
+
+    def follow_hooks(self, values: Iterable[tuple[Any, str, str]]) -> None:
+        """Visit these after all others."""

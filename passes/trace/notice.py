@@ -14,13 +14,14 @@ from torch import nn
 from passes._torch import pytree
 
 from ..errors import Unsupported
+from .constructs import DRAW, KEPT, SEED
 from .given import ARGUMENT
 from .nodes import Change, alike, same
 from .rerun import Script, Stale, is_named, line_of_change, reads
 from .settings import Setting, is_plain
 from .state import Snapshot, scramble
-from .structure import constants
-from .watch import DRAW, KEPT, SEED, Watch
+from .templates import constants
+from .watch import Watch
 
 _WHY_STATE = "a later step would read what an earlier one left there, and a planned step leaves nothing there"
 _REMEDY_STATE = (

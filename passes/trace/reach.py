@@ -8,33 +8,18 @@ import itertools
 import random
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from passes._torch import mutation_count
 
+from .closures import CACHE, visit_function
 from .expected import held_by
-from .nodes import PLAIN, Node, refill
-from .places import is_users, is_users_module, is_users_own
-
-
-class Walk(Protocol):
-    """What collects the nodes."""
-
-    seen: dict[int, Any]
-
-    def add(self, node: Node) -> Node:
-        """Keep a node."""
-
-    def follow(self, values: Iterable[tuple[Any, str, str]]) -> None:
-        """Visit further values, each with its path and the name that code has for it."""
-
-    def follow_hooks(self, values: Iterable[tuple[Any, str, str]]) -> None:
-        """Visit these after all others."""
-
+from .nodes import PLAIN, Node, Walk, refill
+from .places import is_users
 
 MAX_ITEMS = 10_000  # of one container that are followed; whether it changes itself is seen in any size
 LARGEST_COPY = 1 << 24  # elements of a plain tensor or array that are copied; a larger one is only watched
@@ -45,10 +30,8 @@ _TENSORS_OF_MODULE = ("_parameters", "_buffers")  # the trace gives these other 
 
 _ATOMS = (*PLAIN, type, types.ModuleType, types.BuiltinFunctionType, types.CodeType)
 
-_CACHE = functools._lru_cache_wrapper
-
 _FUNCTIONS = (
-    types.FunctionType, types.MethodType, staticmethod, classmethod, property, functools.partial, _CACHE,
+    types.FunctionType, types.MethodType, staticmethod, classmethod, property, functools.partial, CACHE,
 )  # fmt: skip
 
 _HOLDERS = frozenset({"collections", "types", "queue", "weakref", "argparse", "_thread"})  # whose objects hold others
@@ -154,84 +137,6 @@ def _visit_class(walk: Walk, cls: type, path: str, name: str) -> None:
     walk.follow((f, path, name) for f in functions)
 
 
-def _visit_function(walk: Walk, value: Any, path: str, name: str) -> None:
-    inner: tuple[Any, ...] = (value.__func__,) if isinstance(value, (staticmethod, classmethod)) else ()
-    inner = (value.fget, value.fset) if isinstance(value, property) else inner
-    if isinstance(value, types.MethodType):
-        inner = (value.__self__, value.__func__)
-    if isinstance(value, functools.partial):
-        inner = (value.func, value.args, value.keywords)
-    if isinstance(value, _CACHE):
-        walk.add(Node(value, path, name, "cache", lambda: value.cache_info()[1::2], lambda _: value.cache_clear()))
-        inner = (value.__wrapped__,)
-    walk.follow((f, path, name) for f in inner)
-    if not isinstance(value, types.FunctionType) or not is_users(value):
-        return
-    code = value.__code__
-    for variable, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
-        _visit_cell(walk, cell, variable)
-    last = code.co_varnames[: code.co_argcount][-len(value.__defaults__ or ()) :]
-    defaults = {**dict(zip(last, value.__defaults__ or (), strict=False)), **(value.__kwdefaults__ or {})}
-    walk.follow((v, f"the default {k}", k) for k, v in defaults.items())
-    own = value.__dict__
-    if own:
-        called = value.__name__
-        walk.add(Node(value, called, called, "attributes", lambda: dict(own), lambda c: refill(own, c)))
-        walk.follow((v, f"{value.__name__}.{k}", k) for k, v in own.items())
-    _visit_globals(walk, value)
-
-
-def _visit_cell(walk: Walk, cell: types.CellType, variable: str) -> None:
-    if id(cell) in walk.seen:
-        return
-    walk.seen[id(cell)] = cell
-
-    def take() -> dict[str, Any]:
-        try:
-            return {variable: cell.cell_contents}
-        except ValueError:  # not bound yet
-            return {}
-
-    def give(content: dict[str, Any]) -> None:
-        if variable in content:
-            cell.cell_contents = content[variable]
-
-    node = walk.add(Node(cell, "the enclosing function's ", variable, "variable", take, give))
-    walk.follow((v, f"the enclosing function's {variable}", variable) for v in node.content.values())
-
-
-def _visit_globals(walk: Walk, function: types.FunctionType) -> None:
-    space, names = function.__globals__, sorted(set(_names(function.__code__)))
-    modules = [space[n] for n in names if isinstance(space.get(n), types.ModuleType) and is_users_module(space[n])]
-    if is_users_own(function.__code__):
-        _visit_variables(walk, space, names, "the global ")
-        for module in modules:
-            _visit_variables(walk, vars(module), names, f"{module.__name__}.")
-    else:
-        kept = [n for n in names if isinstance(space.get(n), (*PLAIN, _CACHE)) and space.get(n) is not None]
-        _visit_variables(walk, space, kept, "the global ")
-
-
-def _visit_variables(walk: Walk, space: dict[str, Any], names: list[str], what: str) -> None:
-    def take() -> dict[str, Any]:
-        return {n: space[n] for n in names if n in space and not isinstance(space[n], types.ModuleType)}
-
-    def give(content: dict[str, Any]) -> None:
-        for name in [n for n in take() if n not in content]:
-            del space[name]
-        space.update(content)
-
-    node = walk.add(Node(space, what, "", "variable", take, give))
-    walk.follow((v, what + k, k) for k, v in node.content.items())
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
-
-
 def _visit_random(walk: Walk, generator: random.Random, path: str, name: str) -> None:
     walk.add(Node(generator, path, name, "generator", generator.getstate, generator.setstate))
 
@@ -298,7 +203,7 @@ _VISITORS: tuple[tuple[Any, Callable[[Walk, Any, str, str], None]], ...] = (
     (torch.Tensor, _visit_tensor),
     (nn.Module, _visit_module),
     (type, _visit_class),
-    (_FUNCTIONS, _visit_function),
+    (_FUNCTIONS, visit_function),
     (random.Random, _visit_random),
     (torch.Generator, _visit_torch_generator),
     (_Numpy, _visit_numpy),

@@ -69,7 +69,8 @@ from .reads import (
 )
 from .rerun import reads
 from .settings import Setting, is_plain
-from .structure import Template, argument_path, copies_in, flatten, held_objects, object_paths
+from .structure import copies_in, flatten, held_objects
+from .templates import Template, argument_path, object_paths
 
 
 class Recorder:

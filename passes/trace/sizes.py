@@ -33,8 +33,9 @@ from .matching import match, match_arguments
 from .notation import At, Departed
 from .overlaps import overlaps
 from .script import Played, Script
-from .structure import flatten, held_objects, shared, slots
+from .structure import flatten, held_objects
 from .symbols import SizedTracer
+from .templates import shared, slots
 from .told import Told, at_sizes, check_same, tell
 
 

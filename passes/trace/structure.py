@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,59 +12,9 @@ import torch
 from passes._torch import pytree
 
 from .expected import LITERALS
+from .templates import Again, Constant, Kept, Opaque, Slot, Template, Tree
 
 MAX_DEPTH = 8
-LONGEST = 60
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A place for tensor number `index`."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A value that is the same at every call."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Tree:
-    """A registered pytree container (tuple, dict, `ModelOutput`, ...)."""
-
-    spec: Any
-    children: tuple[Template, ...]
-
-
-@dataclass(frozen=True)
-class Opaque:
-    """Any other object that holds tensors in attributes (a dataclass, HF's `DynamicCache`, ...).
-
-    `prototype` is a shallow copy without those attributes, or the class where all are listed; rebuilding copies it
-    again, or makes one without calling `__init__`, and sets them.
-    """
-
-    prototype: Any
-    attributes: tuple[tuple[str, Template], ...]
-
-
-@dataclass(frozen=True)
-class Kept(Constant):
-    """What is in the call's own arguments, at the `Place` that is the value."""
-
-
-@dataclass(frozen=True)
-class Again:
-    """What a list, dict or object before this place is, too: number `index` of the trees and objects, in order."""
-
-    index: int
-    is_object: bool
-
-
-Template = Slot | Constant | Tree | Opaque | Again
 
 
 class Bound(dict[str, Any]):
@@ -180,19 +128,6 @@ def _hold(value: Any, found: list[Any], seen: set[int]) -> None:
         _hold(leaf, found, seen)
 
 
-def object_paths(template: Template, path: str = "") -> list[str]:
-    """Where they are."""
-    match template:
-        case Constant(value) if type(value) not in LITERALS:
-            return [path]
-        case Tree(_, children):
-            names = child_names(template)
-            return [p for i, c in enumerate(children) for p in object_paths(c, path + names.get(i, f"[{i}]"))]
-        case Opaque() | Again(_, True):
-            return [path]
-    return []
-
-
 def copies_in(template: Template, value: Any) -> Iterator[Any]:
     """The objects that `unflatten` made anew for `value`."""
     match template:
@@ -241,89 +176,6 @@ def _shallow(node: Any) -> Any:
     result = object.__new__(type(node))
     result.__dict__.update(node.__dict__)
     return result
-
-
-def slots(template: Template) -> list[tuple[str, int]]:
-    """`(path, tensor index)` of every slot, in order; a path reads like `.loss` or `[0]`."""
-    match template:
-        case Slot(index):
-            return [("", index)]
-        case Constant(_) | Again():
-            return []
-        case Tree(_, children):
-            names = child_names(template)
-            return [(names.get(i, f"[{i}]") + path, index) for i, c in enumerate(children) for path, index in slots(c)]
-        case Opaque(_, attributes):
-            return [(f".{name}{path}", index) for name, child in attributes for path, index in slots(child)]
-
-
-def outline(template: Template) -> dict[str, str]:
-    """What stands in every place of a call's arguments, in words; places are named by `argument_path`."""
-    return {argument_path(path): text for path, text in _outline(template, "", {})}
-
-
-def argument_path(path: str) -> str:
-    """A path into the bound arguments as the user writes it: `batch.mask` for `['batch'].mask`."""
-    return re.sub(r"^\['(\w+)'\]", r"\1", path)
-
-
-def _outline(template: Template, path: str, first: dict[int, str]) -> Iterator[tuple[str, str]]:
-    match template:
-        case Slot(index):
-            same = first.setdefault(index, path)
-            yield path, "a tensor" if same == path else f"the same tensor as {argument_path(same)}"
-        case Again():
-            yield path, "what another place holds, too"
-        case Constant(value):
-            text = repr(value)
-            yield path, text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
-        case Tree(_, children):
-            names = child_names(template)
-            for i, child in enumerate(children):
-                yield from _outline(child, path + names.get(i, f"[{i}]"), first)
-        case Opaque(_, attributes):
-            for name, child in attributes:
-                yield from _outline(child, f"{path}.{name}", first)
-
-
-def constants(template: Template) -> list[Any]:
-    """The values that are the same at every call."""
-    match template:
-        case Slot() | Again():
-            return []
-        case Constant(value):
-            return [value]
-        case Tree(_, children):
-            return [value for child in children for value in constants(child)]
-        case Opaque(_, attributes):
-            return [value for _, child in attributes for value in constants(child)]
-
-
-def shared(template: Template) -> list[Any]:
-    """What all that is rebuilt has in common: constants, and what objects with tensors hold besides them."""
-    match template:
-        case Tree(_, children):
-            return [value for child in children for value in shared(child)]
-        case Opaque(prototype, attributes):
-            return [prototype, *(value for _, child in attributes for value in shared(child))]
-    return constants(template)
-
-
-def child_names(tree: Tree) -> dict[int, str]:
-    """The path of each child of a container, by the child's number; empty if its type names none."""
-    # tree_unflatten hands the numbers back under their keys, whatever the container is.
-    return _names_in(pytree.tree_unflatten(list(range(len(tree.children))), tree.spec))
-
-
-def _names_in(filled: Any) -> dict[int, str]:
-    if isinstance(filled, int):
-        return {filled: ""}
-    try:
-        keyed, _ = pytree.tree_flatten_with_path(filled)
-    except ValueError:  # a registered container without `flatten_with_keys_fn` (diffusers' outputs)
-        items = filled.items() if isinstance(filled, dict) else ()
-        return {i: f".{name}{path}" for name, child in items for i, path in _names_in(child).items()}
-    return {leaf: pytree.keystr(path) for path, leaf in keyed}
 
 
 def _attributes(node: Any, depth: int) -> dict[str, Any]:

@@ -25,10 +25,11 @@ from passes.exclusive import exclusive, interrupt_point
 from .capture import StepTracer, drop_tangents_of_state, export_step
 from .contexts import private_contexts
 from .isolate import isolated
-from .layouts import BATCH_NORMS, VIEWS, EagerFakes
+from .layouts import EagerFakes
 from .notation import Departed, Pinned
 from .script import Script
-from .structure import shared
+from .strides import BATCH_NORMS, VIEWS
+from .templates import shared
 from .value_guards import KnownValues
 
 aten = torch.ops.aten
@@ -143,7 +144,7 @@ class _SizedFakes(EagerFakes):
         if func in VIEWS and not kwargs:
             made = self._made(func, args)
             if made != self._strides(result):
-                strides = (_of_expand if func is aten.expand.default else _of_view)(args[0], result.shape)
+                strides = (_of_expand if func is aten.expand.default else of_view)(args[0], result.shape)
                 place = result, result.size(), strides, result.storage_offset()
                 result = dispatch(self, aten.as_strided.default, types, place, {})
             self._check(func, made, result)
@@ -187,7 +188,7 @@ def _of_expand(source: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(strides)
 
 
-def _of_view(source: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
+def of_view(source: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
     """The strides of a view of a tensor with elements (computeStride, TensorUtils.cpp)."""
     sizes, own = source.size(), source.stride()
     strides: list[Any] = []

@@ -18,7 +18,8 @@ from passes.trace.capture import Traced
 from passes.trace.given import left_alone
 from passes.trace.refuse import has_sharded
 from passes.trace.state import Snapshot as Reached
-from passes.trace.structure import Bound, constants, flatten, slots, unflatten
+from passes.trace.structure import Bound, flatten, unflatten
+from passes.trace.templates import constants, slots
 from planner.decided import Decided
 from planner.dropin.regions import regions_of, running_regions
 

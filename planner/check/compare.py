@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from passes.trace.structure import Again, Constant, Opaque, Slot, Template, Tree, outline
+from passes.trace.templates import Again, Constant, Opaque, Slot, Template, Tree, outline
 
 ROUNDINGS = 1024
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
-import os
-import sys
 import time
 import warnings
 from collections import Counter
@@ -18,10 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import TORCH_FOLDER, active_saving_hooks, global_hooks, local_part, profiler_runs
+from passes._torch import active_saving_hooks, global_hooks, profiler_runs
 from passes.device import kind_of
 from passes.errors import ForwardFailed, InputMismatch, NoBackward, Unsupported
-from passes.printable import brief
 from passes.run._torch import Autocast
 from passes.run.arena import ask_for
 from passes.trace.arguments import argument_names, bind_call, run_model, set_forward, state_tensors
@@ -30,27 +26,25 @@ from passes.trace.matching import Differs, match, match_arguments
 from passes.trace.overlaps import overlaps
 from passes.trace.reads import Matched, Reads
 from passes.trace.refuse import has_sharded, is_sharded
-from passes.trace.structure import argument_path, flatten, held_objects
+from passes.trace.structure import flatten, held_objects
+from passes.trace.templates import argument_path
 from planner.decided import Decided
 from planner.errors import NothingTrained
 from planner.options import BUCKET
 from planner.pipeline import Replan
-from planner.ranks.sharded import Gathers, gathered_aside, gathered_gradients, input_dtype, kept_whole_bytes
-from solvers.errors import MIB, BudgetError, PlannerError
+from planner.ranks.sharded import Gathers, gathered_aside, input_dtype
+from solvers.errors import BudgetError, PlannerError
 
-from .entry import Entry, Fallback, Losses, Watched, are_trained, starts_of
+from .entry import Entry, Losses, Watched, are_trained, starts_of
+from .fallback import Fallback
+from .notices import SLOW_REPLANS, Notices, user_frame
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
 from .regions import RegionForward, are_of, regions_of, running_regions
 
 CACHE_BYTES = 1 << 30  # of host memory, for the plans that are kept
-SLOW_REPLANS = 5  # after so many, and each time they have doubled, it is said what they cost
 OPAQUE = 'a planned step runs as it is; torch.compile(model, backend="checkpoint_planner") compiles under a budget'
 REGION = "region "  # how the name of one begins where a mismatch is told
 _HINT = 'on_new_shape="replan" plans such calls, "eager" runs them unplanned.'
-REMEDIES = {
-    "fresh": 'plan with gradients="accumulated"', "accumulated": "raise reserve_mb",
-    "consumed": 'free each in a hook (register_post_accumulate_grad_hook), plan with gradients="accumulated"',
-}  # fmt: skip
 
 
 class PlanState:
@@ -70,9 +64,8 @@ class PlanState:
         self.watching: bool | None = False  # whether backwards are looked at; None: it helps nothing
         self.unplanned = False
         self.applied: Any = None  # the `PlannedForward` that is being called
-        self.noticed_hooks = self.noticed_global_hooks = self.noticed_gradients = self.still_eval = False
-        self.noticed_outdated = False
-        self.replans, self.replan_seconds, self.next_slow = Counter[str](), 0.0, SLOW_REPLANS
+        self.notices = Notices(model)
+        self.replans = Counter[str]()
         self.before_hooks: Any = None  # the hook that plans before those of `fully_shard` gather parameters
         self.looking = False  # whether that runs
         self.gathers: Gathers | None = None  # of a model with sharded modules
@@ -80,7 +73,7 @@ class PlanState:
 
     def start(self, bound: Mapping[str, Any], planned: Decided) -> None:
         """Remember the first plan, made for calls that look like `bound`."""
-        self.still_eval = not self.model.training
+        self.notices.still_eval = not self.model.training
         self.gathers = Gathers() if has_sharded(self.model) else None
         self.look_at_gathers()
         self.traced_forward = self.model.__dict__.get("forward")
@@ -115,12 +108,12 @@ class PlanState:
 
     def run(self, bound: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> Any:
         """Run the step planned for such a call, planning it first where that is asked for; else `plain`."""
-        self.still_eval = False
+        self.notices.still_eval = False
         if global_hooks():
-            self._notice_global_hooks()
+            self.notices.global_hooks()
             return plain(bound)
         if self.outdated:
-            self._notice_outdated()
+            self.notices.outdated(self.outdated)
             return plain(bound)
         tensors, template = flatten(dict(bound))
         entry, state = self._look(bound, tensors, template)
@@ -150,7 +143,7 @@ class PlanState:
                     warnings.warn(
                         "fully_shard was called after this model was planned: its next call is planned anew, for what "
                         "it then holds. This one may not be under the budget.",
-                        stacklevel=_user_frame(),
+                        stacklevel=user_frame(),
                     )
                 self.plan_before_hooks()
                 return entry, state
@@ -159,11 +152,11 @@ class PlanState:
             except NoBackward:  # merged adapters: as in eager, it is `backward` that would fail
                 return None, []
             except ForwardFailed as error:  # raised by the plain forward, it leaves what it leaves in eager
-                warnings.warn(f"planned step not used, not under the budget: {error}", stacklevel=_user_frame())
+                warnings.warn(f"planned step not used, not under the budget: {error}", stacklevel=user_frame())
                 return None, []
             except NothingTrained as error:
                 self.idle.append((key, trained))
-                warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=_user_frame())
+                warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=user_frame())
                 return None, []
             except BudgetError as error:
                 if entry is None or not entry.planned.runs:
@@ -207,7 +200,7 @@ class PlanState:
         plain: Callable[[Mapping[str, Any]], Any],
     ) -> Any:  # fmt: skip
         traced = entry.planned.prepared.traced
-        self._notice_gradients(entry.planned, state)
+        self.notices.gradients(entry.planned, state)
         regions = self._regions(entry)
         self.last = entry
         ask_for(entry.planned.arena, entry.planned.prepared.device, entry.planned)
@@ -265,7 +258,7 @@ class PlanState:
         warnings.warn(
             f"no plan for such a backward keeps the budget ({error}): steps go on replaying the plain forward of "
             "regions (correct, but not under the budget).",
-            stacklevel=_user_frame(),
+            stacklevel=user_frame(),
         )
         entry.outdated, self.watching, self.losses = False, None, Losses()
 
@@ -304,7 +297,7 @@ class PlanState:
         elif wanted and not planned and self.loss_fn is None and self.before_hooks is None:
             said = "planned from the next call on"
             self.plan_before_hooks()
-        warnings.warn(f"{said}: {mismatch}", stacklevel=_user_frame())
+        warnings.warn(f"{said}: {mismatch}", stacklevel=user_frame())
         return planned
 
     def _plan(
@@ -318,7 +311,7 @@ class PlanState:
         # An entry whose model was changed since finds its objects again when it is next looked at.
         stale = other is not None and (other.outdated or self._sharded_since(other))
         self.cache = [replace(e, matched=None) for e in self.cache if not (stale and e is other)]
-        self._notice_replans(time.monotonic() - begin)
+        self.notices.replanned(self.replans, time.monotonic() - begin, len(self.cache))
         return self._add(key, planned, starts), state_tensors(self.model, planned.prepared.traced.state)
 
     def _execute(self, entry: Entry, primals: list[torch.Tensor], bound: Mapping[str, Any]) -> Any:
@@ -328,96 +321,10 @@ class PlanState:
         )
         if entry.key.autocast and any(p.is_leaf and p.requires_grad for p in primals[len(traced.state) :]):
             _check_cast_leaves(primals, planned)
-        self._notice_hooks()
-        self._notice_gradients(planned, primals)
+        self.notices.saving_hooks()
+        self.notices.gradients(planned, primals)
         fallback = Fallback(self, entry, bound, partial(self.through, self.applied))
         return planned.run(self.model, primals, fallback, bound)
-
-    def _notice_replans(self, seconds: float) -> None:
-        """Say after several replans, and rarely after that, what is slowing training."""
-        self.replan_seconds += seconds
-        count = self.replans.total()
-        if count < self.next_slow:
-            return
-        self.next_slow = 2 * count
-        what = "; ".join(f"{name}: {times}" for name, times in self.replans.most_common(3))
-        warnings.warn(
-            f"{count} calls were planned anew so far, which took {self.replan_seconds:.1f} s of training, as they "
-            f"differ from the sample in {what}. {len(self.cache)} plans are kept: pad or bucket the inputs to fewer "
-            'shapes, or pass on_new_shape="bucket" or "eager".',
-            stacklevel=_user_frame(),
-        )
-
-    def _notice_gradients(self, planned: Decided, primals: Iterable[torch.Tensor]) -> None:
-        """Say once that there is what the plan does not count: gradients from before the step, or whole parameters."""
-        if self.noticed_gradients or planned.budget_bytes is None:
-            return
-        held = [local_part(p.grad) for p in primals if p.is_leaf and p.grad is not None]
-        whole, kept = (gathered_gradients(self.model), kept_whole_bytes(self.model)) if planned.runs else ([], 0)
-        if not held and not whole and not kept:
-            return
-        options = planned.prepared.options
-        counted = options.reserve_bytes + planned.prepared.lowered.accumulated_bytes
-        each = {id(g): g for g in (*held, *whole)}.values()
-        extra = kept + sum(g.numel() * g.element_size() for g in each if g.layout == torch.strided) - counted
-        if extra <= 0:
-            return
-        self.noticed_gradients = True
-        what = "gradients and whole parameters (set_reshard_after_backward(False))" if kept else "gradients"
-        reserved = f"reserve_mb={math.ceil((options.reserve_bytes + extra) / MIB)}"
-        remedy = f"{REMEDIES[options.gradients]} or {reserved}, or call zero_grad() before the forward"
-        warnings.warn(
-            f"this step holds {extra / MIB:.3f} MiB of {what} that the plan did not count: "
-            f"{f'plan with {reserved}' if kept else remedy}.",
-            stacklevel=_user_frame(),
-        )
-
-    def notice_eval(self) -> None:
-        """Say once that a model planned in eval mode runs plain as long as it is in it, gradients or not."""
-        if not self.still_eval or self.unplanned or not torch.is_grad_enabled():
-            return
-        self.still_eval = False
-        warnings.warn(
-            f"this {type(self.model).__name__} was planned in eval mode (from_pretrained returns models in it) and "
-            "still is: its own forward runs, and not under the budget. Call model.train() for training steps, or "
-            "evaluate under torch.no_grad().",
-            stacklevel=_user_frame(),
-        )
-
-    def _notice_hooks(self) -> None:
-        """Say once that hooks on saved tensors have no effect on a planned step."""
-        if self.noticed_hooks or not (owner := active_saving_hooks()):
-            return
-        self.noticed_hooks = True
-        right = "the numbers stay right" if owner.startswith("torch.") else "gradients are those without these hooks"
-        warnings.warn(
-            f"a planned module is called under {owner}, which saves no memory there: a planned step holds its saved "
-            f"tensors itself, and {right}. Plan the module that contains this one, or leave the wrapper "
-            "out (torch.utils.checkpoint would also run the planned forward a second time).",
-            stacklevel=_user_frame(),
-        )
-
-    def _notice_outdated(self) -> None:
-        if not self.noticed_outdated:
-            self.noticed_outdated = True
-            warnings.warn(
-                f"fully_shard kept the whole parameters of {brief(', '.join(self.outdated))} (after "
-                "set_reshard_after_backward(False) or unshard()), perhaps from before an optimizer changed their "
-                "parts: eager uses the old ones in this forward and new ones in its backward. Such steps run plain, "
-                "and not under the budget. Call reshard() on each of these modules before optimizer.step(), or "
-                "set_reshard_after_backward(True) before the last backward that comes before it; in the place of "
-                "unshard(), set_modules_to_forward_prefetch.",
-                stacklevel=_user_frame(),
-            )
-
-    def _notice_global_hooks(self) -> None:
-        if not self.noticed_global_hooks:
-            self.noticed_global_hooks = True
-            warnings.warn(
-                "hooks of every module (register_module_forward_hook and its like) are registered: the model's own "
-                "forward runs as long as they are, and not under the budget. Register them on submodules instead.",
-                stacklevel=_user_frame(),
-            )
 
     def difference(
         self, key: Key, inputs: Sequence[torch.Tensor], bound: Mapping[str, Any]
@@ -544,14 +451,3 @@ def _check_cast_leaves(primals: Sequence[torch.Tensor], planned: Decided) -> Non
                 "eager casts it once and adds up the gradients of its uses in the lower precision, a plan casts it for "
                 "each use", f"Pass `{name}.view_as({name})`, or plan without autocast.",
             )  # fmt: skip
-
-
-def _user_frame() -> int:
-    """The `stacklevel` of the first frame outside this file and torch."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-_LIBRARY = (os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""), TORCH_FOLDER)

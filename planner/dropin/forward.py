@@ -49,7 +49,7 @@ class PlannedForward:
         if trained:
             with state.through(self):
                 return state.run(bind_call(state.signature, args, kwargs), self._plain)
-        state.notice_eval()
+        state.notices.in_eval()
         if state.loss_fn is None:
             return self.original(*args, **kwargs)
         return self._plain(bind_call(state.signature, args, kwargs))

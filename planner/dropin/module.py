@@ -14,7 +14,7 @@ from torch import fx, nn
 from passes._torch import called_by_dynamo, forget_source, refer_weakly
 from passes.trace.arguments import bind_call, call_signature, runs_hooks
 from passes.trace.capture import Traced
-from passes.trace.structure import slots
+from passes.trace.templates import slots
 from planner.decided import Decided
 from planner.pipeline import Replan
 from planner.ranks.wrapper import inner_module
@@ -82,7 +82,8 @@ class PlannedModule(fx.GraphModule):
         state.look_at_gathers()
         if self.training and torch.is_grad_enabled():
             return state.run(bind_call(state.signature, args, kwargs), state.plain)
-        state.notice_eval()
+        if not state.unplanned:
+            state.notices.in_eval()
         return state.plain(bind_call(state.signature, args, kwargs))
 
     # What belongs to the model ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from passes._torch import is_distributed, local_part
 from passes.run._torch import Autocast, active_autocast
 from passes.trace.recorder import is_looked_into
-from passes.trace.structure import Again, Constant, Opaque, Slot, Template, Tree, outline
+from passes.trace.templates import Again, Constant, Opaque, Slot, Template, Tree, outline
 
 
 @dataclass(frozen=True)

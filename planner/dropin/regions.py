@@ -20,7 +20,8 @@ from planner.decided import Decided, PlannedRun
 from planner.ranks.sharded import gathered_parameters, sources_of
 from planner.regions.losses import LOSS, looking_at_losses, region_module
 
-from .entry import Entry, Fallback, Losses, starts_of
+from .entry import Entry, Losses, starts_of
+from .fallback import Fallback
 from .plan_key import call_key
 
 

@@ -33,7 +33,7 @@ from planner.hints import Hinted, resolve
 from planner.pipeline import bind_step, planned_runs
 from planner.preference import solve_step
 from planner.prepared import Prepared, lower_step
-from planner.regions.prepare import composed_anew
+from planner.regions.together import composed_anew
 from planner.units import show_bytes
 from solvers.errors import MIB, BudgetError, PlannerError
 from solvers.schedule import Schedule

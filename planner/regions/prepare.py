@@ -1,22 +1,20 @@
-"""prepare: a model whose regions are planned, before any decision: found, captured, measured, composed."""
+"""prepare: a model whose regions are planned, before any decision: found, captured, measured."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from passes._torch import is_distributed, local_part
-from passes.alias import Aliases, alias
 from passes.device import kind_of
 from passes.errors import CaptureError, Unsupported
 from passes.exclusive import exclusive, interrupt_point
-from passes.lower import UPDATE, Lowered, kept_sizes, split_nodes
+from passes.lower import kept_sizes, split_nodes
 from passes.memory import granule, place, round_up
 from passes.printable import printable
 from passes.profile import Counting
@@ -26,28 +24,28 @@ from passes.trace.failure import capture_error
 from passes.trace.layouts import Layouts
 from passes.trace.reads import Known, Reads
 from passes.trace.refuse import has_sharded, is_quantized_weight
-from passes.trace.structure import Constant, flatten, slots
+from passes.trace.structure import flatten
+from passes.trace.templates import Constant, slots
 from planner.check.restore import Generators
 from planner.elsewhere import held_bytes
 from planner.errors import NothingTrained, PlannerError, RegionError
 from planner.footprint import Start, start_of
-from planner.hints import Hinted, resolve
 from planner.optimizer import NO_UPDATE
 from planner.options import Options
 from planner.prepared import Prepared, Regions, lower_step, model_device
 from planner.progress import Progress
 from solvers.errors import BudgetError
 from solvers.order import plain_peak
-from solvers.problem import Op, Problem
 from solvers.schedule import plain_order, with_frees
 
-from .compose import Composed, compose
+from .compose import Composed
 from .find import Candidates, candidates
-from .flat import Besides, FlatGraph, lowered_of, suffixes
-from .hollow import Crossings, Hollow
+from .flat import Besides, FlatGraph
+from .hollow import Hollow
 from .losses import LOSS
 from .parts import NO_GRADIENT, Part, Parts
 from .sample import Sample
+from .together import Together
 
 Refusal = CaptureError | Unsupported
 MOST_RUNS = 30  # hollow ones; each teaches something
@@ -193,7 +191,7 @@ def _prepared(found: _Found, required_hints: bool) -> Prepared:
     besides = _besides(found)
     static = _resident_bytes(found) + besides.accumulated_bytes + held_bytes(flat.profiles, device, found.target)
     static += _kept_bytes(parts.values(), hollow.kept, again=has_sharded(found.model))
-    whole = _Together(hollow.crossings, [p.lowered for p in prepared], traced, flat, found.glue_cost, besides)
+    whole = Together(hollow.crossings, [p.lowered for p in prepared], traced, flat, found.glue_cost, besides)
     composed, view, hinted = whole.composed(options, device, static, required_hints)
     made = Prepared(
         traced, whole.aliases, flat.profiles, view, device, plain_peak(view.problem), options, hinted,
@@ -201,77 +199,6 @@ def _prepared(found: _Found, required_hints: bool) -> Prepared:
     )  # fmt: skip
     plain = made.footprint(with_frees(view.problem, plain_order(view.problem)))
     return made if plain is None else replace(made, baseline_peak_bytes=plain.allocated_bytes)
-
-
-def composed_anew(prepared: Prepared, own: Sequence[Prepared]) -> Prepared:
-    """The same step by regions, with other graphs for its runs: `own` has for each what it is now."""
-    regions, graph = prepared.regions, prepared.traced.graph_module.graph
-    assert regions is not None
-    runs = regions.crossings.runs
-    parts = [
-        replace(r.part, traced=p.traced, aliases=p.aliases, profiles=p.profiles) for r, p in zip(runs, own, strict=True)
-    ]
-    lowered = [_found_by_edges(r.part, new, p.lowered) for r, new, p in zip(runs, parts, own, strict=True)]
-    values = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
-    state, inputs = len(prepared.traced.state), prepared.traced.num_primals
-    starts = sum(leaf.differentiated for leaf in prepared.traced.outputs)
-    flat = FlatGraph(
-        prepared.traced.state, values[:state], values[state:inputs], values[inputs : inputs + starts]
-    )  # fmt: skip
-    module = flat.of([(run.path, part) for run, part in zip(runs, parts, strict=True)])
-    traced = replace(prepared.traced, graph_module=module, pristine=flat.graph)
-    before = prepared.lowered
-    besides = Besides(before.accumulated_bytes, before.gradient_bytes)
-    whole = _Together(regions.crossings, lowered, traced, flat, regions.glue_cost, besides)
-    options = replace(prepared.options, cost=own[0].options.cost)
-    composed, view, hinted = whole.composed(options, prepared.device, prepared.problem.static_bytes, False)
-    return replace(
-        prepared, traced=traced, aliases=whole.aliases, profiles=flat.profiles, lowered=view, options=options,
-        baseline_peak_bytes=plain_peak(view.problem), hinted=hinted, start=None,
-        regions=replace(regions, composed=composed, prepared=tuple(own)),
-    )  # fmt: skip
-
-
-def _found_by_edges(old: Part, new: Part, lowered: Lowered) -> Lowered:
-    """What a run returns, found under the storages that it had when the step was run hollow."""
-    pairs = zip((*old.output_nodes, *old.gradients), (*new.output_nodes, *new.gradients), strict=True)
-    known = {
-        old.aliases.of[a]: t for a, b in pairs if a is not None and b is not None
-        and (t := lowered.storage_tensor.get(cast(Any, new.aliases.of[b]))) is not None
-    }  # fmt: skip
-    return replace(lowered, storage_tensor={**lowered.storage_tensor, **cast(Any, known)})
-
-
-@dataclass(frozen=True)
-class _Together:
-    """Runs of regions about to become one step."""
-
-    crossings: Crossings
-    lowered: Sequence[Lowered]
-    traced: Traced
-    flat: FlatGraph
-    glue_cost: int
-    besides: Besides
-
-    @cached_property
-    def aliases(self) -> Aliases:
-        return alias(self.flat.graph)
-
-    def composed(
-        self, options: Options, device: torch.device, static_bytes: int, required_hints: bool
-    ) -> tuple[Composed, Lowered, dict[fx.Node, Hinted]]:
-        """The flat Problem, what it is in the flat graph, and which of its kernels hints name."""
-        target = options.target(device)
-        composed = compose(
-            self.crossings, self.lowered, suffixes(len(self.lowered)), granule=granule(target),
-            glue_cost=self.glue_cost, static_bytes=static_bytes,
-        )  # fmt: skip
-        composed = _with_update(composed, options.update.step_bytes)
-        view = lowered_of(composed, self.lowered, self.flat, self.aliases, self.besides)
-        hinted = resolve(options.hints, self.traced, self.aliases, target, required=required_hints)
-        once = {view.node_op[n] for n, hint in hinted.items() if hint.once and n in view.node_op}
-        composed = replace(composed, problem=_run_once(composed.problem, once))
-        return composed, replace(view, problem=composed.problem), hinted
 
 
 def _of_part(part: Part, options: Options, device: torch.device) -> Prepared:
@@ -354,16 +281,3 @@ def _besides(found: _Found) -> Besides:
     if found.options.gradients == "accumulated":
         accumulated += sum(sizes)
     return Besides(accumulated, sizes)
-
-
-def _run_once(problem: Problem, once: Collection[int]) -> Problem:
-    ops = (replace(op, recomputable=op.recomputable and i not in once) for i, op in enumerate(problem.ops))
-    return replace(problem, ops=tuple(ops))
-
-
-def _with_update(composed: Composed, step_bytes: int) -> Composed:
-    """The update of the parameters, an op of its own at the end, where it holds anything for a moment."""
-    if not step_bytes:
-        return composed
-    ops = (*composed.problem.ops, Op(UPDATE, (), (), 0, step_bytes, False))
-    return replace(composed, problem=replace(composed.problem, ops=ops), local=(*composed.local, None))

@@ -31,7 +31,8 @@ from passes.trace.given import left_alone
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.refuse import has_sharded, is_sharded
 from passes.trace.state import Snapshot as Reached
-from passes.trace.structure import Bound, flatten, slots, unflatten
+from passes.trace.structure import Bound, flatten, unflatten
+from passes.trace.templates import slots
 from passes.trace.value_guards import KnownValues
 from planner.check.restore import Generators, Snapshot, gradients_aside, hooks_aside, put_back, strangers_kept
 from planner.ranks.sharded import (

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import json
 import os
 import warnings
-from collections import namedtuple
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import fx, nn
 
-from passes._torch import TORCH_VERSION, pytree
 from passes.printable import brief
 from passes.run import (
     _torch,
@@ -33,11 +26,8 @@ from passes.run import (
     step,
     tensors,
 )
-from passes.run._torch import Autocast
-from passes.trace.arguments import state_tensors
-from passes.trace.capture import OutputLeaf, Traced
+from passes.trace.capture import Traced
 from passes.trace.refuse import is_quantized_weight
-from passes.trace.structure import Again, Constant, Kept, Opaque, Slot, Template, Tree
 from planner.decided import Decided
 from planner.dropin.module import PlannedModule
 from planner.files.atomic import as_path, new_folder
@@ -46,6 +36,7 @@ from planner.show.words import verdict
 from solvers.errors import MIB, PlannerError
 
 from .source import Half, docstring, identifier, write_guard, write_half
+from .spec import spec_of
 
 # Files of a folder that are ours, word for word.
 COPIED = {
@@ -92,7 +83,7 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
         )
     for setting in plan.prepared.traced.settings:
         warnings.warn(f"forward sets {setting}, which an export, that has no such module, will not set.", stacklevel=3)
-    spec, tensors, constants = _spec(plan, module)
+    spec, tensors, constants = spec_of(plan, module)
     forward, backward = _halves(plan)
     with new_folder(path) as folder:
         _write(folder / "__init__.py", INIT.format(doc=docstring(_summary(plan))))
@@ -108,6 +99,15 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
         for file in folder.glob("*.safetensors"):
             file.chmod((folder / "spec.json").stat().st_mode)
     return as_path(path)
+
+
+def _refuse_quantized(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_quantized_weight(tensor):
+            raise PlannerError(
+                f"{brief(name)} is of class {type(tensor).__name__}, which an exported folder cannot hold: export a "
+                "model with plain weights, or keep the plan with plan.save."
+            )
 
 
 def _write(path: Path, text: str) -> None:
@@ -176,178 +176,3 @@ def _saved_remark(node: fx.Node) -> str:
     if node.name.startswith("tangents"):
         return f"gradient of an output: {describe_value(node.meta.get('val'))}"
     return f"saved by the forward: {describe_value(node.meta.get('val'))}"
-
-
-# What the runtime has to know -----------------------------------------------------------------------------------------
-
-
-Tensors = dict[str, torch.Tensor]
-
-
-def _spec(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tensors, Tensors]:
-    traced, state = plan.prepared.traced, module._plan_state
-    model = state.model
-    tensors = _data(dict(zip((e.name for e in traced.state), state_tensors(model, traced.state), strict=True)))
-    halves = plan.rewritten.forward, plan.rewritten.backward
-    used = [n for half in halves for n in half.graph.nodes if n.op == "get_attr"]
-    constants = _data({str(n.target): attrgetter(str(n.target))(traced.graph_module) for n in used})
-    spec = {
-        "class": type(model).__name__,
-        "torch": TORCH_VERSION,
-        "device": plan.prepared.device.type,
-        "signature": [[p.name, p.kind.name, p.default is not p.empty] for p in state.signature.parameters.values()],
-        "inputs": _template(traced.input_template, "the sample"),
-        "input_tensors": _inputs(traced, [asked for *_, asked, _, _ in state.first.key.inputs[1:]]),
-        "outputs": _template(traced.output_template, None),
-        "outputs_at": [_leaf(leaf) for leaf in traced.outputs],
-        "state": _state(traced, model),
-        "modules": _modules(model, traced),
-        "constants": [_described(name, value, "constant") for name, value in constants.items()],
-        **{name: getattr(plan.step, name) for name in exported.STEP_FIELDS},
-        "answers": [] if traced.guard is None else list(traced.guard.answers),
-        "autocast": _autocast(state.first.key.autocast),
-        "backward_autocast": _autocast(plan.step.autocast),
-    }
-    return spec, {n: t.contiguous() for n, t in tensors.items()}, {n: t.contiguous() for n, t in constants.items()}
-
-
-def _refuse_quantized(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_quantized_weight(tensor):
-            raise PlannerError(
-                f"{brief(name)} is of class {type(tensor).__name__}, which an exported folder cannot hold: export a "
-                "model with plain weights, or keep the plan with plan.save."
-            )
-
-
-def _autocast(autocast: Autocast) -> list[list[str]]:
-    return [[kind, str(dtype).removeprefix("torch.")] for kind, dtype in autocast]
-
-
-def _leaf(leaf: OutputLeaf) -> dict[str, Any]:
-    return {"path": leaf.path, "input": leaf.input, "index": leaf.index, "differentiated": leaf.differentiated}
-
-
-def _data(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    for name, tensor in tensors.items():
-        if name == "__metadata__" or any("\ud800" <= c <= "\udfff" for c in name):
-            raise PlannerError(f"a safetensors file cannot hold a tensor called {brief(name)!r}: give it another name.")
-        if tensor.device.type == "meta" or type(tensor) not in (torch.Tensor, nn.Parameter):
-            raise PlannerError(f"{brief(name)} has no data to export: materialize the model first (load its weights).")
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def _described(name: str, tensor: torch.Tensor, kind: str) -> dict[str, Any]:
-    return {
-        "name": name, "kind": kind, "shape": list(tensor.shape), "stride": list(tensor.stride()),
-        "dtype": str(tensor.dtype), "requires_grad": tensor.requires_grad, "device": tensor.device.type,
-    }  # fmt: skip
-
-
-def _input_nodes(traced: Traced) -> list[tuple[int, str, fx.Node]]:
-    nodes = traced.placeholders[len(traced.state) : traced.num_primals]
-    return [(i, name, n) for i, (name, n) in enumerate(zip(traced.input_names, nodes, strict=True))]
-
-
-def _inputs(traced: Traced, asked: Sequence[bool]) -> list[dict[str, Any]]:
-    """The step's inputs, and whether a gradient is asked for, which the trace does not have."""
-    named = zip(_input_nodes(traced), asked, strict=True)
-    return [{**_described(f"argument {n}", i.meta["val"], "input"), "requires_grad": a} for (_, n, i), a in named]
-
-
-def _state(traced: Traced, model: nn.Module) -> list[dict[str, Any]]:
-    pairs = zip(traced.state, state_tensors(model, traced.state), strict=True)
-    return [_described(e.name, t, "parameter" if e.is_parameter else "buffer") for e, t in pairs]
-
-
-def _modules(model: nn.Module, traced: Traced) -> list[dict[str, Any]]:
-    """The module tree with every name: which tensors each part holds, and which parts are the same object."""
-    index = {name: i for i, e in enumerate(traced.state) for name in (e.name, *e.aliases)}
-    first: dict[int, str] = {}
-    result = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        same_as = first.get(id(module))
-        first.setdefault(id(module), path)
-        prefix = f"{path}." if path else ""
-        fleeting = module._non_persistent_buffers_set
-        result.append({
-            "path": path, "same_as": same_as, "class": type(module).__name__,
-            "parameters": [[n, index.get(prefix + n)] for n in module._parameters],
-            "buffers": [[n, index.get(prefix + n), n not in fleeting] for n in module._buffers],
-        })  # fmt: skip
-    return result
-
-
-def _template(template: Template, strict: str | None) -> dict[str, Any]:
-    """A structure as plain JSON.
-
-    Raises:
-        PlannerError: with `strict`, for anything but tensors, tuples, lists, dicts and plain constants.
-    """
-    match template:
-        case Slot(index):
-            return {"kind": "tensor", "index": index}
-        case Again() | Kept():
-            raise PlannerError(
-                "a list, dict or object is in several places of what the step takes and returns, which an export "
-                "does not keep: pass and return one for each place."
-            )
-        case Constant(value):
-            return _constant(value, strict)
-        case Tree(spec, children):
-            return _tree(spec, iter([_template(c, strict) for c in children]), strict)
-        case Opaque(prototype, attributes):
-            name = type(prototype).__name__
-            if strict is not None:
-                raise PlannerError(f"{strict} holds a {name}: pass tensors, tuples, lists or dicts.")
-            kept = {**_plain_attributes(prototype), **{key: _template(child, strict) for key, child in attributes}}
-            return {"kind": "object", "type": name, "keys": list(kept), "children": list(kept.values())}
-
-
-def _constant(value: Any, strict: str | None) -> dict[str, Any]:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return {"kind": "constant", "value": value}
-    if strict is not None:
-        raise PlannerError(f"{strict} holds a {type(value).__name__}: pass tensors, numbers, strings or None.")
-    return {"kind": "constant", "value": None, "was": type(value).__name__}
-
-
-def _tree(spec: Any, leaves: Iterator[dict[str, Any]], strict: str | None) -> dict[str, Any]:
-    """A pytree's spec, all of its levels, with `leaves` in its places."""
-    if spec.is_leaf():
-        return next(leaves)
-    below = spec.children() if hasattr(spec, "children") else spec.children_specs
-    children = [_tree(child, leaves, strict) for child in below]
-    return {**_container(spec, len(children), strict), "children": children}
-
-
-def _container(spec: Any, count: int, strict: str | None) -> dict[str, Any]:
-    kind: Any = spec.type
-    if kind in (tuple, list):
-        return {"kind": kind.__name__}
-    keys = _keys(spec, count)
-    if isinstance(kind, type) and issubclass(kind, dict) and not hasattr(kind, "to_tuple"):
-        return {"kind": "dict", "keys": keys}
-    if strict is not None:
-        raise PlannerError(f"{strict} holds a {kind.__name__}: pass tensors, tuples, lists or dicts.")
-    if kind is namedtuple:
-        return {"kind": "namedtuple", "type": spec.context.__name__, "keys": keys}
-    return {"kind": "record", "type": kind.__name__, "keys": keys}
-
-
-def _keys(spec: Any, count: int) -> list[str]:
-    """The names that the container gives its children."""
-    container = pytree.SUPPORTED_NODES[spec.type].unflatten_fn(list(range(count)), spec.context)
-    if spec.type is namedtuple:
-        return list(spec.context._fields)
-    keyed, _ = pytree.tree_flatten_with_path(container)
-    found = {leaf: path[0] for path, leaf in keyed}
-    return [str(getattr(found[i], "key", getattr(found[i], "name", getattr(found[i], "idx", i)))) for i in range(count)]
-
-
-def _plain_attributes(prototype: Any) -> dict[str, dict[str, Any]]:
-    if dataclasses.is_dataclass(prototype):
-        values = {f.name: getattr(prototype, f.name, None) for f in dataclasses.fields(prototype)}
-    else:
-        values = {k: v for k, v in getattr(prototype, "__dict__", {}).items() if not inspect.ismethod(v)}
-    return {name: _constant(value, None) for name, value in values.items()}

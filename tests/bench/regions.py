@@ -247,12 +247,12 @@ def _new_lengths(what: str, new: list[float], first: float) -> Row:
 
 def _planning(plan: Any, batch: Any) -> float:
     """How long a call of a new length plans."""
-    state = plan.module._plan_state
-    before: float = state.replan_seconds
+    notices = plan.module._plan_state.notices
+    before: float = notices.replan_seconds
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step(plan.module, batch)
-    return float(state.replan_seconds) - before
+    return float(notices.replan_seconds) - before
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from passes.codegen import ResumedCodeGen
 from passes.run.random import run_with_rng_state
-from passes.trace.structure import Constant, Tree
+from passes.trace.templates import Constant, Tree
 from planner.decided import Decided
 
 Value = Callable[[torch.Tensor], Any]

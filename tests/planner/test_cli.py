@@ -16,8 +16,8 @@ import pytest
 from planner.command.cli import main
 from planner.decided import Decided
 from planner.units import parse_size
-from solvers.engine import _interruptible
 from solvers.errors import MIB, BudgetError
+from solvers.interruptible import interruptible
 from tests.planner.small import ROOT
 
 FACTORY = '''
@@ -234,7 +234,7 @@ class Endless:
 def test_ctrl_c_ends_the_engine_first() -> None:
     engine = Endless()
     with pytest.raises(KeyboardInterrupt):
-        _interruptible(engine, float("inf"))
+        interruptible(engine, float("inf"))
     assert engine.ended
 
 

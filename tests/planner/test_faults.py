@@ -211,8 +211,8 @@ def kills(act: Callable[[], Any], among: tuple[str, ...], step: int = 1) -> Iter
 
 
 ATOMIC = (str(ROOT / "planner" / "files" / "atomic.py"),)
-ENGINES = tuple(str(ROOT / "solvers" / name) for name in ("engine.py", "mip.py", "ilp.py"))
-EXPORT = (*ATOMIC, str(ROOT / "planner" / "ship" / "export.py"))
+ENGINES = tuple(str(ROOT / "solvers" / name) for name in ("engine.py", "interruptible.py", "mip.py", "ilp.py"))
+EXPORT = (*ATOMIC, *(str(ROOT / "planner" / "ship" / name) for name in ("export.py", "spec.py")))
 
 
 def clear_parts(folder: Path) -> None:

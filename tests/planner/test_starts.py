@@ -15,7 +15,8 @@ from planner.decided import Decided
 from planner.fit import solve_to_fit
 from planner.starts import LIMIT_SHARE, MOST, Starts
 from solvers.hunt import Hunt
-from solvers.live import Live, recomputes_of
+from solvers.live import Live
+from solvers.schedule import recomputes_of
 from tests.planner.steps import SmallGPT, assert_same_gradients, plan, tight
 
 LIMIT = 4.0

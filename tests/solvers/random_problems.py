@@ -24,9 +24,10 @@ from solvers import (
     minimum_budget,
     solve,
 )
+from solvers.end_slots import first_ends
 from solvers.engine import bound_staged, solve_staged
 from solvers.solution import EVERY
-from solvers.staged import StagedModel, first_ends
+from solvers.staged import StagedModel
 from tests.bench.problems import plain_peak_bytes
 from tests.solvers.oracles import Frontier, brute_force, replay
 from tests.solvers.strategies import seeded_problem

@@ -18,10 +18,12 @@ import numpy as np
 import pytest
 
 from solvers import BudgetError, Problem, Status, floor_bytes, mip, solve
-from solvers.engine import _shielded, solve_staged
+from solvers.end_slots import first_ends
+from solvers.engine import solve_staged
+from solvers.interruptible import shielded
 from solvers.mip import Worker
 from solvers.solution import plain_solution
-from solvers.staged import StagedModel, first_ends
+from solvers.staged import StagedModel
 from tests.bench.problems import plain_peak_bytes, synthetic
 from tests.planner.residue import children
 from tests.solvers.chains import even_chain
@@ -253,7 +255,7 @@ def test_an_interrupt_is_raised_once_what_is_shielded_is_over() -> None:
         over.append(True)
 
     with pytest.raises(KeyboardInterrupt):
-        _shielded(act)
+        shielded(act)
     assert over == [True]
     with pytest.raises(ZeroDivisionError):
-        _shielded(lambda: over.append(bool(1 // 0)))
+        shielded(lambda: over.append(bool(1 // 0)))

@@ -13,7 +13,8 @@ from solvers import Problem
 from solvers.bounds import floor_bytes
 from solvers.descent import cheapest_descent
 from solvers.live import Live
-from solvers.metropolis import WAYS, Annealed, Runs, anneal
+from solvers.metropolis import Annealed, anneal
+from solvers.turns import WAYS, Runs
 from tests.bench.families import FAMILIES
 
 from .oracles import replay

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import solvers.chain_program
 import solvers.rotor
 from solvers import SOLVERS, BudgetError, PlannerError, Problem, Solution, SolverUnavailable, Status, solve
 from solvers.chain import chain_of, merged
+from solvers.chain_program import Program
 from solvers.exact import exact_schedule
 from solvers.problem import Op, Tensor
-from solvers.rotor import Program
 from solvers.simulate import peak_and_cost
 from solvers.solution import plain_solution
 from tests.solvers.chains import any_chain, chains, even_chain
@@ -242,8 +243,8 @@ def test_a_thinned_table_claims_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     points = stairs(problem)
     budget_bytes = points[len(points) // 2][0]
     best = rotor(problem, budget_bytes)
-    monkeypatch.setattr(solvers.rotor, "WORK", 0)
-    monkeypatch.setattr(solvers.rotor, "FEWEST_POINTS", 2)
+    monkeypatch.setattr(solvers.chain_program, "WORK", 0)
+    monkeypatch.setattr(solvers.chain_program, "FEWEST_POINTS", 2)
     found = solve(problem, budget_bytes, solver="rotor")
     assert best is not None
     assert found.peak_bytes <= budget_bytes

@@ -14,6 +14,7 @@ import pytest
 
 import solvers
 from solvers import known, minimum
+from solvers.end_slots import first_ends
 from solvers.engine import solve_staged
 from solvers.errors import BudgetError, SolverUnavailable
 from solvers.minimum import smallest_peak
@@ -21,7 +22,7 @@ from solvers.problem import Problem
 from solvers.schedule import plain_order, with_frees
 from solvers.simulate import simulate
 from solvers.solution import Solution, Status
-from solvers.staged import StagedModel, first_ends
+from solvers.staged import StagedModel
 from solvers.stages import cost_unit
 from tests.bench.families import FAMILIES, transformer
 from tests.solvers.oracles import Frontier, brute_force, replay

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from solvers import minimum_budget, solve
+from solvers.end_slots import first_ends, forward_binds
 from solvers.engine import bound_staged, relax_staged, solve_staged
 from solvers.problem import Op, Problem, Tensor
 from solvers.schedule import Schedule, with_frees
 from solvers.simulate import simulate
-from solvers.staged import StagedModel, first_ends, forward_binds
+from solvers.staged import StagedModel
 from tests.bench.families import FAMILIES
 
 from .oracles import brute_force, replay

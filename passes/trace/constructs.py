@@ -1,0 +1,153 @@
+"""What forward may not call, why, and what to do instead; and which calls those are."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import secrets
+import sys
+import types
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .._torch import TORCH_FOLDER
+
+
+@dataclass(frozen=True)
+class Construct:
+    """What may not be called in forward, why, and what to do instead."""
+
+    what: str
+    why: str
+    remedy: str
+
+
+SEED = Construct(
+    "control of a random generator in forward",
+    "it would run once, while tracing, and not in the planned steps",
+    "Seed or fork outside the model, or pass the random tensor as an argument.",
+)
+DRAW = Construct(
+    "Python's or NumPy's randomness in forward",
+    "its outcome while tracing would be that of every planned step",
+    "Draw with torch (torch.rand, torch.where), pass the value as an argument, or switch it off (layer drop: 0).",
+)
+CLOCK = Construct(
+    "a clock read in forward",
+    "the time of tracing would be that of every planned step",
+    "Read it outside forward and pass it as an argument, or measure around the call.",
+)
+OUTSIDE = Construct(
+    "something read from outside the program in forward",
+    "what is read while tracing would be what every planned step uses",
+    "Read it outside forward and pass it as an argument.",
+)
+REENTRANT = Construct(
+    "a reentrant torch.utils.checkpoint",
+    "its backward runs the forward's Python again, which cannot be traced",
+    "Pass use_reentrant=False, or leave the checkpoint out: the plan decides what is recomputed.",
+)
+DATA = Construct(
+    "a tensor's data replaced in forward",
+    "the assignment would run once, while tracing, and not in the planned steps",
+    "Change the tensor in place (copy_, under no_grad), or assign the attribute of a buffer.",
+)
+
+KEPT = Construct(
+    "tensor kept outside the model's outputs",
+    "a planned step would not put one there",
+    "Return it from forward, in a tuple, list, dict or dataclass.",
+)
+TYPES = Construct(
+    "the exact type of a tensor in forward",
+    "while tracing, tensors and parameters are of other classes, and the comparison would go the other way",
+    "Use isinstance.",
+)
+SAVED = Construct(
+    "hooks on saved tensors in forward",
+    "a planned step keeps its tensors itself, so the hooks would not change what the backward reads",
+    "Leave them out (the plan decides what is kept), or put them around submodules of their own.",
+)
+GRADIENT = Construct(
+    "a parameter's .grad or requires_grad in forward",
+    "it is what tracing found, and the planned steps neither read nor set it",
+    "Read and set it outside forward, between the steps.",
+)
+
+HISTORY = Construct(
+    "what autograd knows of a tensor (is_leaf, grad_fn, _version) in forward",
+    "while tracing, inputs have another history, and versions count otherwise",
+    "Ask outside forward, and pass the answer as an argument.",
+)
+
+_CLOCKS = frozenset(
+    [f"time.{n}" for n in ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns",
+                           "process_time", "process_time_ns", "thread_time", "thread_time_ns", "localtime", "gmtime",
+                           "ctime", "asctime", "strftime", "clock_gettime", "clock_gettime_ns")]
+    + ["datetime.now", "datetime.utcnow", "datetime.today", "date.today"]
+)  # fmt: skip
+_OUTSIDE = frozenset(
+    ["io.open", "_io.open", "builtins.open", "builtins.input", "_thread.get_ident", "_thread.get_native_id"]
+    + [f"{m}.{n}" for m in ("posix", "nt") for n in ("getpid", "getppid", "listdir", "stat", "scandir", "getloadavg",
+                                                    "times", "read")]
+)  # fmt: skip
+_ENTROPY = frozenset(f"{m}.{n}" for m in ("posix", "nt") for n in ("urandom", "getrandom"))
+
+
+def _source(module: Any) -> str:
+    return str(getattr(module, "__file__", ""))
+
+
+# Python files whose functions are such calls; and those whose frames stand between the user's code and the call.
+_FILES: dict[str, Construct] = {_source(m): DRAW for m in (random, secrets, uuid)}
+_CUDA_SEEDS = (torch.cuda.random, torch.mps, torch.xpu.random)
+_FILES |= {_source(m): SEED for m in _CUDA_SEEDS}
+_NAMED: dict[tuple[str, str], Construct] = {
+    (_source(sys.modules["torch.serialization"]), "load"): OUTSIDE,
+    **{(f"pathlib{s}", n): OUTSIDE for s in (".py", "/__init__.py", "/_local.py") for n in ("read_text", "read_bytes",
+                                                                                       "open", "stat", "exists")},
+    ("subprocess.py", "run"): OUTSIDE,
+    **{("genericpath.py", n): OUTSIDE for n in ("exists", "isfile", "isdir", "getsize", "getmtime", "getctime")},
+    **{("<frozen genericpath>", n): OUTSIDE for n in ("exists", "isfile", "isdir", "getsize", "getmtime", "getctime")},
+    ("threading.py", "current_thread"): OUTSIDE,
+}  # fmt: skip
+ENVIRONMENT = type(os.environ).__getitem__.__code__
+BETWEEN = frozenset({
+    *_FILES, ENVIRONMENT.co_filename, Mapping.get.__code__.co_filename, _source(contextlib), _source(torch.random),
+    os.path.join(TORCH_FOLDER, "_compile.py"), os.path.join(TORCH_FOLDER, "_dynamo", "eval_frame.py"),
+})  # fmt: skip
+
+
+@functools.lru_cache(maxsize=8192)
+def python_call(code: types.CodeType) -> Construct | None:
+    """What a function that is not the user's is, if the user's code is not to call it in forward."""
+    path, name = code.co_filename, code.co_name
+    return _FILES.get(path) or next((c for (file, n), c in _NAMED.items() if n == name and path.endswith(file)), None)
+
+
+def of_builtin(function: Any) -> Construct | None:
+    """What a C function is, if it is not to be called in forward."""
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if isinstance(owner, torch.Tensor):
+        return DATA if name in ("set_", "resize_", "resize_as_") else None
+    if isinstance(owner, torch.Generator):
+        return SEED
+    if isinstance(owner, random.Random):
+        return DRAW
+    if type(owner).__module__.startswith("numpy.random"):
+        return DRAW
+    if type(owner).__module__ == "_io":
+        return OUTSIDE if name.startswith("read") else None
+    holder = owner.__name__ if isinstance(owner, (types.ModuleType, type)) else ""
+    full = f"{holder}.{name}"
+    if full in _CLOCKS:
+        return CLOCK
+    if full in _ENTROPY:
+        return DRAW
+    return OUTSIDE if full in _OUTSIDE else None

@@ -1,0 +1,192 @@
+"""What a backward that is another than planned for does: the plain model replays the forward."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from passes._torch import as_distributed, swapped_state
+from passes.lower import kept_primals, stateful_primals
+from passes.run._torch import Autocast, active_autocast, backward_number, under_autocast
+from passes.run.random import set_rng_state
+from passes.run.step import ChangedInPlace
+from passes.trace.arguments import state_tensors
+from passes.trace.given import all_outputs, held_before, left_alone, put_back, targets_of
+from passes.trace.layouts import BACKWARD_AUTOCAST, gradient_key
+from passes.trace.matching import Differs, match_arguments
+from passes.trace.reads import Matched, Reads
+from passes.trace.settings import set_aside
+from passes.trace.structure import Bound, held_objects, unflatten
+from solvers.errors import PlannerError
+
+from .entry import Entry, Losses, starts_of
+from .plan_key import describe_autocast, torch_defaults
+
+_OTHER_DRAWS = (
+    ": the plain forward would be replayed, and does not draw the random numbers that compiled code has drawn. Call "
+    "the model again, which is then planned for such a backward; or use the plan uncompiled."
+)
+_IRREPLAYABLE = (
+    ": the plain forward would be replayed, but {}. Call the model again, which is then planned for such a backward."
+)
+_OTHER_STRIDES = " with a gradient in other strides"
+
+
+class Plans(Protocol):
+    """What a fallback needs of whoever keeps the plans of a model, or of a region of one."""
+
+    model: nn.Module
+    cache: list[Entry]
+    losses: Losses
+
+    def plain(self, bound: Mapping[str, Any]) -> Any:
+        """The plain step's forward."""
+
+    def match(self, reads: Reads) -> Matched:
+        """Find in the model, as it is now, what a forward read."""
+
+    def replayed(self, autocast: Autocast) -> None:
+        """Note that a backward, under that autocast, was none that was planned for."""
+
+
+class Fallback:
+    """Backward from other outputs than planned for, under another autocast, or with gradients in other layouts.
+
+    The plain model replays the forward; later calls are replanned. Where the forward was compiled and drew random
+    numbers, or what it read has changed since, it cannot be replayed: only the second.
+
+    Args:
+        bound: the call's arguments, before forward has changed them.
+        as_called: makes the model in a block what it was called as.
+    """
+
+    def __init__(
+        self, state: Plans, entry: Entry, bound: Mapping[str, Any],
+        as_called: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:  # fmt: skip
+        prepared = entry.planned.prepared
+        self.state, self.traced, self.layouts = state, prepared.traced, prepared.layouts
+        self.key, self.compiled, self.as_called = entry.key, entry.planned.compiled, as_called
+        self.started = state.losses.called(entry.starts)
+        self.before = held_before(self.traced.changes, bound)
+
+    def __call__(
+        self,
+        primals: Sequence[torch.Tensor],
+        generators: dict[str, torch.Generator],
+        gradients: dict[int, torch.Tensor],
+    ) -> list[Any]:
+        wanted = {leaf.index: leaf for leaf in self.traced.outputs if leaf.index in gradients}
+        paths = tuple(leaf.path for leaf in wanted.values())
+        expected = paths == starts_of(self.traced)
+        autocast = active_autocast() != self.traced.backward_autocast
+        learned = self._learn({wanted[i].path: g for i, g in gradients.items()}, autocast)
+        new = bool(learned) or not expected
+        how = f" under {describe_autocast(active_autocast())}" if autocast else _OTHER_STRIDES if expected else ""
+        self.state.replayed(active_autocast())
+        where = ", ".join(p or "the output" for p in paths)
+        started = f"backward started from {where}{how}, which the plan did not expect"
+        try:
+            if self.compiled and generators:
+                raise PlannerError(f"{started}{_OTHER_DRAWS}")
+            if why := self._irreplayable(primals):
+                raise ChangedInPlace(f"{started}{_IRREPLAYABLE.format(why)}")
+            warnings.warn(
+                f"{started}: this step replays the plain forward (correct, but not under the budget); "
+                f"{'later calls are planned for it' if new else 'so will others, as a plan is for one kind of start'}.",
+                stacklevel=2,
+            )
+            with self.as_called():
+                return self._replay(primals, generators, gradients)
+        finally:
+            if learned:
+                for entry in self.state.cache:
+                    concerned = (autocast or entry.starts == paths) and entry.lacks(learned, self.layouts)
+                    entry.outdated = entry.outdated or concerned
+            self.started.paths, self.started.seen = paths, True
+            self.state.losses.expected = self.started
+
+    def not_needed(self) -> None:
+        """See `passes.run.step.Fallback`."""
+        self.started.seen, self.state.losses.astray = True, 0
+
+    def _irreplayable(self, primals: Sequence[torch.Tensor]) -> str | None:
+        """Why the forward cannot be replayed; None where it can."""
+        lost = set(stateful_primals(self.traced)) - set(kept_primals(self.traced))
+        if lost:
+            return f"it overwrote {self.traced.primal_names[min(lost)]}, whose old value was not kept"
+        since = "what it reads was changed between forward and backward"
+        for (name, then), (_, now) in zip(self.key.defaults, torch_defaults(), strict=True):
+            if now != then and not name.startswith("autocast"):  # a replay has the forward's own
+                return f"{since}: torch's {name} is {now}, in the forward {then}"
+        try:
+            with self.as_called():
+                matched = self.state.match(self.traced.reads)
+                with self._given(primals[len(self.traced.state) :]) as bound:
+                    match_arguments(self.traced.reads, matched, self.state.model, held_objects(bound))
+        except Differs as differs:
+            return f"{since}: {differs.where} {differs.now}, in the forward {differs.then}"
+        return None
+
+    def _learn(self, gradients: Mapping[str, torch.Tensor], autocast: bool) -> set[Any]:
+        """Plan for gradients in these strides, under this autocast, from now on; nothing where this plan is for others.
+
+        Another plan of the same model may have learned them since this one was made. Where none comes any more that
+        the plan is for (the first step had a loss of its own), it is for those that do.
+        """
+        losses = self.state.losses
+        losses.astray, losses.number = losses.astray + (backward_number() != losses.number), backward_number()
+        keys: dict[Any, Any] = {gradient_key(path, g): tuple(g.stride()) for path, g in gradients.items()}
+        if autocast:
+            keys = {BACKWARD_AUTOCAST: active_autocast()}
+        if not any(key in self.traced.layouts for key in keys):
+            self.layouts.update({key: layout for key, layout in keys.items() if key not in self.layouts})
+        elif losses.astray >= losses.patience:
+            self.layouts.update(keys)
+            losses.astray, losses.patience = 0, 2 * losses.patience
+        elif any(self.layouts.get(key) != layout for key, layout in keys.items()):
+            return set()
+        return set(keys)
+
+    @contextmanager
+    def _given(self, inputs: Sequence[torch.Tensor]) -> Iterator[Bound]:
+        """The call's arguments as forward was given them, with other tensors."""
+        bound = Bound(unflatten(self.traced.input_template, inputs), self.traced.by_name)
+        with left_alone(bound):
+            put_back(self.before, bound)
+            yield bound
+
+    def _replay(
+        self,
+        primals: Sequence[torch.Tensor],
+        generators: dict[str, torch.Generator],
+        gradients: dict[int, torch.Tensor],
+    ) -> list[Any]:
+        state, traced = self.state, self.traced
+        leaves = [p.detach().requires_grad_(p.requires_grad) for p in primals]
+        count = len(traced.state)
+        for i in traced.mutated:
+            leaves[i] = leaves[i].clone()
+        given = state_tensors(state.model, traced.state)
+        named = {e.name: as_distributed(t, g) for e, t, g in zip(traced.state, leaves, given, strict=False)}
+        devices = [d for d in generators if d != "cpu"]
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), swapped_state(state.model, named):
+            for device, generator in generators.items():
+                set_rng_state(generator.get_state(), device)
+            # Autocast casts a leaf once for all its uses and adds up their gradients in that dtype; others each time.
+            pairs = zip(leaves[count:], primals[count:], strict=True)
+            arguments = [t if p.is_leaf else t.view_as(t) for t, p in pairs]
+            aside = set_aside(traced.settings, state.model)
+            with under_autocast(self.key.autocast), aside, self._given(arguments) as bound:
+                targets = targets_of(traced.changes, bound)
+                outputs = all_outputs(self.state.plain(bound), traced.output_template, traced.changes, targets)
+        indices = [leaf.index for leaf in traced.outputs]
+        started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]
+        inputs = [t for t in leaves if t.requires_grad]
+        found = iter(torch.autograd.grad([o for o, _ in started], inputs, [g for _, g in started], allow_unused=True))
+        return [next(found) if t.requires_grad else None for t in leaves]

@@ -1,0 +1,138 @@
+"""What is said, once each, about calls of a planned model that its plan is not for or that hold more than it counts."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from passes._torch import TORCH_FOLDER, active_saving_hooks, local_part
+from passes.printable import brief
+from planner.decided import Decided
+from planner.ranks.sharded import gathered_gradients, kept_whole_bytes
+from solvers.errors import MIB
+
+SLOW_REPLANS = 5  # after so many, and each time they have doubled, it is said what they cost
+REMEDIES = {
+    "fresh": 'plan with gradients="accumulated"', "accumulated": "raise reserve_mb",
+    "consumed": 'free each in a hook (register_post_accumulate_grad_hook), plan with gradients="accumulated"',
+}  # fmt: skip
+
+
+class Notices:
+    """Warnings about one model, and which of them were given.
+
+    Attributes:
+        still_eval: planned in eval mode, and not called in training mode since.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.noticed_hooks = self.noticed_global_hooks = self.noticed_gradients = self.noticed_outdated = False
+        self.still_eval = False
+        self.replan_seconds, self.next_slow = 0.0, SLOW_REPLANS
+
+    def replanned(self, replans: Counter[str], seconds: float, kept: int) -> None:
+        """Say after several replans, and rarely after that, what is slowing training."""
+        self.replan_seconds += seconds
+        count = replans.total()
+        if count < self.next_slow:
+            return
+        self.next_slow = 2 * count
+        what = "; ".join(f"{name}: {times}" for name, times in replans.most_common(3))
+        warnings.warn(
+            f"{count} calls were planned anew so far, which took {self.replan_seconds:.1f} s of training, as they "
+            f"differ from the sample in {what}. {kept} plans are kept: pad or bucket the inputs to fewer "
+            'shapes, or pass on_new_shape="bucket" or "eager".',
+            stacklevel=user_frame(),
+        )
+
+    def gradients(self, planned: Decided, primals: Iterable[torch.Tensor]) -> None:
+        """Say once that there is what the plan does not count: gradients from before the step, or whole parameters."""
+        if self.noticed_gradients or planned.budget_bytes is None:
+            return
+        held = [local_part(p.grad) for p in primals if p.is_leaf and p.grad is not None]
+        whole, kept = (gathered_gradients(self.model), kept_whole_bytes(self.model)) if planned.runs else ([], 0)
+        if not held and not whole and not kept:
+            return
+        options = planned.prepared.options
+        counted = options.reserve_bytes + planned.prepared.lowered.accumulated_bytes
+        each = {id(g): g for g in (*held, *whole)}.values()
+        extra = kept + sum(g.numel() * g.element_size() for g in each if g.layout == torch.strided) - counted
+        if extra <= 0:
+            return
+        self.noticed_gradients = True
+        what = "gradients and whole parameters (set_reshard_after_backward(False))" if kept else "gradients"
+        reserved = f"reserve_mb={math.ceil((options.reserve_bytes + extra) / MIB)}"
+        remedy = f"{REMEDIES[options.gradients]} or {reserved}, or call zero_grad() before the forward"
+        warnings.warn(
+            f"this step holds {extra / MIB:.3f} MiB of {what} that the plan did not count: "
+            f"{f'plan with {reserved}' if kept else remedy}.",
+            stacklevel=user_frame(),
+        )
+
+    def in_eval(self) -> None:
+        """Say once that a model planned in eval mode runs plain as long as it is in it, gradients or not."""
+        if not self.still_eval or not torch.is_grad_enabled():
+            return
+        self.still_eval = False
+        warnings.warn(
+            f"this {type(self.model).__name__} was planned in eval mode (from_pretrained returns models in it) and "
+            "still is: its own forward runs, and not under the budget. Call model.train() for training steps, or "
+            "evaluate under torch.no_grad().",
+            stacklevel=user_frame(),
+        )
+
+    def saving_hooks(self) -> None:
+        """Say once that hooks on saved tensors have no effect on a planned step."""
+        if self.noticed_hooks or not (owner := active_saving_hooks()):
+            return
+        self.noticed_hooks = True
+        right = "the numbers stay right" if owner.startswith("torch.") else "gradients are those without these hooks"
+        warnings.warn(
+            f"a planned module is called under {owner}, which saves no memory there: a planned step holds its saved "
+            f"tensors itself, and {right}. Plan the module that contains this one, or leave the wrapper "
+            "out (torch.utils.checkpoint would also run the planned forward a second time).",
+            stacklevel=user_frame(),
+        )
+
+    def outdated(self, modules: Sequence[str]) -> None:
+        """Say once that modules hold whole parameters from before a change."""
+        if not self.noticed_outdated:
+            self.noticed_outdated = True
+            warnings.warn(
+                f"fully_shard kept the whole parameters of {brief(', '.join(modules))} (after "
+                "set_reshard_after_backward(False) or unshard()), perhaps from before an optimizer changed their "
+                "parts: eager uses the old ones in this forward and new ones in its backward. Such steps run plain, "
+                "and not under the budget. Call reshard() on each of these modules before optimizer.step(), or "
+                "set_reshard_after_backward(True) before the last backward that comes before it; in the place of "
+                "unshard(), set_modules_to_forward_prefetch.",
+                stacklevel=user_frame(),
+            )
+
+    def global_hooks(self) -> None:
+        """Say once that hooks of every module keep the plan from being used."""
+        if not self.noticed_global_hooks:
+            self.noticed_global_hooks = True
+            warnings.warn(
+                "hooks of every module (register_module_forward_hook and its like) are registered: the model's own "
+                "forward runs as long as they are, and not under the budget. Register them on submodules instead.",
+                stacklevel=user_frame(),
+            )
+
+
+def user_frame() -> int:
+    """The `stacklevel` of the first frame outside this package and torch."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+_LIBRARY = (os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""), TORCH_FOLDER)

@@ -526,7 +526,7 @@ _OF_EVERY_MODULE = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", 
 
 
 def global_hooks() -> list[Any]:
-    """What `register_module_forward_hook` and its like were given for every module, but for those who only watch."""
+    """What `register_module_forward_hook` and its like were given for every module, except for those who only watch."""
     tables = (getattr(torch.nn.modules.module, f"_global_{name}", {}) for name in _OF_EVERY_MODULE)
     hooks = [hook for table in tables for hook in table.values()]
     watchers = ("torch.", "passes.")  # FlopCounterMode's; those of a trace in another thread
@@ -709,7 +709,7 @@ class Symbols:
         for d in dims:
             size: Any = fake.size(d)
             if not symbolic(size):  # 0 and 1 are cases of their own
-                raise ValueError(f"a size of {size} is no symbol")
+                raise ValueError(f"a size of {size} is not a symbol")
             self.places[size.node.expr], self.sample[size.node.expr] = (number, d), tensor.size(d)
         return fake
 

@@ -46,7 +46,7 @@ class Lowered:
     """A Problem, with what each op and tensor of it is in the graph.
 
     Attributes:
-        nodes: for each op its node; None for the ops that are no node (saving RNG state, tangents, gradient copies).
+        nodes: for each op its node; None for the ops that are not a node (saving RNG state, tangents, gradient copies).
         storages: for each tensor its storage; None likewise.
         rng_state: for each random op (index) the tensor that holds the generator's state before it ran.
         tangents: the tensors that the backward starts from, in order.
@@ -320,7 +320,7 @@ class _Lowering:
     def _fates(self, primals: list[fx.Node], hook_bytes: Mapping[str, int]) -> dict[int, _Fate]:
         """What becomes of each primal's gradient.
 
-        `AccumulateGrad` copies one that is no dense tensor of its own (shared, expanded, other strides).
+        `AccumulateGrad` copies one that is not a dense tensor of its own (shared, expanded, other strides).
         """
         fates, seen = {}, set[Storage]()
         names = {i: entry.name for i, entry in enumerate(self.traced.state) if entry.is_parameter}

@@ -146,7 +146,7 @@ class NumberedCall:
         return number
 
     def _admit(self, call: Number, target: Any, args: tuple[Any, ...]) -> int | None:
-        """How many results a call has; refuses one that was not traced, but for a view that only lends its layout."""
+        """How many results a call has; refuses one that was not traced, except a view that only lends its layout."""
         calls = self.numbering.calls
         if self.trusted:
             calls.setdefault(call, _count(target, self.node))

@@ -149,7 +149,7 @@ def _own_rates(cost: str, text: str) -> Roofline:
         try:
             rates[name.strip()] = _number(value.strip())
         except ValueError as error:
-            raise PlannerError(f"cost={cost!r}: {item!r} is no NAME=RATE, a number per second.") from error
+            raise PlannerError(f"cost={cost!r}: {item!r} is not a NAME=RATE, a number per second.") from error
     if BYTES not in rates:
         raise PlannerError(f"cost={cost!r} lacks bytes=RATE, the memory's bytes per second.")
     return roofline_of(rates)

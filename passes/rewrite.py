@@ -152,7 +152,7 @@ def _last_reads(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Sc
 
 
 def _positions(traced: Traced, aliases: Aliases, lowered: Lowered) -> dict[Any, int]:
-    """Which primal each storage is, but for inputs of a region, which are held like tensors of its own."""
+    """Which primal each storage is, except for inputs of a region, which are held like tensors of its own."""
     primals = enumerate(traced.placeholders[: traced.num_primals])
     return {aliases.of[p]: i for i, p in primals if aliases.of[p] not in lowered.storage_tensor}
 

@@ -100,5 +100,5 @@ def _rates(argument: str, rates: Mapping[str, float]) -> Rates:
 
 def _rate(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 1:
-        raise PlannerError(f"Roofline: {name}={value!r} is no rate: it takes a number per second of at least 1.")
+        raise PlannerError(f"Roofline: {name}={value!r} is not a rate: it takes a number per second of at least 1.")
     return int(value)

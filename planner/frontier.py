@@ -169,7 +169,7 @@ def max_batch(
         make_sample: batch size -> sample, as `auto_checkpoint` takes it.
         budget_mb: MiB; None takes the free memory of a CUDA device.
         limit: largest batch to try.
-        options: those of `frontier`, but for `points`; and `check`, as in `auto_checkpoint`.
+        options: those of `frontier`, except for `points`; and `check`, as in `auto_checkpoint`.
 
     Raises:
         BudgetError: not even a batch of one fits; carries the minimum.

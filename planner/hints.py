@@ -87,7 +87,7 @@ def make_hints(save: Any = (), never_recompute: Any = (), recompute: Any = ()) -
 def _patterns(kind: str, value: Any) -> tuple[str, ...]:
     listed = (value,) if isinstance(value, str) else value
     if not isinstance(listed, (list, tuple)) or not all(isinstance(p, str) and p for p in listed):
-        raise HintError(f"{kind}={value!r} is no hint: it takes a sequence of non-empty strings. {FORMS}", hint=kind)
+        raise HintError(f"{kind}={value!r} is not a hint: it takes a sequence of non-empty strings. {FORMS}", hint=kind)
     return tuple(dict.fromkeys(listed))
 
 

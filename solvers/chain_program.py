@@ -3,7 +3,7 @@
 Value
     V[s, t, keep, have]  the least cost of running the forward of stages s..t and then their backward, as a function
                    of the bytes it may use: a staircase of (bytes, cost). What stage s reads is resident at the start;
-                   it is let go at its last read, but for what the backward of stage s - 1 reads where `keep` is set.
+                   it is let go at its last read, except for what the backward of stage s - 1 reads where `keep` is set.
                    With `have`, what the backward of stage t reads of stage t's own tensors is resident already.
 
 Recursion

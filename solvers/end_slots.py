@@ -26,7 +26,7 @@ def plain_bytes(problem: Problem) -> np.ndarray:
 def first_ends(problem: Problem, count: int, budget_bytes: int) -> tuple[int, ...]:
     """End slots for a first program, about `count` of them, where most bytes are needed.
 
-    The forward is one stage but for what comes after its cut (`_forward_cut`), unless its own peak can bind: then
+    The forward is one stage except for what comes after its cut (`_forward_cut`), unless its own peak can bind: then
     the part of it that exceeds the budget without recompute is cut as finely as the backward.
     """
     last = len(problem.ops) - 1

@@ -210,7 +210,7 @@ class _Walk:
         return found
 
     def _is_read(self, slot: int, op: int, but: set[int]) -> bool:
-        """Whether there is a read, but for some, of what a recompute writes before it is written again."""
+        """Whether there is a read, except for some, of what a recompute writes before it is written again."""
         written = 2 * self.live.key(slot, op) + 1
         for t in self.live.outputs[op]:
             events = self.live.events[t]

@@ -182,4 +182,4 @@ def _validate(problem: Problem) -> None:
     if any(t.bytes < 0 for t in problem.tensors) or problem.static_bytes < 0:
         raise PlannerError("bytes are negative")
     if not set(problem.outputs) <= written:
-        raise PlannerError("an output is no tensor of the problem")
+        raise PlannerError("an output is not a tensor of the problem")

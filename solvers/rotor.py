@@ -48,7 +48,7 @@ class Rotor(Solver):
     name: ClassVar[str] = "rotor"
 
     def check(self, problem: Problem) -> None:
-        """Refuse what is no chain, naming the first op that breaks it."""
+        """Refuse what is not a chain, naming the first op that breaks it."""
         chain_of(problem, self.name, OTHERS)
 
     def search(self, problem: Problem, budget_bytes: int, plain: Solution, effort: Effort) -> Solution:

@@ -2,9 +2,9 @@
 
 The required ops of the step, in order, are its slots; a recompute in slot s runs after slot s - 1 and before op s.
 They are cut into stages 0..K by *end slots*, any of them: at an end slot everything that the stage recomputed has
-already run, so what the next stage finds resident is surely live, and the peak row of that slot is exact but for what
-dies in the stage. `end_slots` chooses them where memory is tightest: the forward is one stage, but for what comes
-after its highest slot near its end, unless the forward alone exceeds the budget; then that part of it is cut, too.
+already run, so what the next stage finds resident is surely live, and the peak row of that slot is exact except for
+what dies in the stage. `end_slots` chooses them where memory is tightest: the forward is one stage, except for what
+comes after its highest slot near its end, unless the forward alone exceeds the budget; then that part is cut, too.
 
 Variables
     R[i, k]  op i is recomputed at least once in stage k                                 (binary)
@@ -26,7 +26,7 @@ Constraints
                   - t is read later in the stage:       bytes[t] * (1 - R[prod(t), k])
                   - else, at the end slot of a stage:   bytes[t] * A[t, k+1]
                   - else:                               bytes[t] * H[t, k]
-                  - where t is first written, k its stage, but for the end slot:
+                  - where t is first written, k its stage, except for the end slot:
                                                         bytes[t] * (A[t, k+1] - R[prod(t), k])
                 and while i is recomputed in stage k                                            (`peaks.Peaks.apart`)
                   - what i reads and writes, its workspace:     bytes * R[i, k]

@@ -1,7 +1,7 @@
 """Some of autograd's work on blocks: the same bits, less memory. Needs torch alone: exports hold a copy.
 
 `F.cross_entropy(logits, target)` over `[rows, classes]` is four kernels: `_log_softmax`, `nll_loss_forward`, and in the
-backward `nll_loss_backward`, which fills a tensor of the logits' size with zeros but for one entry a row, and
+backward `nll_loss_backward`, which fills a tensor of the logits' size with zeros except for one entry a row, and
 `_log_softmax_backward_data`. All but the sum in the second treat each row by itself, so blocks of rows give the same
 bits, and what a block needs lives in the cache. Source: ATen's LossNLL.cpp and SoftMax.cpp.
 

@@ -2,7 +2,7 @@
 
 Autograd adds the gradients of a tensor that is read in several places term by term, in the order in which they come. A
 step hands over the sum of its own terms. Where autograd has others by then, of a penalty on the parameters, say, or of
-a second call of the model, it so adds up in another order than in the plain step: right, but for the last bits.
+a second call of the model, it so adds up in another order than in the plain step: right, except for the last bits.
 """
 
 from __future__ import annotations

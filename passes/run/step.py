@@ -151,13 +151,13 @@ class _Run:
     """One execution of a step: what its forward kept, and its backward as far as it got.
 
     Attributes:
-        others: as of the step, but for those with a hook or a custom function before them: autograd would call that
+        others: as of the step, except for those with a hook or a custom function before them: autograd would call that
             with no gradient, where eager does not call it.
         owned: the primals of each node of the chain, in the order of the backward.
         token: what chains the nodes: an empty tensor on the device on which autograd is to run them.
         program: the backward, which yields the gradients of one node after another.
         read: the parameters that it reads.
-        sums: as of the step, but for tensors with hooks, after which a gradient is another tensor.
+        sums: as of the step, except for tensors with hooks, after which a gradient is another tensor.
         given: the primals as they came, without autograd: assigning to a parameter's `data` does not change them.
         replayed: all gradients, where the fallback found them.
         sources: of each primal the tensor whose version tells of changes.

@@ -165,7 +165,7 @@ def runs_hooks(model: nn.Module, loss_fn: Callable[..., Any] | None) -> bool:
 
 
 def refuse_repeated_hooks(model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
-    """Refuse that the step's own hooks also run around it, but for those that only make a weight again.
+    """Refuse that the step's own hooks also run around it, except for those that only make a weight again.
 
     Raises:
         Unsupported: there is another one.

@@ -591,7 +591,7 @@ def _check_constants(graph_module: fx.GraphModule) -> None:
             raise own_generator(", ".join(u.name for u in node.users) or node.name)
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise Unsupported(
-                "a tensor to be trained that is no parameter of the model", f"shape {tuple(value.shape)}",
+                "a tensor to be trained that is not a parameter of the model", f"shape {tuple(value.shape)}",
                 "its gradient would be lost", "Register it: nn.Parameter, nn.ModuleList, nn.ParameterList, or make the "
                 "loss a part of the model.",
             )  # fmt: skip

@@ -19,13 +19,13 @@ def isolated(model: nn.Module, loss_fn: Any = None, arguments: Sequence[Any] = (
     """Trace in training mode with gradients on, from the state that is yielded; everything is put back afterwards.
 
     Args:
-        arguments: of the call, but for its tensors.
+        arguments: of the call, except for its tensors.
     """
     before = start = Snapshot(model, loss_fn, arguments)
     devices = sorted({t.device.index or 0 for t in model.parameters() if t.device.type == "cuda"})
     collects = gc.isenabled()
     try:
-        gc.disable()  # what a collection calls back, or finalizes, is no part of the forward
+        gc.disable()  # what a collection calls back, or finalizes, is not part of the forward
         if not model.training:
             model.train()
             start = Snapshot(model, loss_fn, arguments)

@@ -105,7 +105,7 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[Left, ...]:
             found = SEED if isinstance(change.node.owner, torch.Generator) else DRAW
             refuse(change, found.what, found.why, found.remedy)
         if change.node.kind == "tensor":
-            refuse(change, "in-place change of a tensor that is no buffer", "a plan would take it as constant",
+            refuse(change, "in-place change of a tensor that is not a buffer", "a plan would take it as constant",
                    "Register it: self.register_buffer(name, tensor, persistent=False).")  # fmt: skip
         if change.node.of_hook and any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(change.after)):
             refuse(change, KEPT.what, KEPT.why, KEPT.remedy)

@@ -177,6 +177,6 @@ def _affine_grid(theta: torch.Tensor, size: list[int], align_corners: bool) -> A
 
 
 def _positional(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """All arguments in the schema's order, tensors first in each of these ops, but for `dtype`."""
+    """All arguments in the schema's order, tensors first in each of these ops, except for `dtype`."""
     named = [a for a in op._schema.arguments if not a.kwarg_only]
     return [args[i] if i < len(args) else kwargs.get(a.name, a.default_value) for i, a in enumerate(named)]

@@ -187,7 +187,7 @@ def _opaque(a: Any, b: Any) -> str:
 
 
 def _same_value(a: Any, b: Any) -> bool:
-    """Whether two values that are no tensors agree; of what Python cannot compare by value, only the type counts."""
+    """Whether two values that are not tensors agree; of what Python cannot compare by value, only the type counts."""
     if type(a) is not type(b):
         return False
     return not isinstance(a, PLAIN_TYPES) or a == b or (a != a and b != b)

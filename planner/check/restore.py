@@ -170,7 +170,7 @@ def gradients_aside(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooks_aside(parameters: Iterable[Any], instead: Callable[[Any], None] | None) -> Iterator[None]:
-    """No hooks hear of the parameters' gradients in the block, but for `instead` of each once it is accumulated."""
+    """No hooks hear of the parameters' gradients in the block, except for `instead` of each once it is accumulated."""
     hooks = [(p, p._post_accumulate_grad_hooks) for p in parameters if p.requires_grad and p.is_leaf]
     before = [(held, dict(held)) for _, held in hooks if held]
     for held, _ in before:

@@ -153,7 +153,7 @@ def _entry(pair: tuple[StateEntry, str] | None) -> str:
 
 
 def blank_sample(state: PlanState) -> Bound:
-    """Inputs as the plan's sample had them, but for their values."""
+    """Inputs as the plan's sample had them, except for their values."""
     tensors = []
     for shape, dtype, device, requires_grad, stride, _ in state.first.key.inputs[1:]:
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()

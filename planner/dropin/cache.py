@@ -93,7 +93,7 @@ class PlanState:
         return call_key(tensors, template, input_dtype(self.model))
 
     def _add(self, key: Key, planned: Decided, starts: tuple[str, ...] | None = None) -> Entry:
-        """Remember a plan; those used longest ago are dropped when all take too much memory, but for two losses'."""
+        """Remember a plan; those used longest ago are dropped when all take too much memory, except for two losses'."""
         state = state_tensors(self.model, planned.prepared.traced.state)
         starts = starts_of(planned.prepared.traced) if starts is None else starts
         entry = Entry(

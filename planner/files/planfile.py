@@ -80,7 +80,7 @@ def save(plan: Decided, path: str | os.PathLike[str]) -> Path:
 
 
 def to_data(plan: Decided) -> dict[str, Any]:
-    """The content of the plan file, but for its checksum."""
+    """The content of the plan file, except for its checksum."""
     prepared, options = plan.prepared, plan.prepared.options
     lines = op_lines(prepared)
     return {

@@ -221,7 +221,7 @@ def _leave_layouts_to_convolutions(graph: fx.Graph) -> None:
                 node.meta[WRITTEN] = False
 
 
-# A half that is no graph of Dynamo's ----------------------------------------------------------------------------------
+# A half that is not a graph of Dynamo's -------------------------------------------------------------------------------
 
 
 def decomposed(gm: fx.GraphModule) -> fx.GraphModule:

@@ -17,7 +17,7 @@ from .calls import Call, gradient_bytes, gradients_of, held, node_of, storages_o
 from .partition import Figures
 from .program import Program
 
-LONGEST_STEP = 10_000  # calls without a backward between them are no step
+LONGEST_STEP = 10_000  # calls without a backward between them are not a step
 
 
 class RunningStep:

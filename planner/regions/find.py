@@ -75,7 +75,7 @@ def candidates(model: nn.Module, patterns: Sequence[str]) -> Candidates:
 
 
 def children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The submodules right below, lists of modules looked through, but for those that are a single op of torch's:
+    """The submodules right below, lists of modules looked through, except for those that are a single op of torch's:
     nothing in them can be decided.
     """
     for name, child in module.named_children():

@@ -228,13 +228,13 @@ def function_name(target: Any) -> str:
     """How a call's target is written: `aten.addmm.default`.
 
     Raises:
-        PlannerError: it is no op of torch's own, so the folder would not run with torch alone.
+        PlannerError: it is not an op of torch's own, so the folder would not run with torch alone.
     """
     if target in HELPERS:
         return HELPERS[target].__name__
     if isinstance(target, OpOverload) and target.namespace in NAMESPACES:
         return str(target) if target.namespace == "aten" else f"torch.ops.{target}"
-    raise PlannerError(f"{target} is no op of torch: an exported folder runs with torch alone, so it cannot hold it.")
+    raise PlannerError(f"{target} is not an op of torch: an exported folder runs with torch alone, and cannot hold it.")
 
 
 def literal(value: Any, names: Mapping[fx.Node, str]) -> str:

@@ -106,8 +106,8 @@ def test_your_numbers_make_the_same_roofline_again(cost: Roofline) -> None:
         ("roofline:h100:fp8", "h100:tf32"),
         ("roofline:", "names no device"),
         ("roofline:flops=1e12", "lacks bytes=RATE"),
-        ("roofline:flops=fast,bytes=1e12", "'flops=fast' is no NAME=RATE"),
-        ("roofline:flops=-1,bytes=1e12", "flops_per_second['flops']=-1.0 is no rate"),
+        ("roofline:flops=fast,bytes=1e12", "'flops=fast' is not a NAME=RATE"),
+        ("roofline:flops=-1,bytes=1e12", "flops_per_second['flops']=-1.0 is not a rate"),
         ("roofline:bytes=1e12", "flops_per_second is empty"),
         ("watts", "one of flops, roofline, measured, device, roofline:DEVICE with one of h100"),
         (["roofline"], "cost=['roofline'] is unknown"),
@@ -122,7 +122,7 @@ def test_refused_with_what_is_allowed(cost: Any, words: str) -> None:
 
 @pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf"), True, "fast"])
 def test_rates_are_positive_numbers(rate: Any) -> None:
-    with pytest.raises(PlannerError, match="is no rate"):
+    with pytest.raises(PlannerError, match="is not a rate"):
         Roofline(rate, 1e12)
     with pytest.raises(PlannerError, match="bytes_per_second"):
         Roofline(1e12, rate)

@@ -181,7 +181,7 @@ def test_another_model_says_what_differs(other: Any, differs: str) -> None:
 
 
 class Activated(nn.Module):
-    """Its op depends on an attribute that is no plain value."""
+    """Its op depends on an attribute that is not a plain value."""
 
     def __init__(self, activation: Any) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def test_another_op_is_named() -> None:
 
 
 class Scaled(nn.Module):
-    """Holds a tensor that is no buffer: a constant of the trace."""
+    """Holds a tensor that is not a buffer: a constant of the trace."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()

@@ -342,7 +342,7 @@ class Unregistered(nn.Module):
 
 
 class PlainState(nn.Module):
-    """Counts in a tensor that is no buffer."""
+    """Counts in a tensor that is not a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -460,7 +460,7 @@ def test_gradients_taken_inside_forward_are_kept() -> None:
 
 
 def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
-    with pytest.raises(Unsupported, match=r"no parameter of the model .* make the loss a part of the model"):
+    with pytest.raises(Unsupported, match=r"not a parameter of the model .* make the loss a part of the model"):
         plan(linear(), batch(), loss_fn=Wrap(lambda self, y: self.layer(y).sum(), layer=linear()))
 
 

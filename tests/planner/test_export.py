@@ -317,7 +317,7 @@ def test_literals() -> None:
     assert literal(torch.device("cpu"), {}) == "torch.device('cpu')"
     with pytest.raises(PlannerError, match="object"):
         literal(object(), {})
-    with pytest.raises(PlannerError, match="no op of torch"):
+    with pytest.raises(PlannerError, match="not an op of torch"):
         function_name(print)
     taken = {"a_b"}
     assert [identifier(t, taken) for t in ("a.b", "a.b", "0.weight", "class", "torch")] == [

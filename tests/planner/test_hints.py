@@ -244,9 +244,9 @@ def test_explain_names_the_hint() -> None:
         ({"recompute": ["blocks.0/aten.gleu"]}, ["nearest names are aten.gelu"]),
         ({"recompute": ["gelu_backward"]}, ["only ops of the backward, which run once anyhow. Name ops of the forw"]),
         ({"save": ["t"]}, ["matches only views of parameters and inputs, which are resident anyhow. Remove it."]),
-        ({"save": 3}, ["save=3 is no hint: it takes a sequence of non-empty strings"]),
-        ({"recompute": ["aten.gelu", ""]}, ["recompute=['aten.gelu', ''] is no hint"]),
-        ({"save": {"aten.gelu"}}, ["is no hint: it takes a sequence"]),
+        ({"save": 3}, ["save=3 is not a hint: it takes a sequence of non-empty strings"]),
+        ({"recompute": ["aten.gelu", ""]}, ["recompute=['aten.gelu', ''] is not a hint"]),
+        ({"save": {"aten.gelu"}}, ["is not a hint: it takes a sequence"]),
         (
             {"save": ["blocks.1"], "recompute": ["aten.gelu"]},
             ["save='blocks.1' and recompute='aten.gelu' contradict", "both match blocks.1/gelu_1", "Narrow one"],

@@ -507,7 +507,7 @@ def without_data(layers: int = 3) -> nn.Module:
 
 
 def test_regions_without_data(tmp_path: Any) -> None:
-    """On the meta device the step is that of the true model but for what kernels need for a moment."""
+    """On the meta device the step is that of the true model except for what kernels need for a moment."""
     model, x = small_gpt()
     options: dict[str, Any] = {"regions": "blocks.*", "progress": False, "solver": "greedy", "check": False}
     real, imagined = (open_session(m, x, **options) for m in (model, without_data()))

@@ -105,7 +105,7 @@ def brute_force(problem: Problem, *, from_op: int = 0, to_op: int | None = None)
     """All schedules of a tiny problem, as the frontier of added cost against peak.
 
     A shortest-path search over states `(required ops run, tensors live)` with two criteria. From a state: free a
-    live tensor that is no output, execute again an op that has run, or run the next required op, with or without
+    live tensor that is not an output, execute again an op that has run, or run the next required op, with or without
     the optional ops whose output it may need for a replay later; an in-place op may let its input go as it runs.
     Labels leave the heap by rising cost, so a label matters only if its peak is below every peak its state was
     left with before.

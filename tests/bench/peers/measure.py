@@ -117,7 +117,7 @@ def _allocations(events: Sequence[Any]) -> list[tuple[int, int, int]]:
 
 
 class Work(TorchDispatchMode):
-    """Counts FLOPs by torch's registry, and bytes read and written by every op that is no view."""
+    """Counts FLOPs by torch's registry, and bytes read and written by every op that is not a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def compare(subject: Subject, sample: Any, plain: Reference) -> tuple[tuple[str,
 def relative(plain: StepResult, other: StepResult) -> float:
     """The largest difference of outputs, buffers and gradients, as a share of its tensor's largest number.
 
-    A gradient that is zero but for rounding (an attention's key bias) is measured by a thousandth of the step's
+    A gradient that is zero except for rounding (an attention's key bias) is measured by a thousandth of the step's
     largest gradient instead. A missing gradient counts as wholly different.
     """
     gradients = [(g, other.gradients[n]) for n, g in plain.gradients.items()]

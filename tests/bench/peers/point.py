@@ -73,7 +73,7 @@ class Point:
 
     @property
     def correct(self) -> bool:
-        """The plain step's numbers, but for rounding."""
+        """The plain step's numbers, except for rounding."""
         return self.ok and self.difference <= ROUNDING
 
 

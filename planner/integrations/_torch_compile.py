@@ -59,7 +59,7 @@ def compile_eager(
     with functorch_config.patch(enable_autograd_cache=False), checks_kept():
         made = aot_autograd(
             fw_compiler=lambda half, _: run(half, False), bw_compiler=lambda half, _: run(half, True),
-            partition_fn=split,
+            partition_fn=split, keep_inference_input_mutations=True,
         )  # fmt: skip
         compiled: Callable[..., Any] = made(gm, inputs)
     return compiled
@@ -162,6 +162,13 @@ def output_descriptions(graph: fx.Graph, count: int) -> list[Any]:
     """What AOT autograd notes about each output of its joint graph."""
     descriptions = graph.output_node().meta.get("desc")
     return list(descriptions) if descriptions is not None and len(descriptions) == count else [None] * count
+
+
+def replaced_inputs(graph: fx.Graph, count: int) -> tuple[fx.Node, ...]:
+    """The inputs whose new values come first among the results of a joint graph, and are copied over them outside."""
+    given = {n.meta["desc"]: n for n in graph.nodes if n.op == "placeholder" and "desc" in n.meta}
+    found = (getattr(note, "mutated_input", None) for note in output_descriptions(graph, count))
+    return tuple(given[note] for note in found if note is not None)
 
 
 def saved_description(index: int) -> Any:

@@ -24,6 +24,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from passes._torch import check_in_the_kernels, checks_kept, symbolic
 from passes.run._torch import active_autocast, under_autocast
+from solvers.errors import PlannerError
 
 from ._torch_inductor import planned_order
 
@@ -114,6 +115,14 @@ class Ambient:
 def mode_options(mode: str) -> dict[str, Any]:
     """Inductor's options for `torch.compile(mode=...)`."""
     return dict(torch._inductor.list_mode_options(mode))
+
+
+def check_inductor(options: Any) -> None:
+    """Raise unless these are options of Inductor's."""
+    unknown = [name for name in options if not hasattr(inductor_config, name)] if isinstance(options, Mapping) else None
+    if unknown != []:
+        named = f"the option {unknown[0]!r}" if unknown else f"inductor={options!r}"
+        raise PlannerError(f"{named} is unknown: it takes a dict of options by name, as torch._inductor.config has.")
 
 
 def traced_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:

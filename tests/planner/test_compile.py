@@ -476,7 +476,8 @@ def test_what_it_cannot_do_it_says() -> None:
     model, x = Net(), torch.randn(64, 32)
     for options, error in (
         ({"budget_mb": 0.1, "inner": "eager"}, BudgetError), ({"budget": 4000}, PlannerError),
-        ({"inner": "fast"}, PlannerError),
+        ({"inner": "fast"}, PlannerError), ({"time_limit": "x"}, PlannerError), ({"gap": -1}, PlannerError),
+        ({"inductor": 3}, PlannerError), ({"inductor": {"cpp.fast": 1}}, PlannerError),
     ):  # fmt: skip
         torch._dynamo.reset()
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:

@@ -277,6 +277,15 @@ def test_a_nested_tensor_on_the_way(made: Any) -> None:
         plan(model, batch())
 
 
+def test_memory_that_forward_gives_back() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x.mul(2).untyped_storage().resize_(0)
+        return self.layer(x)
+
+    with pytest.raises(Unsupported, match="a tensor's data replaced in forward at .*test_cases"):
+        plan(Wrap(forward, layer=linear()), batch())
+
+
 def test_a_custom_op_without_fake_kernel() -> None:
     with pytest.raises(CaptureError) as caught:
         plan(Wrap(lambda self, x: without_fake(self.layer(x)), layer=linear()), batch())

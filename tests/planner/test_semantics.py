@@ -645,14 +645,6 @@ def buffer_set(self: Any, x: torch.Tensor) -> Any:
     return self.layer(x) * self.buffer
 
 
-@case("A.4", "refused")
-def memory_given_back(self: Any, x: torch.Tensor) -> Any:
-    hidden = self.layer(x)
-    result = torch.tanh(hidden)
-    hidden.untyped_storage().resize_(0)  # <<
-    return self.layer(result)
-
-
 @case("A.4", "same", buffer=lambda: torch.ones(8))
 def buffer_data_copied_into(self: Any, x: torch.Tensor) -> Any:
     self.buffer.data.copy_(self.buffer * 2)

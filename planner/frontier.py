@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from passes.device import room_bytes
+from passes.errors import CaptureError
 from solvers.errors import MIB, BudgetError, PlannerError
 from solvers.problem import Problem
 from solvers.solution import Solution
@@ -168,23 +169,25 @@ def max_batch(
     Args:
         make_sample: batch size -> sample, as `auto_checkpoint` takes it.
         budget_mb: MiB; None takes the free memory of a CUDA device.
-        limit: largest batch to try.
+        limit: largest batch to try. The smallest is one, or two where forward refuses one (a batch norm does).
         options: those of `frontier`, except for `points`; and `check`, as in `auto_checkpoint`.
 
     Raises:
-        BudgetError: not even a batch of one fits; carries the minimum.
+        BudgetError: not even the smallest batch fits; carries the minimum.
     """
     if not callable(make_sample):
         raise PlannerError(
             f"make_sample is a {type(make_sample).__name__}: pass a function of the batch size that makes one, such "
             "as lambda n: torch.randn(n, 16)."
         )
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise PlannerError(f"limit={limit!r}: the largest batch to try is a whole number of at least 1.")
     budget = Budget(budget_mb).to_bytes(None) or room_bytes(model_device(model))
     if budget is None:
         raise BudgetError("budget_mb=None has no meaning on the CPU here: give the MiB that the step may take.")
     search = _Search(model, make_sample, budget, {"check": "auto", **options})
-    low, high = 1, 2
-    search.fits(1, must=True)
+    low = search.smallest(limit)
+    high = 2 * low
     while high <= limit and search.fits(high):
         low, high = high, high * 2
     high = min(high, limit + 1)
@@ -203,6 +206,18 @@ class _Search:
         self.plans: dict[int, Session] = {}
         self.plain = 0
 
+    def smallest(self, limit: int) -> int:
+        """The smallest batch, which has to fit."""
+        try:
+            self.fits(1, must=True)
+        except CaptureError:  # by regions it is not known whose error it was
+            if limit < 2:
+                raise
+            self.tried[1] = False
+            self.fits(2, must=True)
+            return 2
+        return 1
+
     def fits(self, batch: int, *, must: bool = False) -> bool:
         ceiling = None if must else self.budget  # one that is far too large may not even be profiled in memory
         try:
@@ -214,20 +229,21 @@ class _Search:
         if self.tried[batch]:
             self.plain = max(self.plain, batch)
         else:
-            self.tried[batch] = self._solves(session, must)
+            self.tried[batch] = self._solves(session, batch if must else 0)
         if self.tried[batch]:
             self.plans = {batch: session}
         return self.tried[batch]
 
-    def _solves(self, session: Session, must: bool) -> bool:
-        """Whether the smallest peak found fits; which plan is cheapest is not asked yet."""
+    def _solves(self, session: Session, must: int) -> bool:
+        """Whether the smallest peak found fits, as that of batch `must` has to; what is cheapest is not asked yet."""
         minimum = session.minimum()
         if minimum.minimum_bytes <= self.budget:
             return True
         if must:
             sizes = [show_bytes(size) for size in (self.budget, minimum.minimum_bytes, minimum.floor_bytes)]
             raise BudgetError(
-                f"not even a batch of one fits into {sizes[0]}: it takes {sizes[1]}, none below {sizes[2]} can work.",
+                f"not even a batch of {'one' if must == 1 else 'two'} fits into {sizes[0]}: it takes {sizes[1]}, none "
+                f"below {sizes[2]} can work.",
                 budget_bytes=self.budget, minimum_bytes=minimum.minimum_bytes, floor_bytes=minimum.floor_bytes,
             )  # fmt: skip
         return False

@@ -74,10 +74,7 @@ class Options:
         if self.gradients not in GRADIENTS:
             raise PlannerError(f"gradients={self.gradients!r} is unknown: it takes 'fresh', 'accumulated', 'consumed'.")
         object.__setattr__(self, "regions", _regions(self.regions))
-        if not _is_number(self.time_limit) or not self.time_limit > 0:
-            raise PlannerError(f"time_limit={self.time_limit!r} must be a positive number of seconds.")
-        if not _is_number(self.gap) or not self.gap >= 0:
-            raise PlannerError(f"gap={self.gap!r} must be zero or more: it is a share of the plain step's cost.")
+        check_effort(self.time_limit, self.gap)
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -111,6 +108,14 @@ class Options:
     @property
     def cost_name(self) -> str:
         return getattr(self.cost, "__name__", "callable") if callable(self.cost) else self.cost
+
+
+def check_effort(time_limit: Any, gap: Any) -> None:
+    """Raise unless a solver can be given these."""
+    if not _is_number(time_limit) or not time_limit > 0:
+        raise PlannerError(f"time_limit={time_limit!r} must be a positive number of seconds.")
+    if not _is_number(gap) or not gap >= 0:
+        raise PlannerError(f"gap={gap!r} must be zero or more: it is a share of the plain step's cost.")
 
 
 def _regions(given: Any) -> str | tuple[str, ...]:

@@ -6,22 +6,21 @@ of inputs and outputs and the module tree, `weights.safetensors` parameters and 
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from ._torch import Autocast, active_autocast, register_pytree_node
+from ._torch import Autocast, active_autocast
 from .errors import PlannerError as ExportError
 from .step import Step
+from .structures import build, signature_of, take
 
 Half = Callable[[list[Any], dict[str, torch.Tensor]], Any]
 Answers = Callable[[list[torch.Tensor]], tuple[bool, ...]]
@@ -113,7 +112,7 @@ class ExportedModule(nn.Module):
         self, spec: dict[str, Any], tensors: dict[str, torch.Tensor], halves: tuple[Half, Half], answers: Answers
     ) -> None:
         super().__init__()
-        state = [_make(entry, tensors[entry["name"]]) for entry in spec["state"]]
+        state = [_make(entry, tensors.get(entry["name"])) for entry in spec["state"]]
         parts: dict[str, nn.Module] = {}
         for described in spec["modules"]:
             path = described["path"]
@@ -139,23 +138,15 @@ class ExportedModule(nn.Module):
                 "the original model and this module's state_dict()."
             )
         step: _Exported = self.__dict__[STEP]
-        bound = _signature(step.spec).bind(*args, **kwargs).arguments
+        bound = signature_of(step.spec).bind(*args, **kwargs).arguments
         inputs: dict[int, torch.Tensor] = {}
-        _take(step.spec["inputs"], dict(bound), "", inputs)
+        take(step.spec["inputs"], dict(bound), "", inputs)
         primals = [*step.state(), *(inputs[i] for i in range(len(step.spec["input_tensors"])))]
         step.check(primals)
         results = step.run(primals)
         places = step.spec["outputs_at"]
         leaves = [primals[o["input"]] if o["input"] is not None else results[o["index"]] for o in places]
-        return _build(step.spec["outputs"], leaves)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExportedModule:
-        step: _Exported = self.__dict__[STEP]
-        tensors = {e["name"]: t.detach() for e, t in zip(step.spec["state"], step.state(), strict=True)}
-        copied = ExportedModule(step.spec, tensors, step.halves, step.answers)
-        copied.__dict__[STEP].constants.update(step.constants)
-        memo[id(self)] = copied
-        return copied
+        return build(step.spec["outputs"], leaves)
 
     def extra_repr(self) -> str:
         spec = self.__dict__[STEP].spec
@@ -167,9 +158,13 @@ def load(
 ) -> ExportedModule:
     """The drop-in module of an exported folder, with the weights that lie in it, in training mode."""
     root = Path(folder)
-    spec = json.loads((root / "spec.json").read_text(encoding="utf-8"))
-    where = device or spec["device"]
-    module = ExportedModule(spec, load_file(root / "weights.safetensors", device=where), halves, answers)
+    try:
+        spec = json.loads((root / "spec.json").read_text(encoding="utf-8"))
+        where = device or spec["device"]
+        tensors = load_file(root / "weights.safetensors", device=where)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ExportError(f"{root} is damaged: {error}. Export it again.") from error
+    module = ExportedModule(spec, tensors, halves, answers)
     constants = root / "constants.safetensors"
     if constants.exists():
         found = load_file(constants, device=where)
@@ -177,16 +172,23 @@ def load(
     return module.train()
 
 
-def _make(entry: dict[str, Any], data: torch.Tensor) -> torch.Tensor:
-    """A tensor in the memory layout that was planned for (channels last stays channels last)."""
+def _make(entry: dict[str, Any], data: torch.Tensor | None) -> torch.Tensor:
+    """A tensor in the memory layout that was planned for (channels last stays channels last, expanded expanded)."""
+    shape, stride = entry["shape"], entry["stride"]
+    if data is None or list(data.shape) != shape:
+        got = "nothing" if data is None else f"shape {list(data.shape)}"
+        raise ExportError(f"{entry['name']}: the folder's file has {got}, the step was planned for shape {shape}.")
+    once = [min(size, 1) if step == 0 else size for size, step in zip(shape, stride, strict=True)]
     with torch.no_grad():
-        tensor = torch.empty_strided(entry["shape"], entry["stride"], dtype=data.dtype, device=data.device).copy_(data)
+        tensor = torch.empty_strided(shape, stride, dtype=data.dtype, device=data.device)
+        tensor.as_strided(once, stride).copy_(data[tuple(map(slice, once))])
     kind = entry.get("kind", "constant")
     return nn.Parameter(tensor, requires_grad=entry["requires_grad"]) if kind == "parameter" else tensor
 
 
 def _fill(part: nn.Module, described: dict[str, Any], state: list[torch.Tensor]) -> None:
     """Into the dicts themselves, which take any name that the original took."""
+    part._version = described["version"]
     for name, index in described["parameters"]:
         part._parameters[name] = None if index is None else cast("nn.Parameter", state[index])
     for name, index, persistent in described["buffers"]:
@@ -213,86 +215,3 @@ def _described(tensor: torch.Tensor) -> dict[str, Any]:
         "shape": list(tensor.shape), "dtype": str(tensor.dtype), "requires_grad": tensor.requires_grad,
         "device": tensor.device.type,
     }  # fmt: skip
-
-
-# Inputs and outputs ---------------------------------------------------------------------------------------------------
-
-
-def _signature(spec: dict[str, Any]) -> inspect.Signature:
-    kinds = {k.name: k for k in inspect._ParameterKind}
-    return inspect.Signature([
-        inspect.Parameter(name, kinds[kind], default=None if optional else inspect.Parameter.empty)
-        for name, kind, optional in spec["signature"]
-    ])  # fmt: skip
-
-
-def _take(template: dict[str, Any], value: Any, path: str, tensors: dict[int, torch.Tensor]) -> None:
-    """Collect the tensors of `value`, which must have the structure of `template`."""
-    kind = template["kind"]
-    if kind == "tensor":
-        _take_tensor(template, value, path, tensors)
-    elif kind == "constant":
-        if isinstance(value, torch.Tensor) or value != template["value"]:
-            raise ExportError(f"argument {path}: got {value!r}, the step was planned for {template['value']!r}.")
-    elif kind == "dict":
-        if not isinstance(value, dict) or list(value) != template["keys"]:
-            got = list(value) if isinstance(value, dict) else type(value).__name__
-            raise ExportError(f"argument{path and ' ' + path}: got {got}, the step was planned for {template['keys']}.")
-        for key, child in zip(template["keys"], template["children"], strict=True):
-            _take(child, value[key], f"{path}[{key!r}]" if path else key, tensors)
-    else:
-        if not isinstance(value, (tuple, list)) or len(value) != len(template["children"]):
-            raise ExportError(f"argument {path}: a {kind} of {len(template['children'])} items was planned for.")
-        for i, child in enumerate(template["children"]):
-            _take(child, value[i], f"{path}[{i}]", tensors)
-
-
-def _take_tensor(template: dict[str, Any], value: Any, path: str, tensors: dict[int, torch.Tensor]) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise ExportError(f"argument {path}: got {type(value).__name__}, the step was planned for a tensor.")
-    if any(value is t for i, t in tensors.items() if i != template["index"]):
-        raise ExportError(f"argument {path} is passed twice, but the plan's sample had two tensors: pass a copy.")
-    if tensors.setdefault(template["index"], value) is not value:
-        raise ExportError(
-            f"argument {path} must be the very tensor that another argument is, as in the plan's sample: plan with a "
-            "sample whose tensors are distinct."
-        )
-
-
-class Record(OrderedDict[str, Any]):
-    """A result with named fields, reached as `r.loss`, `r["loss"]` or `r[0]`."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name not in self:
-            raise AttributeError(name)
-        return self[name]
-
-    def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
-
-    def to_tuple(self) -> tuple[Any, ...]:
-        """The values in order."""
-        return tuple(super(Record, self).__getitem__(key) for key in self)
-
-
-register_pytree_node(Record, lambda r: (list(r.to_tuple()), list(r)), lambda v, k: Record(zip(k, v, strict=True)))
-
-
-def _build(template: dict[str, Any], leaves: Sequence[Any]) -> Any:
-    """Put tensors into the structure of `template`."""
-    kind = template["kind"]
-    if kind == "tensor":
-        return leaves[template["index"]]
-    if kind == "constant":
-        return template["value"]
-    children = [_build(child, leaves) for child in template["children"]]
-    if kind in ("tuple", "list"):
-        return tuple(children) if kind == "tuple" else children
-    if kind == "namedtuple":
-        made: Any = namedtuple("Output", template["keys"], rename=True)  # type: ignore[misc]
-        made.__name__ = made.__qualname__ = template["type"]
-        return made(*children)
-    named = dict(zip(template["keys"], children, strict=True))
-    if kind == "object":
-        return SimpleNamespace(**named)
-    return Record(named) if kind == "record" else named

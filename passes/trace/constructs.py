@@ -134,7 +134,7 @@ def python_call(code: types.CodeType) -> Construct | None:
 def of_builtin(function: Any) -> Construct | None:
     """What a C function is, if it is not to be called in forward."""
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-    if isinstance(owner, torch.Tensor):
+    if isinstance(owner, (torch.Tensor, torch.UntypedStorage)):
         return DATA if name in ("set_", "resize_", "resize_as_") else None
     if isinstance(owner, torch.Generator):
         return SEED

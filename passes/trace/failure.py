@@ -55,6 +55,8 @@ def _explain(kind: str, text: str) -> tuple[str, str] | None:
             "The shape of this result depends on data (nonzero, boolean indexing, unique).",
             "Use a mask with torch.where, or a fixed capacity.",
         )
+    if "_nested_" in text or "shape_env must not be None" in text:  # with lists of tensors, and with lengths
+        return "A nested tensor is made here, whose shape depends on the data.", "Use a padded tensor and a mask."
     if "fake impl" in text or kind == "UnsupportedOperatorException":
         return (
             f"The custom op has no fake kernel, so its result's shape is not known here ({_first_line(text)}).",

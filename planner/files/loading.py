@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from passes.errors import NoBackward
 from passes.printable import brief
 from passes.rates import is_cost
 from passes.trace.arguments import bind_sample
@@ -62,7 +63,11 @@ def load(
     shown = Progress(progress)
     expected = tuple(file["options"]["differentiated"])
     arguments = bind_sample(model, sample, loss_fn)
-    prepared = prepare_step(model, arguments, options, shown, differentiated=expected)
+    try:
+        prepared = prepare_step(model, arguments, options, shown, differentiated=expected)
+    except NoBackward as error:
+        starts = ", ".join(path or "the output" for path in expected)
+        raise file.error("differentiated", f"another model: its backward does not start from {starts}") from error
     _check_model(file, prepared)
     return emit(prepared, _solution(file, prepared), file["options"]["budget_bytes"], shown), arguments
 

@@ -24,6 +24,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from passes._torch import check_in_the_kernels, checks_kept, symbolic
 from passes.run._torch import active_autocast, under_autocast
+from solvers.errors import PlannerError
 
 from ._torch_inductor import planned_order
 
@@ -59,7 +60,7 @@ def compile_eager(
     with functorch_config.patch(enable_autograd_cache=False), checks_kept():
         made = aot_autograd(
             fw_compiler=lambda half, _: run(half, False), bw_compiler=lambda half, _: run(half, True),
-            partition_fn=split,
+            partition_fn=split, keep_inference_input_mutations=True,
         )  # fmt: skip
         compiled: Callable[..., Any] = made(gm, inputs)
     return compiled
@@ -116,6 +117,14 @@ def mode_options(mode: str) -> dict[str, Any]:
     return dict(torch._inductor.list_mode_options(mode))
 
 
+def check_inductor(options: Any) -> None:
+    """Raise unless these are options of Inductor's."""
+    unknown = [name for name in options if not hasattr(inductor_config, name)] if isinstance(options, Mapping) else None
+    if unknown != []:
+        named = f"the option {unknown[0]!r}" if unknown else f"inductor={options!r}"
+        raise PlannerError(f"{named} is unknown: it takes a dict of options by name, as torch._inductor.config has.")
+
+
 def traced_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """What stands for the inputs in Dynamo's own trace: sizes without data, good for compiling once more later."""
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
@@ -162,6 +171,13 @@ def output_descriptions(graph: fx.Graph, count: int) -> list[Any]:
     """What AOT autograd notes about each output of its joint graph."""
     descriptions = graph.output_node().meta.get("desc")
     return list(descriptions) if descriptions is not None and len(descriptions) == count else [None] * count
+
+
+def replaced_inputs(graph: fx.Graph, count: int) -> tuple[fx.Node, ...]:
+    """The inputs whose new values come first among the results of a joint graph, and are copied over them outside."""
+    given = {n.meta["desc"]: n for n in graph.nodes if n.op == "placeholder" and "desc" in n.meta}
+    found = (getattr(note, "mutated_input", None) for note in output_descriptions(graph, count))
+    return tuple(given[note] for note in found if note is not None)
 
 
 def saved_description(index: int) -> Any:

@@ -25,10 +25,11 @@ from passes.device import room_bytes
 from passes.profile import OpProfile
 from passes.rates import check_cost, cost_function
 from planner.budget import Budget, reserve_to_bytes
+from planner.options import check_effort
 from solvers import get_solver
 from solvers.errors import PlannerError
 
-from ._torch_compile import concrete, mode_options, opaque, symbol_name, traced_inputs
+from ._torch_compile import check_inductor, concrete, mode_options, opaque, symbol_name, traced_inputs
 from .kernels import compiled_cost
 from .program import Program, Settings
 from .sharing import Share
@@ -60,6 +61,8 @@ class CompileOptions:
         if self.inner not in INNER:
             raise PlannerError(f"inner={self.inner!r} is unknown: it takes 'inductor' or 'eager'.")
         check_cost(self.cost)
+        check_effort(self.time_limit, self.gap)
+        check_inductor(self.inductor)
 
     def settings(self, device: torch.device) -> Settings:
         """The same, ready for use on a device."""

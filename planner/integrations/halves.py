@@ -29,6 +29,8 @@ from ._torch_compile import (
 from ._torch_inductor import HELD, WRITTEN
 from .joint import Joint
 
+UNWATCHED = "saved_tensor_with_no_vc_check"  # AOT autograd's note of a saved tensor whose version is not looked at
+
 
 def make_halves(joint: Joint, rewritten: Rewritten) -> Halves:
     """Both halves, over the original's ops, sizes and copies."""
@@ -144,6 +146,8 @@ class _Translation:
                 self._check(half, node.meta.get("source"), half.image[node])
         returned: Any = self.rewritten.forward.graph.output_node().args[0]
         given = [n for n in self.rewritten.forward.graph.nodes if n.op == "placeholder"]
+        for i in self.joint.traced.mutated:  # whoever reads it in the backward does not heed its value, as was proved
+            half.image[given[i]].meta[UNWATCHED] = True
         return [*returned[self.rewritten.num_forward_outputs :], *(given[i] for i in self.rewritten.saved_primals)]
 
     def _check(self, half: _Half, source: str | None, value: fx.Node) -> None:
@@ -213,4 +217,4 @@ class _Translation:
 
 def _unwatched(node: fx.Node) -> bool:
     """Whether a saved tensor may be changed in place before the backward reads it: those come last."""
-    return bool(node.meta.get("saved_tensor_with_no_vc_check"))
+    return bool(node.meta.get(UNWATCHED))

@@ -18,7 +18,7 @@ from passes._torch import FakeTensorMode, pytree
 from passes.errors import Unsupported
 from passes.trace.capture import Traced
 
-from ._torch_compile import concrete, is_plain_primal, is_symbolic, is_tangent, symbols_of
+from ._torch_compile import concrete, is_plain_primal, is_symbolic, is_tangent, replaced_inputs, symbols_of
 
 aten = torch.ops.aten
 UNUSED: Any = None  # a call's structure and reads are Dynamo's to guard
@@ -77,7 +77,10 @@ class _Reader:
         mark_backward(self.graph, [n for n in self.graph.nodes if n.op == "placeholder" and is_tangent(n)])
         image = fx.GraphModule(self.gm, self.graph)
         tensors = [self.image[n] for n in primals if isinstance(self.image[n], fx.Node)]
-        mutated = tuple(tensors.index(self._of(n, 0)) for n in self.copies)
+        results = pytree.tree_leaves(self.gm.graph.output_node().args[0], is_leaf=lambda v: v is None)
+        replaced = [self.image[n] for n in replaced_inputs(self.gm.graph, len(results))]
+        changed = [*(self._of(n, 0) for n in self.copies), *replaced]
+        mutated = tuple(map(tensors.index, changed))
         traced = Traced(
             graph_module=image, pristine=self.graph, state=(), input_template=UNUSED, input_names=(),
             num_inputs=len(tensors), output_template=UNUSED, outputs=(), mutated=mutated,

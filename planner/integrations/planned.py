@@ -39,6 +39,7 @@ from solvers.errors import MIB, BudgetError, PlannerError
 from solvers.schedule import Schedule
 from solvers.solution import Solution, solution
 
+from ._torch_compile import check_inductor
 from ._torch_inductor import compile_half, decomposed
 from .joint import mark_backward
 from .kernels import compiled_cost
@@ -72,6 +73,7 @@ def compile_plan(
     module: PlannedModule, prepared: Prepared, budget_bytes: int | None, options: Mapping[str, Any]
 ) -> tuple[Decided, PlannedModule]:
     """See `Plan.compile`; what was decided, and the module that runs it."""
+    check_inductor(options)
     state = module._plan_state
 
     def replan(model: nn.Module, *call: Any) -> Decided:

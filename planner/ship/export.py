@@ -24,11 +24,15 @@ from passes.run import (
     random,
     replay,
     step,
+    structures,
     tensors,
 )
+from passes.trace.arguments import state_tensors
 from passes.trace.capture import Traced
+from passes.trace.matching import Differs
 from passes.trace.refuse import is_quantized_weight
 from planner.decided import Decided
+from planner.dropin.cache import PlanState
 from planner.dropin.module import PlannedModule
 from planner.files.atomic import as_path, new_folder
 from planner.files.fingerprint import describe_value
@@ -42,7 +46,7 @@ from .spec import spec_of
 COPIED = {
     "runtime.py": exported, "errors.py": exported_errors, "step.py": step, "replay.py": replay, "random.py": random,
     "kernels.py": kernels, "tensors.py": tensors, "gradients.py": gradients, "mixing.py": mixing, "arena.py": arena,
-    "_torch.py": _torch,
+    "structures.py": structures, "_torch.py": _torch,
 }  # fmt: skip
 INIT = '''{doc}
 
@@ -76,13 +80,18 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
             "without the model's library does not have. Export a plan made with "
             'regions="whole", or share the plan itself: plan.save(...), and Plan.load beside the model.'
         )
-    _refuse_quantized(module._plan_state.model)
+    state = module._plan_state
+    _refuse_quantized(state.model)
+    _refuse_changed(state, plan.prepared.traced)
     if changes := plan.prepared.traced.changes:
         raise PlannerError(
             f"forward changes its argument {changes[0]}, which an export does not do: return what it leaves there."
         )
     for setting in plan.prepared.traced.settings:
         warnings.warn(f"forward sets {setting}, which an export, that has no such module, will not set.", stacklevel=3)
+    registered = {name for e in plan.prepared.traced.state for name in (e.name, *e.aliases)}
+    for name in [key for key in state.model.state_dict() if key not in registered][:1]:
+        warnings.warn(f"state_dict() has {name}, which that of an export, of tensors alone, will not.", stacklevel=3)
     spec, tensors, constants = spec_of(plan, module)
     forward, backward = _halves(plan)
     with new_folder(path) as folder:
@@ -99,6 +108,23 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
         for file in folder.glob("*.safetensors"):
             file.chmod((folder / "spec.json").stat().st_mode)
     return as_path(path)
+
+
+def _refuse_changed(state: PlanState, traced: Traced) -> None:
+    """Refuse a model that is not the planned one any more: the folder would hold its weights, and another's step."""
+    try:
+        if state.model.training:  # else its modes are those of an evaluation
+            state.match(state.first.reads)
+        tensors = state_tensors(state.model, traced.state)
+        for entry, tensor, place in zip(traced.state, tensors, traced.placeholders, strict=False):
+            now, then = describe_value(tensor), describe_value(place.meta["val"])
+            if now != then:
+                raise Differs(entry.name, now, then)
+    except Differs as differs:
+        raise PlannerError(
+            f"the model was changed after planning ({brief(differs.where)} is {differs.now}, was {differs.then}): "
+            "plan it as it is now, and export that plan."
+        ) from None
 
 
 def _refuse_quantized(model: nn.Module) -> None:

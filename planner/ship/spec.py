@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import warnings
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
@@ -18,6 +19,7 @@ from passes.run import exported
 from passes.run._torch import Autocast
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import OutputLeaf, Traced
+from passes.trace.overlaps import overlaps
 from passes.trace.templates import Again, Constant, Kept, Opaque, Slot, Template, Tree
 from planner.decided import Decided
 from planner.dropin.module import PlannedModule
@@ -30,7 +32,9 @@ def spec_of(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tenso
     """All that `spec.json` says, parameters and buffers by name, and the constants that the halves read."""
     traced, state = plan.prepared.traced, module._plan_state
     model = state.model
-    tensors = _data(dict(zip((e.name for e in traced.state), state_tensors(model, traced.state), strict=True)))
+    given = state_tensors(model, traced.state)
+    _refuse_shared(traced, given)
+    tensors = _data(dict(zip((e.name for e in traced.state), given, strict=True)))
     halves = plan.rewritten.forward, plan.rewritten.backward
     used = [n for half in halves for n in half.graph.nodes if n.op == "get_attr"]
     constants = _data({str(n.target): attrgetter(str(n.target))(traced.graph_module) for n in used})
@@ -52,6 +56,17 @@ def spec_of(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tenso
         "backward_autocast": _autocast(plan.step.autocast),
     }
     return spec, {n: t.contiguous() for n, t in tensors.items()}, {n: t.contiguous() for n, t in constants.items()}
+
+
+def _refuse_shared(traced: Traced, state: Sequence[torch.Tensor]) -> None:
+    """Refuse memory of two tensors of which one changes: in a folder each has its own."""
+    changed = [i for i, tensor in enumerate(state) if tensor.requires_grad or i in traced.mutated]
+    for i, j in overlaps(state, changed):
+        one, other = traced.state[i].name, traced.state[j].name
+        raise PlannerError(
+            f"{brief(one)} shares memory with {brief(other)}, which an exported folder does not keep: tie them (one "
+            "parameter in both places), or clone() one of them."
+        )
 
 
 def _autocast(autocast: Autocast) -> list[list[str]]:
@@ -105,7 +120,7 @@ def _modules(model: nn.Module, traced: Traced) -> list[dict[str, Any]]:
         prefix = f"{path}." if path else ""
         fleeting = module._non_persistent_buffers_set
         result.append({
-            "path": path, "same_as": same_as, "class": type(module).__name__,
+            "path": path, "same_as": same_as, "class": type(module).__name__, "version": module._version,
             "parameters": [[n, index.get(prefix + n)] for n in module._parameters],
             "buffers": [[n, index.get(prefix + n), n not in fleeting] for n in module._buffers],
         })  # fmt: skip
@@ -127,7 +142,7 @@ def _template(template: Template, strict: str | None) -> dict[str, Any]:
                 "does not keep: pass and return one for each place."
             )
         case Constant(value):
-            return _constant(value, strict)
+            return _constant(value, strict) if strict else _returned(value)
         case Tree(spec, children):
             return _tree(spec, iter([_template(c, strict) for c in children]), strict)
         case Opaque(prototype, attributes):
@@ -146,6 +161,14 @@ def _constant(value: Any, strict: str | None) -> dict[str, Any]:
     return {"kind": "constant", "value": None, "was": type(value).__name__}
 
 
+def _returned(value: Any) -> dict[str, Any]:
+    """A constant that forward returns; it is said where it cannot be kept."""
+    constant = _constant(value, None)
+    if "was" in constant:
+        warnings.warn(f"forward returns a {constant['was']}, in whose place an export returns None.", stacklevel=6)
+    return constant
+
+
 def _tree(spec: Any, leaves: Iterator[dict[str, Any]], strict: str | None) -> dict[str, Any]:
     """A pytree's spec, all of its levels, with `leaves` in its places."""
     if spec.is_leaf():
@@ -157,26 +180,30 @@ def _tree(spec: Any, leaves: Iterator[dict[str, Any]], strict: str | None) -> di
 
 def _container(spec: Any, count: int, strict: str | None) -> dict[str, Any]:
     kind: Any = spec.type
-    if kind in (tuple, list):
-        return {"kind": kind.__name__}
+    if kind in (tuple, list, torch.Size):
+        return {"kind": "list" if kind is list else "tuple"}
     keys = _keys(spec, count)
     if isinstance(kind, type) and issubclass(kind, dict) and not hasattr(kind, "to_tuple"):
+        if odd := [key for key in keys if not isinstance(key, (str, int, float))]:
+            raise PlannerError(f"a dict has the key {brief(repr(odd[0]))}: an export keeps strings and numbers alone.")
         return {"kind": "dict", "keys": keys}
+    if strict is not None and kind is namedtuple:  # its fields come in order, whatever their names
+        return {"kind": "tuple"}
     if strict is not None:
         raise PlannerError(f"{strict} holds a {kind.__name__}: pass tensors, tuples, lists or dicts.")
     if kind is namedtuple:
         return {"kind": "namedtuple", "type": spec.context.__name__, "keys": keys}
-    return {"kind": "record", "type": kind.__name__, "keys": keys}
+    return {"kind": "record", "type": kind.__name__, "keys": list(map(str, keys))}
 
 
-def _keys(spec: Any, count: int) -> list[str]:
+def _keys(spec: Any, count: int) -> list[Any]:
     """The names that the container gives its children."""
     container = pytree.SUPPORTED_NODES[spec.type].unflatten_fn(list(range(count)), spec.context)
     if spec.type is namedtuple:
         return list(spec.context._fields)
     keyed, _ = pytree.tree_flatten_with_path(container)
     found = {leaf: path[0] for path, leaf in keyed}
-    return [str(getattr(found[i], "key", getattr(found[i], "name", getattr(found[i], "idx", i)))) for i in range(count)]
+    return [getattr(found[i], "key", getattr(found[i], "name", getattr(found[i], "idx", i))) for i in range(count)]
 
 
 def _plain_attributes(prototype: Any) -> dict[str, dict[str, Any]]:

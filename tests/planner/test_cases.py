@@ -267,6 +267,25 @@ def test_a_sparse_tensor_on_the_way() -> None:
     assert str(e.value.location).startswith(__file__)
 
 
+@pytest.mark.parametrize("made", [
+    lambda x: torch.nested.nested_tensor([x[:1], x[1:]]),
+    lambda x: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 4])),
+])  # fmt: skip
+def test_a_nested_tensor_on_the_way(made: Any) -> None:
+    model = Wrap(lambda self, x: made(self.layer(x)).to_padded_tensor(0.0), layer=linear())
+    with pytest.raises(CaptureError, match=r"A nested tensor is made here, .* Use a padded tensor and a mask"):
+        plan(model, batch())
+
+
+def test_memory_that_forward_gives_back() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x.mul(2).untyped_storage().resize_(0)
+        return self.layer(x)
+
+    with pytest.raises(Unsupported, match="a tensor's data replaced in forward at .*test_cases"):
+        plan(Wrap(forward, layer=linear()), batch())
+
+
 def test_a_custom_op_without_fake_kernel() -> None:
     with pytest.raises(CaptureError) as caught:
         plan(Wrap(lambda self, x: without_fake(self.layer(x)), layer=linear()), batch())

@@ -476,12 +476,34 @@ def test_what_it_cannot_do_it_says() -> None:
     model, x = Net(), torch.randn(64, 32)
     for options, error in (
         ({"budget_mb": 0.1, "inner": "eager"}, BudgetError), ({"budget": 4000}, PlannerError),
-        ({"inner": "fast"}, PlannerError),
+        ({"inner": "fast"}, PlannerError), ({"time_limit": "x"}, PlannerError), ({"gap": -1}, PlannerError),
+        ({"inductor": 3}, PlannerError), ({"inductor": {"cpp.fast": 1}}, PlannerError),
     ):  # fmt: skip
         torch._dynamo.reset()
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
             torch.compile(model, backend=checkpoint_planner, options=options)(x)
         assert isinstance(caught.value.inner_exception, error)
+
+
+class Changing(Net):
+    """Changes in place what it has made, and sends through its second graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.5
+        torch._dynamo.graph_break()
+        return self.norm(torch.sigmoid(self.blocks[0].up(torch.tanh(x.mul_(2))))[:, :32]).square().mean()
+
+
+def test_what_reads_a_changed_input_is_not_computed_again_from_it() -> None:
+    """Nor is the batch norm refused, which takes the statistics that it changed, but does not heed them."""
+    model, x, options = Changing(), torch.randn(256, 32, requires_grad=True), {"budget_mb": "85%", "inner": "eager"}
+    plain, compiled = copy.deepcopy(model), torch.compile(model, backend=checkpoint_planner, options=options)
+    for run in (plain, compiled):
+        for _ in range(2):
+            _step(run, x)
+    assert max(p.overhead for p in plans(options)) > 0
+    for found, expected in zip(_gradients(model), _gradients(plain), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 class Branches(Net):

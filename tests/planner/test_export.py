@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ast
+import copy
+import importlib
+import math
+import re
 import subprocess
 import sys
 import venv
 import warnings
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -116,8 +122,6 @@ def test_zoo_is_kept_and_shipped(name: str, bare_python: str, tmp_path: Path) ->
 
 
 def load(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
-    import importlib
-
     plan.export(tmp_path / name)
     monkeypatch.syspath_prepend(str(tmp_path))
     return importlib.import_module(name).load()
@@ -355,3 +359,103 @@ def test_gradients_of_gradients_are_refused(tmp_path: Path, monkeypatch: pytest.
     module = load(plan_at((model, sample)), tmp_path, monkeypatch, "conv_double")
     with pytest.raises(RuntimeError, match="create_graph"):
         module(**sample)["loss"].backward(create_graph=True)
+
+
+class Told(nn.Module):
+    """Returns what `tell` makes of its arguments beside a result; some of its tensors are expanded, or of a kind."""
+
+    _version = 2
+
+    def __init__(self, tell: Callable[..., Any] = lambda *_: None) -> None:
+        super().__init__()
+        self.layer, self.drop, self.tell = nn.Linear(8, 8), nn.Dropout(0.5), tell
+        self.register_buffer("scale", torch.full((1,), 0.5).expand(8))
+
+    def forward(self, x: torch.Tensor, by: Any = 1) -> Any:
+        return self.drop(torch.tanh(self.layer(x))) * self.scale, self.tell(x, by)
+
+
+@pytest.mark.parametrize(("planned", "others"), [(2, (2.0, True, 3)), (1, (True, 1.0)), (0.0, (-0.0, 0)), (True, (1,))])
+def test_numbers_are_those_planned_for(
+    planned: Any, others: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = Told(lambda _, by: torch.arange(3) * by), torch.randn(4, 8)
+    module = load(plan_at((model, (x, planned))), tmp_path, monkeypatch, f"numbers_{planned!r}".replace(".", "_"))
+    assert module(x, planned)[1].dtype == model(x, planned)[1].dtype
+    for other in others:
+        with pytest.raises(RuntimeError, match=re.escape(f"argument by: got {other!r}, the step was planned for")):
+            module(x, other)
+
+
+def test_structures_are_kept_or_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, x = namedtuple("pair", "a b"), torch.randn(4, 8)
+    model = Told(lambda x, by: {"size": x.shape, 3: by[1] * 2, "nan": math.nan})
+    module = load(plan_at((model, (x, pair({1: x}, x)))), tmp_path, monkeypatch, "structures")
+    told = module(x, pair({1: x}, x))[1]
+    assert list(told) == ["size", 3, "nan"] and told["size"] == x.shape and torch.equal(told[3], x * 2)
+    with pytest.warns(UserWarning, match="forward returns a dtype, in whose place an export returns None"):
+        plan_at((Told(lambda x, _: x.dtype), x)).export(tmp_path / "dtype")
+    with pytest.raises(PlannerError, match=r"a dict has the key \(1, 2\)"):
+        plan_at((Told(lambda x, _: {(1, 2): x * 2}), x)).export(tmp_path / "keys")
+
+
+def test_a_copy_is_the_module_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen parts, hooks and modes included, as is what else is copied with it: its optimizer."""
+    model, x = Told(), torch.randn(4, 8)
+    module = load(plan_at((model, x)), tmp_path, monkeypatch, "copied")
+    optimizer, called = torch.optim.SGD(module.parameters(), 0.1), list[int]()
+    module.register_forward_hook(lambda *_: called.append(1))
+    module.layer.bias.requires_grad_(False)
+    copied, stepped = copy.deepcopy((module.eval(), optimizer))
+    assert not copied.training and not copied.layer.bias.requires_grad
+    assert [id(p) for p in copied.parameters()] == [id(p) for p in stepped.param_groups[0]["params"]]
+    copied.train().layer.bias.requires_grad_(True)
+    for run in (copied, model):
+        torch.manual_seed(0)
+        run(x)[0].sum().backward()
+    assert torch.equal(copied.layer.weight.grad, model.layer.weight.grad) and called == [1]
+
+
+def test_a_state_dict_has_its_versions_and_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Told(), torch.randn(4, 8)
+    module = load(plan_at((model, x)), tmp_path, monkeypatch, "versions")
+    assert module.state_dict()._metadata[""] == model.state_dict()._metadata[""]
+    monkeypatch.setattr(Told, "get_extra_state", lambda _: 1, raising=False)
+    with pytest.warns(UserWarning, match="state_dict\\(\\) has _extra_state, which"):
+        plan_at((model, x)).export(tmp_path / "extra")
+
+
+def test_what_a_folder_cannot_keep_is_refused(tmp_path: Path) -> None:
+    """Memory that two parameters share, and a model that is another one by now."""
+
+    def changed(change: Callable[[Any], Any], first: bool = False) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+        if first:
+            change(model)
+        plan = plan_at((model, torch.randn(4, 8)))
+        change(model)
+        plan.export(tmp_path / "changed")
+
+    with pytest.raises(PlannerError, match=r"2\.weight shares memory with 0\.weight.*tie them"):
+        changed(lambda m: setattr(m[2], "weight", nn.Parameter(m[0].weight.data)), first=True)
+    for change in (
+        lambda m: setattr(m[1], "p", 0.1), lambda m: setattr(m[2], "weight", m[0].weight),
+        lambda m: m.append(nn.ReLU()), lambda m: m.eval() and m.double(),
+    ):  # fmt: skip
+        with pytest.raises(PlannerError, match="the model was changed after planning"):
+            changed(change)
+
+
+def test_a_damaged_folder_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(plan_at((Told(), torch.randn(4, 8))), tmp_path, monkeypatch, "damaged")
+    package, weights = importlib.import_module("damaged"), tmp_path / "damaged" / "weights.safetensors"
+    tensors = load_file(weights)
+    del tensors["layer.weight"]
+    for changed, told in (({"layer.weight": torch.ones(1, 8)}, r"shape \[1, 8\].*for shape \[8, 8\]"), ({}, "nothing")):
+        save_file({**tensors, **changed}, weights)
+        with pytest.raises(package.ExportError, match=rf"layer\.weight: the folder's file has {told}"):
+            package.load()
+    for name in ("weights.safetensors", "spec.json"):
+        (tmp_path / "damaged" / name).write_bytes(b"{")
+        with pytest.raises(package.ExportError, match="is damaged"):
+            package.load()

@@ -212,6 +212,21 @@ def test_another_model_is_told_by_what_differs_first(tmp_path: Path) -> None:
         assert named in str(caught.value)
 
 
+def test_a_backward_from_elsewhere_is_another_model(tmp_path: Path) -> None:
+    class Ending(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.layer, self.name = nn.Linear(4, 4), name
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {self.name: self.layer(x)}
+
+    x = torch.randn(4, 4)
+    plan_at((Ending("loss"), x)).save(tmp_path / "plan.json")
+    with pytest.raises(PlanFileError, match=r"another model: its backward does not start from \['loss'\]"):
+        Plan.load(tmp_path / "plan.json", Ending("logits"), x)
+
+
 def test_constants_belong_to_the_fingerprint(tmp_path: Path) -> None:
     sample = torch.randn(32, 64)
     path = plan_at((Sized(lambda x: x * 2), sample)).save(tmp_path / "plan.json")

@@ -189,6 +189,17 @@ def test_a_step_that_cannot_fit_is_not_run_op_by_op(monkeypatch: pytest.MonkeyPa
     assert measured.count(True) < len(found.tried), "every size was run"
 
 
+def test_max_batch_begins_at_two_where_forward_refuses_one() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8))
+    found = max_batch(model, lambda n: torch.randn(n, 8), 0.004, limit=64, progress=False)
+    assert found.tried[:2] == ((1, False), (2, True)) and found.plan.peak_bytes <= 0.004 * (1 << 20)
+    with pytest.raises(PlannerError, match="not even a batch of two"):
+        max_batch(model, lambda n: torch.randn(n, 8), 0.001, progress=False)
+    for limit in (0, True, "8", None):
+        with pytest.raises(PlannerError, match=f"limit={limit!r}: the largest batch to try is a whole number"):
+            max_batch(model, lambda n: torch.randn(n, 8), 1, limit=limit)  # type: ignore[arg-type]
+
+
 def test_max_batch_asks_for_a_function() -> None:
     with pytest.raises(PlannerError, match=r"make_sample is a Tensor: pass a function of the batch size"):
         max_batch(torch.nn.Linear(8, 8), torch.randn(4, 8), budget_mb=1)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from passes.trace.capture import Traced
 from passes.trace.given import left_alone
 from passes.trace.refuse import has_sharded
 from passes.trace.state import Snapshot as Reached
-from passes.trace.structure import Bound, flatten, unflatten
+from passes.trace.structure import Bound, flatten, held_objects, unflatten
 from passes.trace.templates import constants, slots
 from planner.decided import Decided
 from planner.dropin.regions import regions_of, running_regions
@@ -53,7 +53,7 @@ class Case:
         self.originals = [*state_tensors(model, traced.state), *inputs]
         roots = [model, loss_fn, *constants(self.template)]
         self.snapshot = Snapshot(roots, self.originals)
-        self.reached = None if has_sharded(model) else Reached(model, loss_fn, draws=False)
+        self.reached = None if has_sharded(model) else Reached(model, loss_fn, held_objects(bound), draws=False)
         self.remembers = False  # whether the plain step, which runs first, left anything on the model
         self.generators = Generators.of(self.originals)
         self.start = self.generators.state()

@@ -485,9 +485,10 @@ def choose_differentiated(
     if asked is not None and asked is not EVERY_OUTPUT:
         return {i for i in candidates if paths[i] in asked}
     returned = {i for _, i in slots(template)}
-    candidates = [i for i in candidates if i in returned]  # not what forward puts into its arguments
+    given_back = [i for i in candidates if i in returned]  # not what forward puts into its arguments
     if asked is EVERY_OUTPUT:
-        return set(candidates)
+        return set(given_back)
+    candidates = given_back or candidates  # but where it returns nothing else
     losses = [i for i in candidates if paths[i] in (".loss", "['loss']") and tensors[i].dim() == 0]
     scalars = [i for i in candidates if tensors[i].dim() == 0]
     if losses or scalars:

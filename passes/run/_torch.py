@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import register_pytree_node
 
 __all__ = [
-    "Autocast", "active_autocast", "after_backward", "backward_number", "below_autograd", "num_owners",
+    "Autocast", "active_autocast", "after_backward", "backward_number", "below_autograd", "like_lazily", "num_owners",
     "register_pytree_node", "segments_that_do_not_grow", "under_autocast", "under_transform", "with_autograd",
 ]  # fmt: skip
 
@@ -69,6 +69,13 @@ def under_transform(tensors: Iterable[torch.Tensor | None]) -> bool:
     given = [t for t in tensors if t is not None]
     dual = getattr(forward_ad, "_current_level", -1) >= 0
     return any(map(batched, given)) or (dual and any(forward_ad.unpack_dual(t).tangent is not None for t in given))
+
+
+def like_lazily(new: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`new`, in memory that is read as that of `tensor` is: conjugated or negated on the way, or as it is."""
+    _C._set_conj(new, tensor.is_conj())
+    _C._set_neg(new, tensor.is_neg())
+    return new
 
 
 def backward_number() -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._torch import num_owners
+from ._torch import like_lazily, num_owners
 
 
 def distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -75,5 +75,4 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
     new: Any = tensor.new_empty(0)
     with torch.no_grad():
         new.set_(tensor)
-    result: torch.Tensor = new
-    return result
+    return like_lazily(new, tensor)

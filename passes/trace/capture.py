@@ -50,6 +50,7 @@ from .arguments import (
     state_entries,
     state_tensors,
 )
+from .buffers import refuse_needed, refuse_returned, refuse_with_gradient, write_back
 from .contexts import private_contexts
 from .custom_backward import used_in_backward
 from .failure import capture_error
@@ -265,6 +266,7 @@ def export_step(tracer: StepTracer, fake: list[torch.Tensor]) -> JointGraph:
         raise
     except Exception as error:
         _refuse_overlaps(error, tracer)
+        refuse_needed(error, tracer.replaced)
         raise capture_error(error) from error
     finally:
         tracer.watch.stop()
@@ -310,6 +312,7 @@ class StepTracer:
         self.remembered = Remembered()
         self.changing: set[int] = set()  # the numbers of the buffers that the first run changed
         self.given_now: list[Given] = []  # of the run that goes on
+        self.replaced: tuple[str, ...] = ()  # buffers, by the latest run
         self.below: tuple[AbstractContextManager[Any], ...] = ()  # modes to run the forward in, before all others
         self.keeps_casts = torch.is_autocast_cache_enabled()
         self.within: list[int] = []
@@ -369,12 +372,14 @@ class StepTracer:
             self.recorder.take_arguments(bound, self.input_template)
             self.given_now[:] = [given]
             value = run_model(self.model, self.loss_fn, self.signature, bound)
-            _refuse_with_gradient(self.model, self.entries, state, self.given)
-            _write_back_reassigned(self.model, self.entries, state)
+            refuse_with_gradient(self.model, self.entries, state, self.given)
+            replaced = write_back(self.model, self.entries, state)
+            self.replaced = tuple(replaced)
             stack.close()  # what follows is not read by forward
             self.written |= given.places(self.recorder.written)
             self.settings = self.recorder.settings()
             result = given.returned(value, self.written)
+            refuse_returned(replaced, result.tensors)
             for tensor in (*flat[len(self.entries) :], *result.tensors):
                 refuse_attributes(vars(tensor).keys() - usual, "what forward takes or returns")
         self.given_now.clear()
@@ -480,9 +485,10 @@ def choose_differentiated(
     if asked is not None and asked is not EVERY_OUTPUT:
         return {i for i in candidates if paths[i] in asked}
     returned = {i for _, i in slots(template)}
-    candidates = [i for i in candidates if i in returned]  # not what forward puts into its arguments
+    given_back = [i for i in candidates if i in returned]  # not what forward puts into its arguments
     if asked is EVERY_OUTPUT:
-        return set(candidates)
+        return set(given_back)
+    candidates = given_back or candidates  # but where it returns nothing else
     losses = [i for i in candidates if paths[i] in (".loss", "['loss']") and tensors[i].dim() == 0]
     scalars = [i for i in candidates if tensors[i].dim() == 0]
     if losses or scalars:
@@ -490,42 +496,6 @@ def choose_differentiated(
     if isinstance(template, Tree) and hasattr(template.spec.type, "to_tuple"):  # HF ModelOutput without a loss
         return set(candidates[:1])
     return set(candidates)
-
-
-def _refuse_with_gradient(
-    model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor], own: Sequence[torch.Tensor]
-) -> None:
-    """Of a buffer, a planned step writes the value alone: what is computed from it later would pass no gradient on."""
-    for entry, before in zip(entries, own, strict=False):
-        current = _attribute(model, entry.name)
-        usual = current is state[entry.name] and before.requires_grad
-        if not entry.is_parameter and isinstance(current, torch.Tensor) and current.requires_grad and not usual:
-            raise Unsupported(
-                "buffer that forward gives a gradient", entry.name, "a planned step writes its value alone, and what "
-                "is computed from it after forward would pass no gradient on",
-                "Return it from forward, or put its detach() there.",
-            )  # fmt: skip
-
-
-def _write_back_reassigned(model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor]) -> None:
-    """`self.buffer = new` becomes an update of the buffer in place, as `state_dict` shows it."""
-    originals = {id(t) for t in state.values()}
-    updates: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for entry in entries:
-        current = _attribute(model, entry.name)
-        given = state[entry.name]
-        if current is given:
-            continue
-        if not isinstance(current, torch.Tensor) or current.shape != given.shape or current.dtype != given.dtype:
-            raise Unsupported(
-                "buffer replaced in forward", entry.name, "its shape or type changes between steps",
-                "Keep the buffer's shape and dtype, or update it outside forward.",
-            )  # fmt: skip
-        # Two buffers may have changed places: take both values before either is overwritten.
-        updates.append((given, current.detach().clone() if id(current) in originals else current))
-    with torch.no_grad():
-        for given, current in updates:
-            given.copy_(current)
 
 
 def _check(joint: JointGraph, names: list[str], num_state: int) -> None:
@@ -686,9 +656,3 @@ def _fake_inputs(
             fake = mode.from_tensor(tensor.detach(), static_shapes=True)
         fakes.append(fake.requires_grad_(tensor.requires_grad))
     return fakes
-
-
-def _attribute(model: nn.Module, name: str) -> Any:
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path) if path else model
-    return getattr(module, leaf)

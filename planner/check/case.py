@@ -15,10 +15,10 @@ from passes.memory import place, span
 from passes.run._torch import under_autocast
 from passes.trace.arguments import argument_names, call_signature, names_given, run_model, state_tensors
 from passes.trace.capture import Traced
-from passes.trace.given import left_alone
+from passes.trace.given import all_outputs, left_alone, targets_of
 from passes.trace.refuse import has_sharded
 from passes.trace.state import Snapshot as Reached
-from passes.trace.structure import Bound, flatten, unflatten
+from passes.trace.structure import Bound, flatten, held_objects, unflatten
 from passes.trace.templates import constants, slots
 from planner.decided import Decided
 from planner.dropin.regions import regions_of, running_regions
@@ -28,8 +28,9 @@ from .restore import Generators, Snapshot, put_back, strangers_kept
 from .twins import nudged, twins, varied
 
 Tensors = list[torch.Tensor]
+Backward = Callable[[Any, Sequence[Any]], Any]  # of an output, and of what forward changed in its arguments
 # (tensors, step counted from 0, backward) -> what `backward` gave for the output
-Run = Callable[[Tensors, int, Callable[[Any], Any]], Any]
+Run = Callable[[Tensors, int, Backward], Any]
 
 
 class Case:
@@ -53,7 +54,7 @@ class Case:
         self.originals = [*state_tensors(model, traced.state), *inputs]
         roots = [model, loss_fn, *constants(self.template)]
         self.snapshot = Snapshot(roots, self.originals)
-        self.reached = None if has_sharded(model) else Reached(model, loss_fn, draws=False)
+        self.reached = None if has_sharded(model) else Reached(model, loss_fn, held_objects(bound), draws=False)
         self.remembers = False  # whether the plain step, which runs first, left anything on the model
         self.generators = Generators.of(self.originals)
         self.start = self.generators.state()
@@ -77,19 +78,20 @@ class Case:
 
     # The two ways to run a step -----------------------------------------------------------------------------------
 
-    def plain(self, tensors: Tensors, step: int, backward: Callable[[Any], Any]) -> Any:
+    def plain(self, tensors: Tensors, step: int, backward: Backward) -> Any:
         """The model's own forward, with its hooks on parameters out of reach."""
         saving = torch.autograd.graph.save_on_cpu() if self.offload else contextlib.nullcontext()
         return self._own_forward(tensors, backward, saving)
 
     def _own_forward(
-        self, tensors: Tensors, backward: Callable[[Any], Any], around: contextlib.AbstractContextManager[Any]
+        self, tensors: Tensors, backward: Backward, around: contextlib.AbstractContextManager[Any]
     ) -> Any:
         named = {e.name: t for e, t in zip(self.traced.state, tensors, strict=False)}
         with swapped_state(self.model, named), around:
             bound = Bound(unflatten(self.template, tensors[self.count :]), self.by_name)
             with left_alone(bound):
-                result = backward(run_model(self.model, self.loss_fn, self.signature, bound))
+                targets = targets_of(self.traced.changes, bound)
+                result = backward(run_model(self.model, self.loss_fn, self.signature, bound), targets)
         tensors[: self.count] = [named[e.name] for e in self.traced.state]
         return result
 
@@ -100,10 +102,11 @@ class Case:
             return lambda tensors, step, backward: self._own_forward(tensors, backward, running_regions(regions))
         return lambda tensors, step, backward: self._rewritten(planned, tensors, backward)
 
-    def _rewritten(self, planned: Decided, tensors: Tensors, backward: Callable[[Any], Any]) -> Any:
+    def _rewritten(self, planned: Decided, tensors: Tensors, backward: Backward) -> Any:
         bound = Bound(unflatten(self.template, tensors[self.count :]), self.by_name)
         with left_alone(bound):
-            return backward(planned.run(self.model, tensors, _NoOtherBackward(), bound))
+            targets = targets_of(self.traced.changes, bound)
+            return backward(planned.run(self.model, tensors, _NoOtherBackward(), bound), targets)
 
     # A run of some steps ------------------------------------------------------------------------------------------
 
@@ -160,7 +163,7 @@ class Case:
         given = list(tensors)
         before = self.generators.state()
         torch.clear_autocast_cache()  # under autocast around both steps, the second would see the first one's weights
-        output, template = run(tensors, step, lambda output: self._backward(output, step, tensors))
+        output, template = run(tensors, step, lambda output, targets: self._backward(output, targets, step, tensors))
         own = {t.untyped_storage().data_ptr() for t in given}
         outputs = [self._kept(t.detach(), t.untyped_storage().data_ptr() in own) for t in output]
         first: dict[int, str] = {}
@@ -190,11 +193,14 @@ class Case:
             return tensor.to("cpu", copy=True)
         return tensor.clone() if copy else tensor
 
-    def _backward(self, output: Any, step: int, own: Tensors) -> tuple[Tensors, Any]:
+    def _backward(self, output: Any, targets: Sequence[Any], step: int, own: Tensors) -> tuple[Tensors, Any]:
         """Start a backward where the trace did; what the output is made of."""
         leaves, template = flatten(output)
         at = {path: leaves[i] for path, i in reversed(slots(template))}
         starts = [at[o.path] for o in self.traced.outputs if o.differentiated and o.path in at]
+        if not starts and self.traced.changes:  # forward puts it into its arguments
+            every = all_outputs(output, self.traced.output_template, self.traced.changes, targets)
+            starts = [t for o, t in zip(self.traced.outputs, every, strict=True) if o.differentiated]
         chosen = [t for t in starts if t.requires_grad]
         if chosen:
             planned = self.traced.placeholders[self.traced.num_primals :][: len(chosen)]
@@ -210,9 +216,10 @@ def tangent(like: torch.Tensor, strides: Sequence[int], step: int) -> torch.Tens
     """The gradient of an output, in the strides that are planned for: one for a loss, numbers for other outputs."""
     if like.dim() == 0:
         return torch.full((), 1 - step / 4, dtype=like.dtype, device=like.device)
-    numbers = torch.arange(like.numel(), dtype=torch.float32, device=like.device).mul_(0.37).add_(step).cos_()
-    result = torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
-    return result.copy_(numbers.reshape(like.shape))
+    sizes = [size if stride else 1 for size, stride in zip(like.shape, strides, strict=True)]  # a sum's is expanded
+    result = torch.empty_strided(sizes, strides, dtype=like.dtype, device=like.device)
+    numbers = torch.arange(result.numel(), dtype=torch.float32, device=like.device).mul_(0.37).add_(step).cos_()
+    return result.copy_(numbers.reshape(sizes)).expand(like.shape)
 
 
 def _memory(names: list[str], tensors: Tensors, outputs: list[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,12 +64,19 @@ def template_key(template: Template) -> str:
         case Opaque(prototype, attributes):
             inside = ", ".join(f"{name}={template_key(child)}" for name, child in attributes)
             return f"{_kind(prototype)}({inside})"
+        case Constant(torch.Generator() as generator):
+            return f"a generator on {generator.device}"  # no trace draws from it, nor asks for its state
         case Constant(value):
-            return _kind(value) if is_looked_into(value) else repr(value)
+            return _kind(value) if is_looked_into(value) or _draws(value) else repr(value)
         case Slot(index):
             return f"tensor {index}"
         case Again(index):
             return f"that of place {index}"
+
+
+def _draws(value: Any) -> bool:
+    """Whether it is a generator of Python's or NumPy's, of which the same is true."""
+    return isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random")
 
 
 def _kind(value: Any) -> str:

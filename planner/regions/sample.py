@@ -31,7 +31,7 @@ from passes.trace.given import left_alone
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.refuse import has_sharded, is_sharded
 from passes.trace.state import Snapshot as Reached
-from passes.trace.structure import Bound, flatten, unflatten
+from passes.trace.structure import Bound, flatten, held_objects, unflatten
 from passes.trace.templates import slots
 from passes.trace.value_guards import KnownValues
 from planner.check.restore import Generators, Snapshot, gradients_aside, hooks_aside, put_back, strangers_kept
@@ -76,8 +76,8 @@ class Sample:
 
     @cached_property
     def reached(self) -> Reached:
-        """What Python state the step can change, in functions' globals and classes, too."""
-        return Reached(self.model, self.loss_fn, draws=False)
+        """What Python state the step can change, in functions' globals, classes and arguments, too."""
+        return Reached(self.model, self.loss_fn, held_objects(self.arguments), draws=False)
 
     def run(self, candidates: Candidates, parts: Parts, counting: Counting | None = None) -> Hollow:
         """One hollow run; the model, its gradients and all generators are left as they were.

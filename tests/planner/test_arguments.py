@@ -308,6 +308,33 @@ def test_a_backward_may_start_from_what_was_put_into_an_argument(backward: str) 
             assert_same_gradients(model, plain)
 
 
+@pytest.mark.parametrize("returned", [True, False])
+@pytest.mark.parametrize("key", ["loss", "hidden"])
+def test_a_forward_may_leave_all_that_it_computes_in_an_argument(key: str, returned: bool) -> None:
+    class Leaving(Reader):
+        def forward(self, batch: Any) -> Any:
+            batch["hidden"] = torch.tanh(self.second(torch.tanh(self.first(batch["x"]))))
+            batch["loss"] = batch["hidden"].pow(2).sum()
+            return batch if returned else None
+
+    torch.manual_seed(0)
+    model = Leaving(None)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, ({"x": X},), recompute=["*"], check=True)
+    assert "4 gradients" in str(plan.checked)
+    for scale in (1.0, 2.0):
+        ours, theirs = {"x": X * scale}, {"x": X * scale}
+        assert (plan.module(ours) is ours) == returned
+        plain(theirs)
+        assert list(ours) == list(theirs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a backward that starts elsewhere
+            ours[key].sum().backward()
+        theirs[key].sum().backward()
+        assert torch.equal(ours[key], theirs[key])
+        assert_same_gradients(model, plain)
+
+
 def test_an_export_does_not_change_arguments_and_says_so(tmp_path: Path) -> None:
     plan = auto_checkpoint(Collecting(), (X, [], {}), progress=False)
     with pytest.raises(PlannerError, match="forward changes its argument found"):

@@ -360,6 +360,20 @@ class Unregistered(nn.Module):
         return self.head(self.layers[0](x))
 
 
+class NeedsOldBuffer(nn.Module):
+    """Multiplies by a buffer, and then replaces it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = linear()
+        self.register_buffer("table", torch.eye(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.head(x) @ self.table
+        self.table = self.table * 0.9
+        return y
+
+
 class PlainState(nn.Module):
     """Counts in a tensor that is not a buffer."""
 
@@ -421,6 +435,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
     "lazy": (lambda: nn.LazyLinear(3), batch, "lazy parameter at weight", "Run the model once on a sample"),
     "unregistered parameter": (Unregistered, batch, "no parameter of the model", "Register it: nn.Parameter"),
     "plain tensor changed": (PlainState, batch, "no buffer at self.steps", "Register it: self.register_buffer"),
+    "needed buffer replaced": (
+        NeedsOldBuffer, batch, "buffer replaced in forward whose old value the backward needs at table",
+        "Compute with its clone()"),
     "input changed": (
         lambda: Wrap(lambda self, x: self.layer(x.mul_(2)), layer=linear()), batch, "in-place change of an input",
         "Clone the input inside forward"),

@@ -512,3 +512,12 @@ def test_under_autocast() -> None:
 def test_loss_function() -> None:
     made = plan(linear(), (batch(), torch.randint(0, 8, (4,))), loss_fn=F.cross_entropy, check=True)
     assert made.checked.steps == 2
+
+
+def test_a_plan_for_the_gradient_of_a_sum_is_checked() -> None:
+    x = batch(width=32)
+    checked = plan(mlp(), x, check=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first replays the plain forward, the second is planned anew
+        for _ in range(2):
+            checked.module(x).sum().backward()

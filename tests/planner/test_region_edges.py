@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -252,8 +253,22 @@ class SharedGradients(nn.Module):
         return x.pow(2).sum()
 
 
+class Conjugates(nn.Module):
+    """Its parts are given the negated halves of conjugates, which nobody has written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(torch.complex(x, x.sin()).conj().imag)
+            assert bool(x.isfinite().all())
+        return x.pow(2).sum()
+
+
 KINDS = (ChangesInPlace, ManyReaders, UsesCache, Collects, Recurrent, HasHooks, Expands, ReadsWhatIsTurned,
-         ChangesWhatIsTurned, SharedGradients)  # fmt: skip
+         ChangesWhatIsTurned, SharedGradients, Conjugates)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -638,6 +653,30 @@ def test_planning_leaves_what_code_between_regions_changes(check: bool) -> None:
     assert (Draws.told, TOLD) == ([], [])
     for _ in range(3):
         assert torch.equal(plan.module(x), plain(x))
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("make", [lambda n: torch.Generator().manual_seed(n), random.Random, np.random.default_rng])
+def test_planning_leaves_generators_that_are_arguments(make: Any, check: bool) -> None:
+    class Drawing(Part):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Part()
+
+        def forward(self, x: torch.Tensor, source: Any) -> torch.Tensor:
+            noise = torch.rand((), generator=source) if isinstance(source, torch.Generator) else source.random()
+            return (self.part(x) * noise).sum()
+
+    torch.manual_seed(0)
+    model, x = Drawing(), torch.randn(4, 16)
+    plain, mine, plains = copy.deepcopy(model), make(3), make(3)
+    plan = auto_checkpoint(model, (x, mine), regions="part", check=check)
+    assert torch.equal(plan.module(x, mine), plain(x, plains))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the plan holds for other generators
+        assert torch.equal(plan.module(x, make(4)), plain(x, make(4)))
+    with pytest.warns(UserWarning, match="planning anew"):
+        assert torch.equal(plan.module(x[:3], make(5)), plain(x[:3], make(5)))
 
 
 def test_an_iterator_that_code_between_regions_advances_is_refused() -> None:

@@ -657,6 +657,19 @@ def buffer_assigned(self: Any, x: torch.Tensor) -> Any:
     return self.layer(x) * self.buffer
 
 
+@case("A.4", "refused", buffer=lambda: torch.eye(8))
+def buffer_assigned_in_other_strides(self: Any, x: torch.Tensor) -> Any:
+    self.buffer = (self.buffer * 2).t()
+    return self.layer(x) * self.buffer.sum(0)
+
+
+@case("A.4", "refused", buffer=lambda: torch.ones(8))
+def buffer_assigned_whose_old_value_is_returned(self: Any, x: torch.Tensor) -> Any:
+    old = self.buffer
+    self.buffer = old * 2
+    return self.layer(x) * self.buffer, old
+
+
 @case("A.4", "same", buffer=lambda: torch.zeros(()))
 def a_counter_in_a_buffer(self: Any, x: torch.Tensor) -> Any:
     self.buffer += 1

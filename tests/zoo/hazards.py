@@ -402,3 +402,15 @@ def _register_custom_op() -> None:
         lambda ctx, gradient: gradient * 3 * ctx.saved_tensors[0] ** 2,
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
     )
+
+
+@hazard
+def conjugates() -> tuple[nn.Module, Any]:
+    """What is returned is the negated half of a conjugate, which nobody has written out."""
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        y = self.first(x)
+        return self.second(y * y + x).conj().imag
+
+    first, second = (nn.Linear(8, 8, dtype=torch.complex64) for _ in range(2))
+    return Wrap(forward, first=first, second=second), torch.randn(4, 8, dtype=torch.complex64).conj()

@@ -1,0 +1,86 @@
+"""What forward leaves in buffers: one in whose place it puts another tensor is written in place by a planned step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.errors import Unsupported
+from passes.run.tensors import is_laid_out
+
+from .arguments import StateEntry
+
+
+def refuse_with_gradient(
+    model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor], own: Sequence[torch.Tensor]
+) -> None:
+    """Of a buffer, a planned step writes the value alone: what is computed from it later would pass no gradient on."""
+    for entry, before in zip(entries, own, strict=False):
+        current = _attribute(model, entry.name)
+        usual = current is state[entry.name] and before.requires_grad
+        if not entry.is_parameter and isinstance(current, torch.Tensor) and current.requires_grad and not usual:
+            raise Unsupported(
+                "buffer that forward gives a gradient", entry.name, "a planned step writes its value alone, and what "
+                "is computed from it after forward would pass no gradient on",
+                "Return it from forward, or put its detach() there.",
+            )  # fmt: skip
+
+
+def write_back(
+    model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """`self.buffer = new` becomes an update of the buffer in place, as `state_dict` shows it; those replaced so."""
+    originals = {id(t) for t in state.values()}
+    updates: list[tuple[torch.Tensor, torch.Tensor]] = []
+    replaced: dict[str, torch.Tensor] = {}
+    for entry in entries:
+        current = _attribute(model, entry.name)
+        given = state[entry.name]
+        if current is given:
+            continue
+        if not isinstance(current, torch.Tensor) or current.shape != given.shape or current.dtype != given.dtype:
+            raise Unsupported(
+                "buffer replaced in forward", entry.name, "its shape or type changes between steps",
+                "Keep the buffer's shape and dtype, or update it outside forward.",
+            )  # fmt: skip
+        if not is_laid_out(current, given.stride()):
+            raise Unsupported(
+                "buffer replaced in forward by one in other strides", entry.name, "a planned step writes its value "
+                "alone, and sums over other strides have other bits", "Assign its contiguous() or clone().",
+            )  # fmt: skip
+        # Two buffers may have changed places: take both values before either is overwritten.
+        updates.append((given, current.detach().clone() if id(current) in originals else current))
+        replaced[entry.name] = given
+    with torch.no_grad():
+        for given, current in updates:
+            given.copy_(current)
+    return replaced
+
+
+def refuse_returned(replaced: Mapping[str, torch.Tensor], returned: Iterable[torch.Tensor]) -> None:
+    """The memory of a buffer that forward replaces has its new value once the step has run."""
+    ids = {id(tensor) for tensor in returned}
+    for name, given in replaced.items():
+        if id(given) in ids:
+            raise Unsupported(
+                "buffer returned that forward replaces", name, "a planned step writes the new value in its place",
+                "Return a clone() of it.",
+            )  # fmt: skip
+
+
+def refuse_needed(error: Exception, replaced: Iterable[str]) -> None:
+    """Say of buffers that forward replaces that the backward may need what they were."""
+    if replaced and "modified by an inplace operation" in str(error):
+        raise Unsupported(
+            "buffer replaced in forward whose old value the backward needs", ", ".join(replaced),
+            "a planned step writes the new value in its place", "Compute with its clone().",
+        ) from error  # fmt: skip
+
+
+def _attribute(model: nn.Module, name: str) -> Any:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path) if path else model
+    return getattr(module, leaf)

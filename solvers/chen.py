@@ -19,9 +19,9 @@ import networkx as nx
 from .base import CLOCK, Effort, Solver
 from .bounds import floor_bytes
 from .known import remember
-from .live import LARGE, Live
+from .live import Live
 from .minimum import KNOWN_SHARE, budget_error
-from .problem import Problem
+from .problem import LARGE, Problem
 from .schedule import Recompute
 from .solution import Solution, cheapest_fit
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from .live import LARGE, Live
-from .problem import Problem
+from .live import Live
+from .problem import LARGE, Problem
 from .schedule import Recompute
 from .unneeded import drop_unneeded
 
@@ -50,7 +50,7 @@ class Taste:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Recomputes that free `gain` bytes (in `Live.unit`s) at one moment for `cost`."""
+    """Recomputes that free `gain` bytes (in `Problem.unit`s) at one moment for `cost`."""
 
     recomputes: tuple[Recompute, ...]
     gain: int
@@ -197,7 +197,7 @@ def _second_peak(live: Live, slot: int) -> int:
 def held_across(live: Live, key: int) -> Iterator[int]:
     """Tensors live at `key` only for a later read, that may be recomputed; cheapest per byte first."""
     event = 2 * key
-    for t in live.evictable:
+    for t in live.problem.evictable:
         events = live.events[t]
         if events[0] < event < events[-1]:
             after = events[bisect_left(events, event)]
@@ -244,7 +244,7 @@ def plan_eviction(
                 stack.append(producer[t])
     if gain <= 0:
         return None
-    return Eviction(tuple((slot, i) for i in sorted(chosen)), gain // live.unit, cost)
+    return Eviction(tuple((slot, i) for i in sorted(chosen)), gain // live.problem.unit, cost)
 
 
 def _spans(live: Live, tensor: int, key: int, moment: int) -> bool:

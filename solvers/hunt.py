@@ -12,10 +12,10 @@ from .descent import Reached, repair
 from .engine import Answer
 from .exact import exact_schedule
 from .known import remember
-from .live import LARGE, Live
+from .live import Live
 from .local import improve
 from .minimum import smallest_peak
-from .problem import Problem
+from .problem import LARGE, Problem
 from .schedule import Schedule, recomputes_of
 from .simulate import peak_and_cost
 from .staged import StagedModel

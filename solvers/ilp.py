@@ -34,7 +34,7 @@ from .errors import BudgetError
 from .exact import exact_schedule
 from .hunt import LEAST_SECONDS, LOWEST_SHARE, Hunt, anneal_for, look_exactly, look_lower, polish_on
 from .known import lowest_known, recalled
-from .live import LARGE, Live
+from .live import Live
 from .minimum import (
     EXACT_SHARE,
     KNOWN_SHARE,
@@ -45,7 +45,7 @@ from .minimum import (
     smallest_of,
     smallest_peak,
 )  # fmt: skip
-from .problem import Problem
+from .problem import LARGE, Problem
 from .solution import EVERY, Solution, cheapest_fit, solution
 from .staged import StagedModel
 from .turns import WAYS

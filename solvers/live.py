@@ -2,39 +2,45 @@
 
 A plan is a set of *recomputes*, pairs (slot, op): run `op` again right before required op `slot`. Inside a
 slot recomputes run in the order of their indices. Every such set is a valid schedule, because the first run of
-each op comes before; what a recompute changes is only how long tensors stay live (`events`). `Live` keeps, for
-every slot, the bytes at its worst moment, and updates them when one recompute comes or goes, by touching only the
-tensors that the op reads and writes. It agrees with `simulate` to the byte; `simulate` remains the referee.
+each op comes before; what a recompute changes is only how long tensors stay live. `Live` keeps, for every slot,
+the bytes at its worst moment, and updates them when one recompute comes or goes, by touching only the tensors
+that the op reads and writes. It agrees with `simulate` to the byte; `simulate` remains the referee.
+
+Vocabulary: a *key* `slot * (n + 1) + op` is a moment of the step, ordered like the schedule; an *event* is
+`2 * key + 1` where a tensor is written and `2 * key` where it is read; a tensor is live between two successive
+events when the later one is a read, or always once written if it is an output of the step.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from math import gcd
 
 import numpy as np
 
-from .events import Events
 from .problem import Problem
-from .schedule import Recompute
+from .schedule import Recompute, Schedule, with_frees
 
 Move = list[tuple[int, int, int]]  # (1, slot, op) comes, (-1, slot, op) goes
 Levels = tuple[np.ndarray, list[int]]
-LARGE = 5000
 
 
-class Live(Events):
+class Live:
     """Live bytes per slot under a changing set of recomputes."""
 
     def __init__(self, problem: Problem, recomputes: Iterable[Recompute] = ()) -> None:
-        super().__init__(problem)
+        self.problem = problem
+        self.stride = len(problem.ops) + 1
+        self.inputs = [tuple(dict.fromkeys(op.inputs)) for op in problem.ops]
+        self.outputs = [op.outputs for op in problem.ops]
+        self.pinned = [t in problem.pinned for t in range(len(problem.tensors))]
+        self.events: list[list[int]] = [[] for _ in problem.tensors]
+        self.items: list[list[int]] = [[] if op.optional else [i] for i, op in enumerate(problem.ops)]
+        self.slots_of: list[list[int]] = [[] for _ in problem.ops]
         self.bytes = [t.bytes for t in problem.tensors]
         self.replays = [tuple(dict.fromkeys((*op.inputs, *op.replay_inputs))) for op in problem.ops]
         self.alloc = [op.workspace + sum(self.bytes[t] for t in op.outputs) for op in problem.ops]
         self.reuse = [op.reuse for op in problem.ops]
-        self.unit = gcd(*self.bytes) or 1  # scores count bytes in it, so that scaling all sizes changes no rounding
-        self.evictable = self._evictable()
         self.cost = 0
         self.journal: list[tuple[int, int, int]] | None = None
         self.total = np.zeros(len(problem.ops), dtype=np.int64)
@@ -42,7 +48,6 @@ class Live(Events):
         self._deferred: dict[int, None] | None = None
         self._undoing = False  # what is live where is about to be put back
         self._optional_slot: dict[int, int] = {}
-        self._replayers = _replayers(problem)
         self._load_plain()
         self.add_all(recomputes)
 
@@ -104,6 +109,39 @@ class Live(Events):
         del journal[mark:]
         self.journal = journal
 
+    def recomputes(self) -> list[Recompute]:
+        """All recomputes, by slot, then by op."""
+        ops = self.problem.ops
+        return [(s, i) for s, items in enumerate(self.items) for i in items if i != s and not ops[i].optional]
+
+    def has(self, slot: int, op: int) -> bool:
+        """Whether `op` is recomputed right before `slot`."""
+        return slot in self.slots_of[op]
+
+    def schedule(self) -> Schedule:
+        """The schedule this state stands for."""
+        order = [i for items in self.items for i in items if not self.problem.ops[i].optional]
+        return with_frees(self.problem, order)
+
+    def key(self, slot: int, op: int) -> int:
+        """The moment at which `op` runs in `slot`."""
+        return slot * self.stride + op
+
+    def slot(self, event: int) -> int:
+        """The slot of an event."""
+        return (event >> 1) // self.stride
+
+    def around(self, tensor: int, key: int) -> tuple[int, int]:
+        """The tensor's last event before `key` and its first at or after it; -1 where there is none."""
+        events = self.events[tensor]
+        j = bisect_left(events, 2 * key)
+        return (events[j - 1] if j else -1), (events[j] if j < len(events) else -1)
+
+    def is_live(self, tensor: int, key: int) -> bool:
+        """Whether a recompute at `key` could read `tensor` without keeping it any longer than now."""
+        before, after = self.around(tensor, key)
+        return before >= 0 and (self.pinned[tensor] or (after >= 0 and not after & 1))
+
     def worst_key(self, slot: int) -> int:
         """The worst moment of `slot`."""
         worst, at = -1, slot
@@ -112,17 +150,13 @@ class Live(Events):
                 worst, at = moment, op
         return self.key(slot, at)
 
-    def _evictable(self) -> list[int]:
-        """Tensors that may be dropped and recomputed, cheapest per byte first."""
-        ops, producer = self.problem.ops, self.problem.producer
-        allowed = [t for t, p in enumerate(producer) if ops[p].recomputable and not self.pinned[t] and self.bytes[t]]
-        if len(ops) <= LARGE:
-            return sorted(allowed, key=lambda t: (ops[producer[t]].cost / (self.bytes[t] // self.unit), t))
-        # Equals are scattered over the step, else a look at the first few sees one corner of it only.
-        scatter = {t: t * 2654435761 % (1 << 32) for t in allowed}
-        return sorted(allowed, key=lambda t: (round(ops[producer[t]].cost / self.bytes[t], 2), scatter[t]))
-
     def _load_plain(self) -> None:
+        for i in self.problem.required():
+            key = 2 * self.key(i, i)
+            for t in self.inputs[i]:
+                self.events[t].append(key)
+            for t in self.outputs[i]:
+                self.events[t].append(key + 1)
         for t, events in enumerate(self.events):
             if events:
                 last = len(self.total) if self.pinned[t] else self.slot(events[-1]) + 1
@@ -243,7 +277,7 @@ class Live(Events):
             p = self.problem.producer[t]
             if not self.problem.ops[p].optional:
                 continue
-            wanted = next((i for i in self._replayers[p] if self.slots_of[i]), -1)
+            wanted = next((i for i in self.problem.replayers[p] if self.slots_of[i]), -1)
             current = self._optional_slot.get(p, -1)
             if wanted == current:
                 continue
@@ -253,10 +287,7 @@ class Live(Events):
                 self._place(wanted, p, ())
             self._optional_slot[p] = wanted
 
-
-def _replayers(problem: Problem) -> dict[int, list[int]]:
-    result: dict[int, list[int]] = {}
-    for i, op in enumerate(problem.ops):
-        for t in op.replay_inputs:
-            result.setdefault(problem.producer[t], []).append(i)
-    return result
+    def _is_last_read(self, t: int, event: int) -> bool:
+        events = self.events[t]
+        j = bisect_left(events, event)
+        return not self.pinned[t] and (j + 1 == len(events) or bool(events[j + 1] & 1))

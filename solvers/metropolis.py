@@ -87,7 +87,7 @@ class _Walk:
     def __init__(self, live: Live, room: int, rng: random.Random) -> None:
         problem = live.problem
         self.live, self.room, self.rng = live, room, rng
-        self.candidates = live.evictable
+        self.candidates = problem.evictable
         self.recomputes = _Recomputes(live.recomputes())
         self.op_cost = problem.step_cost / max(1, len(problem.ops)) or 1.0
         self.tensor_bytes = float(np.mean([b for b in live.bytes if b] or [1]))

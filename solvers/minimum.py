@@ -18,8 +18,8 @@ from .descent import KEEP_RATIOS, Reached, Taste, descend
 from .errors import MIB, BudgetError
 from .exact import exact_schedule
 from .known import fallbacks, lowest_known, remember
-from .live import LARGE, Live
-from .problem import Problem
+from .live import Live
+from .problem import LARGE, Problem
 from .schedule import Schedule
 from .simulate import peak_and_cost
 from .solution import Solution, cheapest_fit

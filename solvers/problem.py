@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 from .errors import PlannerError
+
+LARGE = 5000  # ops of a step; solvers look at less of a larger one at a time
 
 CATEGORIES = ("activation", "temporary", "gradient", "output", "rng", "tangent")
 
@@ -110,6 +113,31 @@ class Problem:
     def pinned(self) -> frozenset[int]:
         """`outputs` as a set."""
         return frozenset(self.outputs)
+
+    @cached_property
+    def replayers(self) -> dict[int, list[int]]:
+        """For each op the ops that replay what it writes, in order; ops that none does are left out."""
+        found: dict[int, list[int]] = {}
+        for i, op in enumerate(self.ops):
+            for t in op.replay_inputs:
+                found.setdefault(self.producer[t], []).append(i)
+        return found
+
+    @cached_property
+    def unit(self) -> int:
+        """What scores count bytes in, so that scaling all sizes changes no rounding."""
+        return gcd(*(t.bytes for t in self.tensors)) or 1
+
+    @cached_property
+    def evictable(self) -> list[int]:
+        """Tensors that may be dropped and recomputed, cheapest per byte first."""
+        ops, producer, sizes = self.ops, self.producer, [t.bytes for t in self.tensors]
+        allowed = [t for t, p in enumerate(producer) if ops[p].recomputable and t not in self.pinned and sizes[t]]
+        if len(ops) <= LARGE:
+            return sorted(allowed, key=lambda t: (ops[producer[t]].cost / (sizes[t] // self.unit), t))
+        # Equals are scattered over the step, else a look at the first few sees one corner of it only.
+        scatter = {t: t * 2654435761 % (1 << 32) for t in allowed}
+        return sorted(allowed, key=lambda t: (round(ops[producer[t]].cost / sizes[t], 2), scatter[t]))
 
     @property
     def forward(self) -> range:

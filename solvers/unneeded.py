@@ -41,6 +41,16 @@ def drop_dead(live: Live, op: int, slot: int) -> None:
     while stack:
         i = stack.pop()
         for s in list(live.slots_of[i]):
-            if s <= slot and live.is_dead(s, i):
+            if s <= slot and _is_dead(live, s, i):
                 live.remove(s, i)
                 stack.extend(producer[t] for t in live.inputs[i])
+
+
+def _is_dead(live: Live, slot: int, op: int) -> bool:
+    """Whether nothing reads what the recompute writes before it is written again or the step ends."""
+    key = live.key(slot, op)
+    for t in live.outputs[op]:
+        after = live.around(t, key + 1)[1]
+        if after >= 0 and not after & 1:
+            return False
+    return True

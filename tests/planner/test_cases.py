@@ -433,8 +433,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
     "data parallel": (
         lambda: nn.DataParallel(linear()), batch, "the model (DataParallel)", "wrap plan.module afterwards"),
     "lazy": (lambda: nn.LazyLinear(3), batch, "lazy parameter at weight", "Run the model once on a sample"),
-    "unregistered parameter": (Unregistered, batch, "no parameter of the model", "Register it: nn.Parameter"),
-    "plain tensor changed": (PlainState, batch, "no buffer at self.steps", "Register it: self.register_buffer"),
+    "unregistered parameter": (Unregistered, batch, "not a parameter of the model", "Register it: nn.Parameter"),
+    "plain tensor changed": (PlainState, batch, "not a buffer at self.steps", "Register it: self.register_buffer"),
     "needed buffer replaced": (
         NeedsOldBuffer, batch, "buffer replaced in forward whose old value the backward needs at table",
         "Compute with its clone()"),

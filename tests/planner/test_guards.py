@@ -1239,3 +1239,18 @@ def test_what_the_garbage_collector_calls_back_is_not_read_by_forward() -> None:
     finally:
         gc.callbacks.remove(count)
         COUNTED.pop("collections", None)
+
+
+@pytest.mark.parametrize("regions", ["whole", ["0"]])
+def test_weights_in_other_strides_are_planned_for(regions: Any) -> None:
+    norms = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    model = nn.Sequential(norms, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    x = torch.randn(4, 3, 12, 12)
+    planned = plan(model, x, regions=regions)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    plain = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match=r"0\.0\.weight.*in strides \(27, 1, 9, 3\)"):
+        planned.module(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]

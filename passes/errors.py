@@ -44,6 +44,10 @@ class Unsupported(PlannerError):
         self.remedy = remedy
 
 
+class StateChanged(Unsupported):
+    """Forward leaves something that a later call reads: a table that grows with the longest batch, or a counter."""
+
+
 class InputMismatch(PlannerError):
     """A call's inputs do not have the structure, shape, dtype or device the plan was made for.
 

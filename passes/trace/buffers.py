@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.errors import Unsupported
+from passes.errors import StateChanged, Unsupported
 from passes.run.tensors import is_laid_out
 
 from .arguments import StateEntry
@@ -42,9 +42,10 @@ def write_back(
         if current is given:
             continue
         if not isinstance(current, torch.Tensor) or current.shape != given.shape or current.dtype != given.dtype:
-            raise Unsupported(
+            raise StateChanged(
                 "buffer replaced in forward", entry.name, "its shape or type changes between steps",
-                "Keep the buffer's shape and dtype, or update it outside forward.",
+                "Keep the buffer's shape and dtype, or update it outside forward; where it only grows, call the model "
+                "with the largest batch before planning.",
             )  # fmt: skip
         if not is_laid_out(current, given.stride()):
             raise Unsupported(

@@ -13,7 +13,7 @@ from torch import nn
 
 from passes._torch import pytree
 
-from ..errors import Unsupported
+from ..errors import StateChanged, Unsupported
 from .constructs import DRAW, KEPT, SEED
 from .given import ARGUMENT
 from .nodes import Change, alike, same
@@ -98,7 +98,8 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[Left, ...]:
         before.restore()
         line = place or line_of_change(rerun.once, change)
         before.restore()
-        raise Unsupported(what, change.path + (f", {line}" if line else ""), why, remedy)
+        found = StateChanged if why == _WHY_STATE else Unsupported
+        raise found(what, change.path + (f", {line}" if line else ""), why, remedy)
 
     for change in changes:
         if change.node.kind == "generator" and not _reseeded(before, change, rerun):

@@ -17,7 +17,7 @@ from torch import nn
 
 from passes._torch import active_saving_hooks, global_hooks, profiler_runs
 from passes.device import kind_of
-from passes.errors import ForwardFailed, InputMismatch, NoBackward, Unsupported
+from passes.errors import ForwardFailed, InputMismatch, NoBackward, StateChanged, Unsupported
 from passes.run._torch import Autocast
 from passes.run.arena import ask_for
 from passes.trace.arguments import argument_names, bind_call, run_model, set_forward, state_tensors
@@ -151,7 +151,7 @@ class PlanState:
                 return self._plan(key, bound, entry, starts)
             except NoBackward:  # merged adapters: as in eager, it is `backward` that would fail
                 return None, []
-            except ForwardFailed as error:  # raised by the plain forward, it leaves what it leaves in eager
+            except (ForwardFailed, StateChanged) as error:  # the plain forward leaves what it leaves in eager
                 warnings.warn(f"planned step not used, not under the budget: {error}", stacklevel=user_frame())
                 return None, []
             except NothingTrained as error:

@@ -6,7 +6,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,7 +31,8 @@ def _is_planned_for(tensor: Any) -> bool:
     return type(tensor) in _PLAIN or is_distributed(tensor)
 
 
-_DECIDES = attrgetter("shape", "dtype", "device", "requires_grad")
+def _decides(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.shape, t.dtype, t.device, t.requires_grad, t.stride()
 
 
 @dataclass(eq=False)
@@ -95,7 +95,7 @@ class Entry:
         tensors = self._state(model, loss_fn)
         if tensors is None or not (_PLAIN.issuperset(map(type, tensors)) or all(map(_is_planned_for, tensors))):
             return None
-        alike = list(map(_DECIDES, tensors)) == self.state or list(map(state_key, tensors)) == self.state
+        alike = list(map(_decides, tensors)) == self.state or list(map(state_key, tensors)) == self.state
         return tensors if alike else None
 
     def _state(self, model: nn.Module, loss_fn: Any) -> list[torch.Tensor] | None:

@@ -28,7 +28,7 @@ class Key:
 
 def call_key(tensors: Sequence[torch.Tensor], template: Template, cast: torch.dtype | None = None) -> Key:
     """The key of a call with these arguments, made now; `cast` is to what those of floating point are cast before."""
-    looks = [(*state_key(t), t.stride(), t.is_inference()) for t in tensors]
+    looks = [(*state_key(t), t.is_inference()) for t in tensors]
     # Forward may look for attributes that the caller set.
     named = [(i, *sorted(vars(t))) for i, t in enumerate(tensors) if type(t) is torch.Tensor and vars(t)]
     inputs: tuple[Any, ...] = (f"{template_key(template)}{named or ''}", *looks)
@@ -43,7 +43,7 @@ def state_key(t: torch.Tensor) -> tuple[Any, ...]:
     if is_distributed(t):
         spread: Any = t
         return (*state_key(local_part(t)), tuple(map(str, spread.placements)), tuple(t.shape))
-    return t.shape, t.dtype, home(t), t.requires_grad
+    return t.shape, t.dtype, home(t), t.requires_grad, t.stride()
 
 
 def home(t: torch.Tensor) -> torch.device:
@@ -52,8 +52,10 @@ def home(t: torch.Tensor) -> torch.device:
 
 
 def describe_tensor(key: Any) -> str:
-    shape, dtype, device, requires_grad, *others = key
+    shape, dtype, device, requires_grad, strides, *others = key
     more = ", requires_grad" * requires_grad + ", made under inference_mode" * (others[-1:] == [True])
+    if strides != torch.empty(shape, device="meta").stride():
+        more += f", in strides {tuple(strides)}"
     return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}{more}"
 
 

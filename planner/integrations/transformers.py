@@ -44,13 +44,13 @@ class PlanCallback(TrainerCallback):
                 f"Trainer runs this model on {args.n_gpu} GPUs by nn.DataParallel, which a plan does not cover: start "
                 "one process per GPU (torchrun), or let it see one GPU (CUDA_VISIBLE_DEVICES)."
             )
-        self._leave_checkpoints_to_the_plan(model)
         if self.first is None or self.first.model is not model:
             self.close()
             gradients = "accumulated" if args.gradient_accumulation_steps > 1 else "fresh"
             options = {"optimizer": optimizer, "gradients": gradients, **self.options}
             fetched = args.gradient_accumulation_steps  # at once, and one batch is trained on
             self.first = FirstBatch(model, self.budget_mb, batches=fetched, **options)
+        self._leave_checkpoints_to_the_plan(model)
         self.first.start()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

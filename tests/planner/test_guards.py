@@ -1239,3 +1239,52 @@ def test_what_the_garbage_collector_calls_back_is_not_read_by_forward() -> None:
     finally:
         gc.callbacks.remove(count)
         COUNTED.pop("collections", None)
+
+
+@pytest.mark.parametrize("regions", ["whole", ["0"]])
+def test_weights_in_other_strides_are_planned_for(regions: Any) -> None:
+    norms = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    model = nn.Sequential(norms, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    x = torch.randn(4, 3, 12, 12)
+    planned = plan(model, x, regions=regions)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    plain = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match=r"0\.0\.weight.*in strides \(27, 1, 9, 3\)"):
+        planned.module(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+class Growing(nn.Module):
+    """A long batch makes a longer table, or is counted, which later ones read."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0))
+        self.counts, self.longer = counts, 0
+        self.weight = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts and len(x) > 4:
+            self.longer += 1
+            return (x * self.weight).exp().sum() * self.longer
+        if len(x) > len(self.table):
+            self.table = torch.arange(float(len(x)))
+        return ((x * self.weight).exp() * self.table[: len(x)]).sum()
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_what_a_long_batch_leaves_is_left_by_the_plain_forward(counts: bool) -> None:
+    model = Growing(counts)
+    plain, planned = copy.deepcopy(model), plan(model, torch.randn(3))
+    for rows, leaves in ((6, True), (3, False), (6, counts), (8, True), (4, False)):
+        x = torch.randn(rows)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss = planned.module(x)
+        assert any("not under the budget" in str(w.message) for w in caught) is leaves
+        loss.backward()
+        plain(x).backward()
+        assert torch.equal(model.weight.grad, plain.weight.grad)  # type: ignore[arg-type]
+        assert (model.longer, len(model.table)) == (plain.longer, len(plain.table))

@@ -173,11 +173,14 @@ def test_trainer_with_a_plan_made_before(tmp_path: Path, way: Ways, smoothing: f
 def test_trainers_own_checkpoints_make_way(tmp_path: Path) -> None:
     plain = trainer(gpt2(), tmp_path / "plain", max_steps=2, gradient_checkpointing=True)
     plain.train()
-    planning = callback()
+    planning, seen = callback(), []
     planned = trainer(gpt2(), tmp_path / "planned", planning, max_steps=2, gradient_checkpointing=True)
+    planned.model.lm_head.register_forward_pre_hook(
+        lambda *_: seen.append(planned.model.transformer.gradient_checkpointing)
+    )
     with pytest.warns(UserWarning, match="gradient_checkpointing=True is switched off while the plan runs"):
         planned.train()
-    assert losses(planned) == losses(plain)
+    assert losses(planned) == losses(plain) and not any(seen)
     ours, theirs = ([getattr(m, "gradient_checkpointing", None) for m in t.model.modules()] for t in (planned, plain))
     assert ours == theirs and True in ours
 

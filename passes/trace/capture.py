@@ -237,6 +237,7 @@ def capture(
     tracer.recorder.let_go()
     tracer.remembered.check()
     _check(joint, [e.name for e in entries] + names, len(entries))
+    _refuse_views_of_inputs(joint, tracer.leaves)
     drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
     dropped = () if keep_outputs else callers_alone(joint.graph_module.graph, joint.mutated_inputs, tracer.leaves)
     if not keep_inputs:
@@ -531,6 +532,17 @@ def _check(joint: JointGraph, names: list[str], num_state: int) -> None:
         )
 
 
+def _refuse_views_of_inputs(joint: JointGraph, leaves: Sequence[OutputLeaf]) -> None:
+    for leaf in leaves:
+        base = joint.output_bases[leaf.index] if leaf.input is None else None
+        kind = joint.output_kinds[leaf.index] if leaf.input is None else ""
+        if (base is not None and kind.startswith("alias_of_i")) or kind == "is_input":
+            raise Unsupported(
+                "view of an input or parameter returned", f"output {leaf.path or '(the output)'}",
+                "a change of one would have to show in the other", "Return a clone() of it.",
+            )  # fmt: skip
+
+
 def drop_tangents_of_state(graph: fx.Graph, num_primals: int, num_differentiated: int) -> None:
     """A parameter that the forward overwrites (under `no_grad`) gets a tangent of its own, before the outputs'.
 
@@ -572,16 +584,6 @@ def _traced(
     dropped: Sequence[fx.Node],
 ) -> Traced:  # fmt: skip
     num_outputs = joint.num_forward_outputs - len(joint.mutated_inputs)
-    leaves = []
-    for leaf in tracer.leaves:
-        base = joint.output_bases[leaf.index] if leaf.input is None else None
-        kind = joint.output_kinds[leaf.index] if leaf.input is None else ""
-        if (base is not None and kind.startswith("alias_of_i")) or kind == "is_input":
-            raise Unsupported(
-                "view of an input or parameter returned", f"output {leaf.path or '(the output)'}",
-                "a change of one would have to show in the other", "Return a clone() of it.",
-            )  # fmt: skip
-        leaves.append(leaf)
     pristine = copied(joint.graph_module.graph)
     fuse(joint.graph_module.graph, dropped)
     paths = {i: path for path, i in reversed(slots(input_template))}  # of tensors that come twice, the first
@@ -593,7 +595,7 @@ def _traced(
         input_names=tuple(paths[i] for i in sorted(paths)),
         num_inputs=num_inputs,
         output_template=tracer.output_template,
-        outputs=tuple(leaves),
+        outputs=tuple(tracer.leaves),
         mutated=joint.mutated_inputs,
         num_outputs=num_outputs,
         reads=tracer.recorder.finish(joint.graph_module),

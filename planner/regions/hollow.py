@@ -6,6 +6,7 @@ lies in memory of a size of its own, by which it is recognised among the allocat
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -100,12 +101,14 @@ class Hollow:
         accumulated_bytes: whole gradients that sharded modules kept from a step before.
         outputs: what the model returned, and each of those tensors without its data.
         descend: whether the children of what cannot be a region are tried in its place.
+        thread: the one that runs it, which alone may capture, and whose memory is measured.
     """
 
     def __init__(
         self, model: nn.Module, static: Sequence[torch.Tensor], parts: Parts, device: torch.device, descend: bool
     ) -> None:
         self.model, self.parts, self.device, self.descend = model, parts, device, descend
+        self.thread = threading.get_ident()
         self.home = torch.get_default_device()  # which, where nothing has data, is the meta device meanwhile
         self.static = {place(local_part(t).untyped_storage()) for t in static}
         self.marks: list[Mark] = []

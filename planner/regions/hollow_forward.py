@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -77,6 +78,8 @@ class HollowForward:
     def _part(self, number: int, bound: Mapping[str, Any], tensors: list[torch.Tensor], template: Any) -> Part | None:
         hollow = self.hollow
         why = "the hollow run is over" if hollow.late else ""
+        if threading.get_ident() != hollow.thread:
+            why = "it is called in a thread that forward starts: call it in the one that calls the model"
         if owner := active_saving_hooks():
             why = f"it runs under {owner}, which decides what is kept there: leave that out"
         if under_transform(tensors):

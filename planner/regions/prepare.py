@@ -89,8 +89,12 @@ class _Found:
         return Regions(composed, crossings, self.glue_cost, tuple(prepared), self.eager, self.spare, draws)
 
 
-def _with_regions_tried(why: Refusal | None, chosen: Candidates) -> Refusal | None:
-    if why is not None and not set(chosen.chosen) - {LOSS}:
+def _with_regions_tried(why: Refusal | None, chosen: Candidates, refused: Mapping[str, str]) -> Refusal | None:
+    if why is None:
+        return None
+    if refused:
+        why.args = (f"{why} No region can be planned instead: {_first(refused).rstrip('.')}.",)
+    elif not set(chosen.chosen) - {LOSS}:
         why.args = (f"{why} It has no submodules with several ops that could be planned as regions instead.",)
     return why
 
@@ -137,15 +141,18 @@ def prepare_regions(
             f"({str(error).partition('.')[0]}). Take a smaller batch, or free memory there."
         ) from error
     except Exception as error:
-        if why is not None:
-            raise why from error  # whatever stops a run of the step, there is a better word for it
+        if why is not None:  # there may be a better word for whatever stops a run of the step
+            said = str(error).partition("\n")[0].rstrip(".")
+            why.args = (f"{why} Running the step by regions raised {type(error).__name__}: {said}.",)
+            raise why from error
         if meta and not isinstance(error, PlannerError):
             raise _without_data(error) from error
         raise
     if not hollow.runs and why is None and set(parts.refused.values()) == {NO_GRADIENT}:
         raise NothingTrained(f"no region can be planned: {_first(parts.refused)}. Check requires_grad.")
     if not hollow.runs:
-        raise _with_regions_tried(why, chosen) or RegionError(f"no region can be planned: {_first(parts.refused)}")
+        whole = _with_regions_tried(why, chosen, parts.refused)
+        raise whole or RegionError(f"no region can be planned: {_first(parts.refused)}")
     counting = Counting(options.cost_function(device))
     sample.run(chosen, parts, counting)
     found = _Found(model, arguments, options, device, chosen, parts, hollow, round(counting.total), why, sample.draws)

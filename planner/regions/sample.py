@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from passes._torch import swapped_state
 from passes.device import empty_cache, kind_of
@@ -193,7 +195,7 @@ class Sample:
             for i, t in enumerate(leaves)
         ]
         chosen, layouts = {paths[i]: leaves[i] for i in sorted(wanted)}, hollow.parts.layouts
-        hollow.again = _refuse_other_sums(hollow, leaves) or hollow.again
+        hollow.again = _refuse_other_sums(hollow, leaves, wanted) or hollow.again
         if not self.keep_outputs:
             output, leaves = None, []
         hollow.mark("backward")
@@ -231,6 +233,11 @@ OTHER_SUM = (
     "another order than the plain step's"
 )
 
+START_OF_BACKWARD = (
+    "its input {name!r} is read more than once in it, and is an output that the backward may start from: the gradient "
+    "would be summed in another order than the plain step's. Give the loss (loss_fn=), or return less"
+)
+
 CHANGED_VIEW = (
     "a result of it is changed in place, and is a view that it reads, too: the gradient would be summed in another "
     "order than the plain step's"
@@ -242,13 +249,14 @@ SHARED_CAST = (
 )
 
 
-def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor]) -> bool:
+def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor], wanted: Collection[int]) -> bool:
     """Leave to eager regions that sum a part of a gradient which the plain step adds, term by term, to others.
 
-    Autograd runs what was recorded last first, so that terms from a later reader come before the region's own.
+    Autograd runs what was recorded last first, so that terms from a later reader come before the region's own, and
+    first of all what the backward starts with (the outputs that are `wanted`).
     """
     casters: dict[tuple[Any, int], int] = Counter()
-    latest: dict[tuple[Any, int], int] = {}
+    latest: dict[tuple[Any, int], float] = {get_gradient_edge(outputs[i])[:2]: math.inf for i in wanted}
     regions: list[Any] = []
     waiting, seen = [t.grad_fn for t in outputs if t.grad_fn is not None], set[Any]()
     while waiting:
@@ -274,8 +282,8 @@ def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor]) -> bool:
                 new = hollow.parts.refuse(node.owner.path, SHARED_CAST.format(name=name)) or new
         for i, name in part.sums.items():
             if edges[i][0] is not None and latest[edges[i]] > node._sequence_nr():
-                why = OTHER_SUM.format(name=name)
-                new = hollow.parts.refuse(node.owner.path, why) or new
+                why = START_OF_BACKWARD if latest[edges[i]] == math.inf else OTHER_SUM
+                new = hollow.parts.refuse(node.owner.path, why.format(name=name)) or new
     return new
 
 

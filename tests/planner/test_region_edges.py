@@ -7,6 +7,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, ClassVar
@@ -295,6 +296,35 @@ def test_what_sums_in_another_order_stays_eager_and_says_so() -> None:
     assert "layers.2" not in eager  # its terms come first in the backward, as in the plain step
 
 
+class HiddenStates(nn.Module):
+    """Returns what its layers are given, each of which reads that twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.layers = Part(), nn.ModuleList(Attending() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        hidden = [self.front(x)]
+        assert bool(hidden[0].isfinite().all())
+        for layer in self.layers:
+            hidden.append(layer(hidden[-1], hidden[-1]))
+        return hidden
+
+
+def test_a_region_whose_input_is_an_output_that_the_backward_starts_from_stays_eager() -> None:
+    torch.manual_seed(0)
+    model, x = HiddenStates(), torch.randn(4, 8, 16)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False, time_limit=1, check=False)
+    eager = {r.path: r.eager for r in plan.regions if r.eager}
+    assert "an output that the backward may start from" in eager["layers.0"]
+    assert differences(run_step(plain, plain, x, 1), run_step(plan.module, model, x, 1)) == []
+    plan = auto_checkpoint(
+        plain, x, loss_fn=lambda output: output[-1].sum(), progress=False, time_limit=1, check=False
+    )
+    assert [run.path for run in plan.runs] == ["front", "layers.0", "layers.1"]
+
+
 class Transforms(nn.Module):
     """Does something to its second part that no planned step can be under, and asks for a value."""
 
@@ -325,6 +355,11 @@ def penalized(part: nn.Module, x: torch.Tensor, twice: bool = True) -> torch.Ten
     return value + slope
 
 
+def in_a_thread(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(part, x).result()
+
+
 def fast_weights(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
     slow = dict(part.named_parameters())
     slopes = torch.autograd.grad(part(x).pow(2).mean(), list(slow.values()), create_graph=True)
@@ -337,6 +372,7 @@ def fast_weights(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
     [
         (mapped, "a transform of torch.func"),
         (forward_mode, "a transform of torch.func"),
+        (in_a_thread, "a thread that forward starts"),
         (penalized, "differentiated twice"),
         (partial(penalized, twice=False), "two backwards"),
         (fast_weights, "differentiated twice"),

@@ -371,6 +371,32 @@ def test_a_refusal_says_that_regions_were_tried() -> None:
         auto_checkpoint(OneOpAtATime(), torch.randn(4, 8), progress=False)
 
 
+class ReturnsViews(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.second(self.first(x).relu())
+        return x[:, :4], y[:, 4:], y
+
+
+class AsksAboutViews(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.block = nn.Linear(8, 8), ReturnsViews()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right, y = self.block(self.layer(x))
+        return (left * right + y.sum()).sum() if y.isfinite().all() else left.sum()
+
+
+def test_a_refusal_says_why_submodules_are_not_regions() -> None:
+    why = r"No region .* block: view of an input .* at output \[0\].*clone\(\) of it\.$"
+    with pytest.raises(CaptureError, match=why):
+        auto_checkpoint(AsksAboutViews(), torch.randn(4, 8), progress=False)
+
+
 def test_patterns_that_name_nothing() -> None:
     model, x = small_gpt()
     with pytest.raises(RegionError, match=r"'block\.\*' matches no submodule"):

@@ -39,6 +39,10 @@ class RegionError(PlannerError):
     """`regions=` names no submodule, or nothing that could be planned."""
 
 
+class NotAFunction(PlannerError, AttributeError):
+    """A planned model's forward is asked for its source, its code or the like."""
+
+
 class NothingTrained(RegionError):
     """No region reads anything that requires a gradient: all that could be planned is frozen."""
 

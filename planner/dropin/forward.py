@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from passes.trace.arguments import bind_call, refuse_repeated_hooks, run_model, set_forward
+from planner.errors import NotAFunction
 
 from .cache import OPAQUE, PlanState
 
@@ -53,6 +54,12 @@ class PlannedForward:
         if state.loss_fn is None:
             return self.original(*args, **kwargs)
         return self._plain(bind_call(state.signature, args, kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotAFunction(
+            f"the forward of a planned model has no {name}, which torch.export and torch.jit.script read: they cannot "
+            "look into a planned step. Call plan.remove(model) first, and plan.apply(model) after it."
+        )
 
     @property
     def __func__(self) -> Callable[..., Any]:

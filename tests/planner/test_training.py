@@ -596,11 +596,17 @@ def test_a_shallow_copy_shares_the_model() -> None:
 
 
 def test_a_plan_is_not_pickled_and_its_module_not_traced() -> None:
-    chosen, x = plan(linear(), batch()), batch()
+    model, x = linear(), batch()
+    chosen = plan(model, x)
     with pytest.raises(PlannerError, match=r"a plan is not pickled: .* plan.save\(path\) writes it"):
         pickle.dumps(chosen)
     with pytest.raises(PlannerError, match=r"torch.jit.trace cannot look into a planned step"):
         torch.jit.trace(chosen.module, x)
+    chosen.apply(model)
+    for look in (lambda: torch.export.export(model, (x,)), lambda: torch.jit.script(model)):
+        with pytest.raises(PlannerError, match=r"cannot look into a planned step. Call plan.remove\(model\)"):
+            look()
+    assert not hasattr(model.forward, "__code__")
 
 
 @pytest.mark.parametrize("dump", [pickle.dumps, lambda m: torch.save(m, "/dev/null")])

@@ -142,12 +142,18 @@ def regions_of(model: nn.Module, planned: Decided) -> list[RegionForward]:
         found.setdefault(run.path, []).append(run)
     frugal = sorted(planned.runs, key=lambda run: -run.planned.solution.added_cost)
     regions = planned.prepared.regions
-    for path in regions.spare if regions is not None else ():
+    spare = regions.spare if regions is not None else ()
+    for path in spare:
         kind = type(_module_at(model, path))
         found[path] = [run for run in frugal if type(_module_at(model, run.path)) is kind]
     modules = {path: _module_at(model, path) for path in found}
     scattered = gathered_parameters(model)
-    return [RegionForward(m, path, found[path], scattered) for path, m in modules.items() if m is not None]
+    made = [RegionForward(m, path, found[path], scattered) for path, m in modules.items() if m is not None]
+    with running_regions(made):
+        for region in made if not scattered else ():
+            if region.path in spare and region.changed() is not None:
+                region.cache = []  # of the same class, and not its equal: a Sequential, say
+    return made
 
 
 def _module_at(model: nn.Module, path: str) -> nn.Module | None:

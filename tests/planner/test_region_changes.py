@@ -19,6 +19,8 @@ from planner.session import open_session
 from solvers.errors import BudgetError
 from tests.zoo.compare import differences, run_step
 
+from .steps import assert_same_gradients, twins
+
 
 class Block(nn.Module):
     def __init__(self, width: int = 16) -> None:
@@ -195,3 +197,32 @@ def test_planning_leaves_a_sample_that_the_forward_changes_as_it_was() -> None:
     sample = x.clone()
     open_session(ChangesItsInput(), x, regions=["blocks.*"], progress=False)
     assert torch.equal(x, sample)
+
+
+class Iterated(nn.Module):
+    """Runs a Sequential item by item, so that it is never called itself; other Sequentials are regions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()).requires_grad_(False)
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.frozen:
+            x = layer(x)
+        for head in self.heads:
+            x = head(x)
+            x = x * 2 if x.sum().item() > 1e9 else x
+        return x.pow(2).mean()
+
+
+@pytest.mark.filterwarnings("error:planning anew")
+def test_a_module_of_a_regions_class_that_is_not_its_equal_replans_nothing() -> None:
+    model, plain = twins(Iterated())
+    x = torch.randn(32, 64)
+    plan = auto_checkpoint(model, x, budget_mb=None)
+    assert plan.prepared.regions.spare == ("frozen",)
+    for _ in range(2):
+        plan.module(x).backward()
+        plain(x).backward()
+    assert_same_gradients(model, plain)

@@ -131,6 +131,11 @@ def python_call(code: types.CodeType) -> Construct | None:
     return _FILES.get(path) or next((c for (file, n), c in _NAMED.items() if n == name and path.endswith(file)), None)
 
 
+def is_generator(value: Any) -> bool:
+    """Whether random numbers are drawn from it without torch: one of Python's or NumPy's."""
+    return isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random")
+
+
 def of_builtin(function: Any) -> Construct | None:
     """What a C function is, if it is not to be called in forward."""
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
@@ -138,9 +143,7 @@ def of_builtin(function: Any) -> Construct | None:
         return DATA if name in ("set_", "resize_", "resize_as_") else None
     if isinstance(owner, torch.Generator):
         return SEED
-    if isinstance(owner, random.Random):
-        return DRAW
-    if type(owner).__module__.startswith("numpy.random"):
+    if is_generator(owner):
         return DRAW
     if type(owner).__module__ == "_io":
         return OUTSIDE if name.startswith("read") else None

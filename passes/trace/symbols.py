@@ -144,7 +144,7 @@ class _SizedFakes(EagerFakes):
         if func in VIEWS and not kwargs:
             made = self._made(func, args)
             if made != self._strides(result):
-                strides = (_of_expand if func is aten.expand.default else of_view)(args[0], result.shape)
+                strides = (_of_expand if func is aten.expand.default else _of_view)(args[0], result.shape)
                 place = result, result.size(), strides, result.storage_offset()
                 result = dispatch(self, aten.as_strided.default, types, place, {})
             self._check(func, made, result)
@@ -188,7 +188,7 @@ def _of_expand(source: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(strides)
 
 
-def of_view(source: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
+def _of_view(source: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
     """The strides of a view of a tensor with elements (computeStride, TensorUtils.cpp)."""
     sizes, own = source.size(), source.stride()
     strides: list[Any] = []

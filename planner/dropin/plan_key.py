@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import torch
 
 from passes._torch import is_distributed, local_part
 from passes.run._torch import Autocast, active_autocast
+from passes.trace.constructs import is_generator
 from passes.trace.recorder import is_looked_into
 from passes.trace.templates import Again, Constant, Opaque, Slot, Template, Tree, outline
 
@@ -66,19 +66,14 @@ def template_key(template: Template) -> str:
         case Opaque(prototype, attributes):
             inside = ", ".join(f"{name}={template_key(child)}" for name, child in attributes)
             return f"{_kind(prototype)}({inside})"
-        case Constant(torch.Generator() as generator):
-            return f"a generator on {generator.device}"  # no trace draws from it, nor asks for its state
+        case Constant(torch.Generator() as generator):  # no trace draws from one, nor asks for its state
+            return f"a generator on {generator.device}"
         case Constant(value):
-            return _kind(value) if is_looked_into(value) or _draws(value) else repr(value)
+            return _kind(value) if is_looked_into(value) or is_generator(value) else repr(value)
         case Slot(index):
             return f"tensor {index}"
         case Again(index):
             return f"that of place {index}"
-
-
-def _draws(value: Any) -> bool:
-    """Whether it is a generator of Python's or NumPy's, of which the same is true."""
-    return isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random")
 
 
 def _kind(value: Any) -> str:

@@ -149,10 +149,11 @@ def regions_of(model: nn.Module, planned: Decided) -> list[RegionForward]:
     modules = {path: _module_at(model, path) for path in found}
     scattered = gathered_parameters(model)
     made = [RegionForward(m, path, found[path], scattered) for path, m in modules.items() if m is not None]
-    with running_regions(made):
-        for region in made if not scattered else ():
-            if region.path in spare and region.changed() is not None:
-                region.cache = []  # of the same class, and not its equal: a Sequential, say
+    if spare and not scattered:
+        with running_regions(made):
+            for region in made:
+                if region.path in spare and region.changed() is not None:
+                    region.cache = []  # of the same class, and not its equal: a Sequential, say
     return made
 
 

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -94,12 +95,15 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[Left, ...]:
         return ()
     before.restore()
 
-    def refuse(change: Change, what: str, why: str, remedy: str, place: str = "") -> NoReturn:
+    def refuse(
+        change: Change, what: str, why: str, remedy: str, place: str = "", kind: type[Unsupported] = Unsupported
+    ) -> NoReturn:
         before.restore()
         line = place or line_of_change(rerun.once, change)
         before.restore()
-        found = StateChanged if why == _WHY_STATE else Unsupported
-        raise found(what, change.path + (f", {line}" if line else ""), why, remedy)
+        raise kind(what, change.path + (f", {line}" if line else ""), why, remedy)
+
+    refuse_state = partial(refuse, why=_WHY_STATE, remedy=_REMEDY_STATE, kind=StateChanged)
 
     for change in changes:
         if change.node.kind == "generator" and not _reseeded(before, change, rerun):
@@ -111,8 +115,8 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[Left, ...]:
         if change.node.of_hook and any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(change.after)):
             refuse(change, KEPT.what, KEPT.why, KEPT.remedy)
         if change.node.kind == "array":
-            refuse(change, "an array changed in forward", _WHY_STATE, _REMEDY_STATE)
-    written_again = _compare_steps(changes, watch, rerun, refuse)
+            refuse_state(change, "an array changed in forward")
+    written_again = _compare_steps(changes, watch, rerun, refuse_state)
     for change in changes:
         if change.node.kind == "generator":
             _say(f"forward brings {change.path} into a state of its own; the planned step leaves it alone")
@@ -208,10 +212,9 @@ def _compare_steps(
     read = ((c, where) for c in evolving if (where := reads(watch.codes, c.name)) or not is_named(watch.codes, c.name))
     if differs:
         change, found = next(read, (next(iter(evolving), changes[0]), ""))
-        refuse(_outermost(change, changes), "state that forward changes and reads", _WHY_STATE, _REMEDY_STATE,
-               where or found)  # fmt: skip
+        refuse(_outermost(change, changes), "state that forward changes and reads", place=where or found)
     for change, found in read:
-        refuse(_outermost(change, changes), "state that forward changes and reads", _WHY_STATE, _REMEDY_STATE, found)
+        refuse(_outermost(change, changes), "state that forward changes and reads", place=found)
     return frozenset(c.path for c in left.changes())
 
 

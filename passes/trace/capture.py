@@ -73,7 +73,7 @@ from .notice import Left, Rerun, check_backward, judged, notice, say_what_is_lef
 from .overlaps import Overlaps, overlaps
 from .reads import Reads
 from .recorder import Recorder
-from .refuse import BACKWARD_HOOK, has_backward_hooks, own_generator, refuse_attributes, storage_kind
+from .refuse import own_generator, refuse_attributes, refuse_backward_hooks, storage_kind
 from .settings import Setting, steady
 from .state import Snapshot
 from .structure import Bound, flatten, unflatten
@@ -204,9 +204,7 @@ def capture(
         CaptureError: the forward cannot be traced; carries the user's file and line.
         Unsupported: the forward does something the rewrite would not keep.
     """
-    if runs_hooks(model, loss_fn) and has_backward_hooks(model):
-        what, why, remedy = BACKWARD_HOOK
-        raise Unsupported(what, "(the model itself)", why, remedy)
+    refuse_backward_hooks(model, own=runs_hooks(model, loss_fn))
     signature = call_signature(model, loss_fn)
     input_tensors, input_template = flatten(dict(bound))
     names = argument_names(input_template)

@@ -29,12 +29,18 @@ def refuse(model: nn.Module) -> None:
             raise Unsupported(row.construct, place or "(the model itself)", row.reason, row.remedy)
 
 
-def has_backward_hooks(module: nn.Module) -> bool:
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+def refuse_backward_hooks(module: nn.Module, own: bool) -> None:
+    """Raise Unsupported for a module's backward hook in what is to be one step; `own` ones run within it, too."""
+    for name, part in module.named_modules():
+        if (name or own) and (part._backward_hooks or part._backward_pre_hooks):
+            raise Unsupported(
+                "module backward hook", name or "(the model itself)", "a planned backward runs no module boundaries",
+                'Plan by regions (regions="auto", or patterns), or use hooks on parameters (they fire as usual).',
+            )  # fmt: skip
 
 
-def _backward_hooks(model: nn.Module) -> Iterator[str]:
-    return (n for n, m in model.named_modules() if n and has_backward_hooks(m))
+def _hooks_of_the_last_op(model: nn.Module) -> Iterator[str]:
+    return (n for n, m in model.named_modules() if m._backward_hooks and not m._is_full_backward_hook)
 
 
 def _hooks_of_every_module(model: nn.Module) -> Iterator[str]:
@@ -103,10 +109,6 @@ def _untracked(model: nn.Module) -> Iterator[str]:
     return (name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_inference())
 
 
-BACKWARD_HOOK = (
-    "module backward hook", "the planned backward runs no module boundaries",
-    "Use hooks on parameters (they fire as usual), or remove it before planning.",
-)  # fmt: skip
 UNTRACKED = (
     "tensor made under torch.inference_mode()", "torch does not count its changes, which a plan has to notice",
     "Make it under torch.no_grad(), or take a clone() outside of the block.",
@@ -210,7 +212,10 @@ TABLE: tuple[Refusal, ...] = (
         "lazy parameter", "its shape is not known yet", "Run the model once on a sample before planning.",
         _uninitialized,
     ),
-    Refusal(*BACKWARD_HOOK, _backward_hooks),
+    Refusal(
+        "hook of register_backward_hook", "it is given what the last op of forward makes, which may be a planned step",
+        "Use register_full_backward_hook.", _hooks_of_the_last_op,
+    ),
     Refusal(
         "hook of every module (register_module_forward_hook, ...)", "it would run on modules of the tracer's own",
         "Remove it before planning, or register it on the model's submodules (register_forward_hook).",

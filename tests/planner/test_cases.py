@@ -401,7 +401,10 @@ def buffer_with_gradient(leave: Callable[[Any, torch.Tensor], Any]) -> nn.Module
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
     "backward hook": (
-        lambda: with_hook("full_backward_hook"), batch, "module backward hook at 1", "Use hooks on parameters"),
+        lambda: with_hook("full_backward_hook"), batch, "module backward hook at 1", 'Plan by regions (regions="auto"'),
+    "old backward hook": (
+        lambda: with_hook("backward_hook"), batch, "hook of register_backward_hook at 1",
+        "Use register_full_backward_hook"),
     "buffer assigned with its gradient": (
         lambda: buffer_with_gradient(lambda model, loss: setattr(model, "found", loss)),
         batch, "buffer that forward gives a gradient at found", "put its detach() there"),

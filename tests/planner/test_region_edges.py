@@ -268,8 +268,22 @@ class Conjugates(nn.Module):
         return x.pow(2).sum()
 
 
+class ScalesGradients(nn.Sequential):
+    """By backward hooks: around a region, within what would be one, and on a layer that is none."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Part() for _ in range(4)), nn.Linear(16, 8))
+        for module in (self[1], self[4]):
+            module.register_full_backward_hook(lambda module, given, made: (given[0] * 1.5,))
+        self[2].first.register_full_backward_pre_hook(lambda module, made: (made[0] * 1.25,))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super().forward(x)
+        return found.pow(2).sum()
+
+
 KINDS = (ChangesInPlace, ManyReaders, UsesCache, Collects, Recurrent, HasHooks, Expands, ReadsWhatIsTurned,
-         ChangesWhatIsTurned, SharedGradients, Conjugates)  # fmt: skip
+         ChangesWhatIsTurned, SharedGradients, Conjugates, ScalesGradients)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -436,6 +450,19 @@ def test_a_view_that_is_read_and_then_changed_in_place_stays_eager(often: bool, 
     plain(x).backward()
     plan.module(x).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("place", ["2", "2.first", "4"])
+def test_a_backward_hook_that_comes_later_is_heard(place: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Part() for _ in range(4)), nn.Linear(16, 8)), torch.randn(4, 16)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False, time_limit=1, check=False)
+    assert not plan.regions
+    for each in (plain, model):
+        each.get_submodule(place).register_full_backward_hook(lambda module, given, made: (given[0] * 1.5,))
+    for seed in (1, 2):
+        assert differences(run_step(plain, plain, x, seed), run_step(plan.module, model, x, seed)) == []
 
 
 def test_a_region_whose_hook_would_run_twice_stays_eager() -> None:

@@ -513,8 +513,9 @@ def _check(joint: JointGraph, names: list[str], num_state: int) -> None:
     gradients = list(joint.graph_module.graph.output_node().args[0])[joint.num_forward_outputs :]  # type: ignore[arg-type]
     if any(g is not None and g.meta["val"].layout is not torch.strided for g in gradients):
         raise Unsupported(
-            "sparse gradient", "the backward", "its memory depends on the batch", "Use sparse=False in F.embedding."
-        )
+            "sparse gradient", "the backward", "its memory depends on the batch",
+            'Use sparse=False, or plan by regions (regions="auto", or patterns): code between them may have some.',
+        )  # fmt: skip
     for node in joint.graph_module.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, torch.Tensor) and (kind := storage_kind(value)):

@@ -47,11 +47,6 @@ def _hooks_of_every_module(model: nn.Module) -> Iterator[str]:
     return (getattr(hook, "__qualname__", type(hook).__name__) for hook in global_hooks())
 
 
-def _sparse_gradients(model: nn.Module) -> Iterator[str]:
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    return (n for n, m in model.named_modules() if isinstance(m, kinds) and m.sparse)
-
-
 def _subclasses(model: nn.Module) -> Iterator[str]:
     plain = (torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -113,6 +108,15 @@ UNTRACKED = (
     "tensor made under torch.inference_mode()", "torch does not count its changes, which a plan has to notice",
     "Make it under torch.no_grad(), or take a clone() outside of the block.",
 )  # fmt: skip
+
+
+def refuse_sparse(gradient: torch.Tensor) -> None:
+    """Raise Unsupported for a gradient that grows where steps add to it."""
+    if gradient.layout is not torch.strided:
+        raise Unsupported(
+            "sparse gradient", f"the backward, of {list(gradient.shape)}", "it grows with each step that adds to it",
+            'Use sparse=False, or gradients="fresh".',
+        )  # fmt: skip
 
 
 def _uninitialized(model: nn.Module) -> Iterator[str]:
@@ -220,10 +224,6 @@ TABLE: tuple[Refusal, ...] = (
         "hook of every module (register_module_forward_hook, ...)", "it would run on modules of the tracer's own",
         "Remove it before planning, or register it on the model's submodules (register_forward_hook).",
         _hooks_of_every_module,
-    ),
-    Refusal(
-        "sparse gradient", "its memory depends on the batch", "Build the embedding with sparse=False.",
-        _sparse_gradients,
     ),
     Refusal(
         "tensor subclass", "what it stores cannot be seen from the graph",

@@ -142,7 +142,7 @@ def unequal(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
-    flat = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = t.detach().to_dense().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).reshape(t.numel(), -1)
 
 

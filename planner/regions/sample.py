@@ -31,7 +31,7 @@ from passes.trace.arguments import (
 from passes.trace.capture import OutputLeaf, casts_kept, choose_differentiated
 from passes.trace.given import left_alone
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
-from passes.trace.refuse import has_sharded, is_sharded
+from passes.trace.refuse import has_sharded, is_sharded, refuse_sparse
 from passes.trace.state import Snapshot as Reached
 from passes.trace.structure import Bound, flatten, held_objects, unflatten
 from passes.trace.templates import slots
@@ -177,6 +177,7 @@ class Sample:
         for parameter in parameters:
             if self.gradients == "accumulated":
                 parameter.grad = torch.zeros_like(parameter)
+                parameter.register_hook(refuse_sparse)
             elif self.gradients == "consumed":
                 parameter.register_post_accumulate_grad_hook(_consume)
 

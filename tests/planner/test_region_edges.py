@@ -282,8 +282,24 @@ class ScalesGradients(nn.Sequential):
         return found.pow(2).sum()
 
 
+class SparseGradients(nn.Module):
+    """Of two embeddings, one of which is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.bag = nn.Embedding(50, 16, sparse=True), nn.EmbeddingBag(50, 16, sparse=True)
+        self.parts = nn.Sequential(*(Part() for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        indices = x.argsort(1)[..., 0]
+        x = self.twice(indices) + self.twice(indices + 1) + self.bag(indices)[:, None]
+        found: torch.Tensor = self.parts(x)
+        return found.pow(2).sum()
+
+
 KINDS = (ChangesInPlace, ManyReaders, UsesCache, Collects, Recurrent, HasHooks, Expands, ReadsWhatIsTurned,
-         ChangesWhatIsTurned, SharedGradients, Conjugates, ScalesGradients)  # fmt: skip
+         ChangesWhatIsTurned, SharedGradients, Conjugates, ScalesGradients,
+         SparseGradients)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -450,6 +466,13 @@ def test_a_view_that_is_read_and_then_changed_in_place_stays_eager(often: bool, 
     plain(x).backward()
     plan.module(x).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_sparse_gradients_are_compared_and_may_not_accumulate() -> None:
+    model, x = SparseGradients(), torch.randn(4, 32, 16)
+    assert "equal bit for bit" in repr(auto_checkpoint(model, x, progress=False, time_limit=1))
+    with pytest.raises(Unsupported, match=r"sparse gradient at the backward, of \[50, 16\]: it grows"):
+        auto_checkpoint(model, x, progress=False, time_limit=1, gradients="accumulated")
 
 
 @pytest.mark.parametrize("place", ["2", "2.first", "4"])

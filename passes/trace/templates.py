@@ -146,7 +146,11 @@ def shared(template: Template) -> list[Any]:
 def child_names(tree: Tree) -> dict[int, str]:
     """The path of each child of a container, by the child's number; empty if its type names none."""
     # tree_unflatten hands the numbers back under their keys, whatever the container is.
-    return _names_in(pytree.tree_unflatten(list(range(len(tree.children))), tree.spec))
+    try:
+        filled = pytree.tree_unflatten(list(range(len(tree.children))), tree.spec)
+    except Exception:  # noqa: BLE001 - its constructor takes no numbers (a PackedSequence)
+        return {i: f".{name}" for i, name in enumerate(getattr(tree.spec.context, "_fields", ()))}
+    return _names_in(filled)
 
 
 def _names_in(filled: Any) -> dict[int, str]:

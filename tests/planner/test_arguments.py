@@ -534,6 +534,28 @@ def test_an_attribute_of_a_tensor_that_the_sample_did_not_have_is_refused_where_
     unread.module(X, _with_scale(3.0))
 
 
+class ReadsPacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.head = nn.GRU(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
+
+    def forward(self, packed: Any) -> torch.Tensor:
+        padded, _ = nn.utils.rnn.pad_packed_sequence(self.recurrent(packed)[0])
+        found: torch.Tensor = self.head(padded).pow(2).sum()
+        return found
+
+
+def test_a_named_tuple_that_looks_at_what_it_is_made_of() -> None:
+    model = ReadsPacked()
+    plain, (long, short) = copy.deepcopy(model), ((5, 3), (4, 4))
+    packed = [nn.utils.rnn.pack_sequence([torch.randn(n, 8) for n in lengths]) for lengths in (long, short)]
+    plan = auto_checkpoint(model, packed[0], progress=False, time_limit=1)
+    for argument in packed:
+        plan.module(argument).backward()
+        plain(argument).backward()
+        assert_same_gradients(model, plain)
+
+
 @pytest.mark.parametrize("make", [lambda: iter([2.0, 3.0]), lambda: (a for a in (2.0, 3.0))])
 def test_an_iterator_is_refused_and_not_advanced(make: Any) -> None:
     given = make()

@@ -340,6 +340,24 @@ def local_part(t: Any) -> Any:
     return t.to_local() if is_distributed(t) else t
 
 
+def dense_parts(t: torch.Tensor) -> list[torch.Tensor]:
+    """What is allocated for a tensor: of a sparse one its indices and values, of a `DTensor` this rank's part."""
+    part = local_part(t)
+    return [getattr(part, name)() for name in _DENSE_PARTS[part.layout]] if part.layout in _DENSE_PARTS else [part]
+
+
+def storage_of(t: torch.Tensor) -> torch.UntypedStorage:
+    """A tensor's memory; of a sparse one that of its values."""
+    return dense_parts(t)[-1].untyped_storage()
+
+
+_BY_ROW, _BY_COLUMN = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_DENSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"), torch.sparse_csr: _BY_ROW, torch.sparse_bsr: _BY_ROW,
+    torch.sparse_csc: _BY_COLUMN, torch.sparse_bsc: _BY_COLUMN,
+}  # fmt: skip
+
+
 def as_distributed(part: torch.Tensor, like: Any) -> torch.Tensor:
     """The `DTensor` of which `part` is this rank's part, spread as `like` is; `part` itself where that is not one."""
     if not is_distributed(like):

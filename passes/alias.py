@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes._torch import WAIT_FOR_COLLECTIVE, HigherOrderOperator, OpOverload, pytree
+from passes._torch import WAIT_FOR_COLLECTIVE, HigherOrderOperator, OpOverload, dense_parts, pytree
 
 from .errors import Unsupported
 from .ops import FUNCTIONAL
@@ -187,4 +187,5 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
 
 
 def _storage_bytes(value: Any) -> int:
-    return int(value.untyped_storage().nbytes()) if isinstance(value, torch.Tensor) else 0
+    parts = dense_parts(value) if isinstance(value, torch.Tensor) else ()
+    return sum(int(part.untyped_storage().nbytes()) for part in parts)

@@ -14,7 +14,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from ..errors import PlannerError, Unsupported
 from .hidden import refuse_hidden
-from .refuse import is_quantized_weight, refuse_untracked, storage_kind
+from .refuse import is_quantized_weight, refuse_not_dense, refuse_untracked
 from .state import ITERATORS
 from .structure import Bound
 from .templates import Template, argument_path, constants, slots
@@ -244,11 +244,7 @@ def check_inputs(tensors: list[torch.Tensor], names: list[str], template: Templa
                 "tensor subclass", f"argument {name} ({type(tensor).__name__})", "what it stores cannot be seen from "
                 "the graph", "Pass a plain tensor.",
             )  # fmt: skip
-        if kind := storage_kind(tensor):
-            raise Unsupported(
-                f"{kind} tensor", f"argument {name}", "its memory is not one dense block",
-                "Pass a dense tensor (to_dense(), dequantize(), or padding with a mask).",
-            )  # fmt: skip
+        refuse_not_dense(tensor, f"argument {name}")
         refuse_untracked(tensor, f"argument {name}")
     refuse_hidden(template, "the arguments")
     for value in constants(template):

@@ -73,7 +73,7 @@ from .notice import Left, Rerun, check_backward, judged, notice, say_what_is_lef
 from .overlaps import Overlaps, overlaps
 from .reads import Reads
 from .recorder import Recorder
-from .refuse import own_generator, refuse_attributes, refuse_backward_hooks, storage_kind
+from .refuse import own_generator, refuse_attributes, refuse_backward_hooks, refuse_not_dense, storage_kind
 from .settings import Setting, steady
 from .state import Snapshot
 from .structure import Bound, flatten, unflatten
@@ -211,6 +211,8 @@ def capture(
     check_inputs(input_tensors, names, input_template)
     entries = state_entries(model)
     given = [*state_tensors(model, entries), *input_tensors]
+    for entry, tensor in zip(entries, given, strict=False):
+        refuse_not_dense(tensor, entry.name)
     tracer = StepTracer(model, loss_fn, signature, entries, input_template, differentiated, given, layouts or {},
                         names_given(bound))  # fmt: skip
     tensors = [local_part(t) for t in given]

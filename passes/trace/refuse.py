@@ -87,10 +87,14 @@ def storage_kind(tensor: torch.Tensor) -> str:
     return "quantized" if tensor.is_quantized else ""
 
 
-def _not_dense(model: nn.Module) -> Iterator[str]:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if kind := storage_kind(tensor):
-            yield f"{name} ({kind})"
+def refuse_not_dense(tensor: torch.Tensor, place: str) -> None:
+    """Raise Unsupported for a tensor whose memory is not one strided block, in what is to be one step."""
+    if kind := storage_kind(tensor):
+        raise Unsupported(
+            f"{kind} tensor", place, "its memory is not one dense block",
+            "Use a dense tensor (to_dense(), dequantize(), padding with a mask), or, if it is sparse, plan by regions "
+            '(regions="auto", or patterns): code between them may read it.',
+        )  # fmt: skip
 
 
 def refuse_untracked(tensor: torch.Tensor, place: str) -> None:
@@ -110,9 +114,9 @@ UNTRACKED = (
 )  # fmt: skip
 
 
-def refuse_sparse(gradient: torch.Tensor) -> None:
-    """Raise Unsupported for a gradient that grows where steps add to it."""
-    if gradient.layout is not torch.strided:
+def refuse_sparse(gradient: torch.Tensor | None) -> None:
+    """Raise Unsupported for a gradient that grows where steps add to it; autograd calls hooks without one, too."""
+    if gradient is not None and gradient.layout is not torch.strided:
         raise Unsupported(
             "sparse gradient", f"the backward, of {list(gradient.shape)}", "it grows with each step that adds to it",
             'Use sparse=False, or gradients="fresh".',
@@ -229,10 +233,6 @@ TABLE: tuple[Refusal, ...] = (
         "tensor subclass", "what it stores cannot be seen from the graph",
         "Convert the parameter to a plain tensor before planning. A frozen one of a class that torch can trace "
         "(__tensor_flatten__, as torchao's quantized weights) may stay.", _subclasses,
-    ),
-    Refusal(
-        "sparse, nested or quantized parameter or buffer", "its memory is not one dense block",
-        "Convert it to a dense tensor before planning.", _not_dense,
     ),
     Refusal(*UNTRACKED, _untracked),
     Refusal(

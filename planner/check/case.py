@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import swapped_state
+from passes._torch import storage_of, swapped_state
 from passes.exclusive import interrupt_point
 from passes.memory import place, span
 from passes.run._torch import under_autocast
@@ -164,8 +164,8 @@ class Case:
         before = self.generators.state()
         torch.clear_autocast_cache()  # under autocast around both steps, the second would see the first one's weights
         output, template = run(tensors, step, lambda output, targets: self._backward(output, targets, step, tensors))
-        own = {t.untyped_storage().data_ptr() for t in given}
-        outputs = [self._kept(t.detach(), t.untyped_storage().data_ptr() in own) for t in output]
+        own = {storage_of(t).data_ptr() for t in given}
+        outputs = [self._kept(t.detach(), storage_of(t).data_ptr() in own) for t in output]
         first: dict[int, str] = {}
         for path, i in slots(template):
             first.setdefault(i, path)
@@ -206,7 +206,7 @@ class Case:
             planned = self.traced.placeholders[self.traced.num_primals :][: len(chosen)]
             strides = [p.meta["val"].stride() for p in planned]
             tangents = [tangent(t, s, step) for t, s in zip(chosen, strides, strict=True)]
-            memory = {place(t.untyped_storage()) for t in own}
+            memory = {place(storage_of(t)) for t in own}
             with under_autocast(self.traced.backward_autocast), strangers_kept(chosen, memory):
                 torch.autograd.backward(chosen, tangents)
         return leaves, template
@@ -224,7 +224,7 @@ def tangent(like: torch.Tensor, strides: Sequence[int], step: int) -> torch.Tens
 
 def _memory(names: list[str], tensors: Tensors, outputs: list[str]) -> dict[str, str]:
     """For each output, which come last, the first of all tensors in whose memory it is."""
-    places = [t.untyped_storage().data_ptr() for t in tensors]
+    places = [storage_of(t).data_ptr() for t in tensors]
     holders = [names[places.index(p) if p else i] for i, p in enumerate(places)]
     return dict(zip(outputs, holders[len(holders) - len(outputs) :], strict=True))
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes._torch import storage_of
 from passes.memory import place
 from passes.trace.nodes import refill
 
@@ -151,7 +152,7 @@ def strangers_kept(outputs: Iterable[torch.Tensor], own: Container[int]) -> Iter
     Args:
         own: the places (`passes.memory.place`) of the step's tensors.
     """
-    with gradients_aside(t for t in _leaves_of(outputs) if place(t.untyped_storage()) not in own):
+    with gradients_aside(t for t in _leaves_of(outputs) if place(storage_of(t)) not in own):
         yield
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from passes._torch import dense_parts
 from planner.decided import Decided
 from planner.units import show_bytes
 
@@ -31,7 +32,7 @@ def room_for(planned: Decided, originals: list[torch.Tensor]) -> Room:
     """A check needs copies of all tensors that the step is given, the higher of two peaks, and two steps' results."""
     prepared = planned.prepared
     static = prepared.lowered.problem.static_bytes
-    copies = sum(t.nbytes for t in originals)
+    copies = sum(part.nbytes for t in originals for part in dense_parts(t))
     results = 2 * (sum(t.nbytes for t in originals if t.requires_grad) + _returned_bytes(planned))
     plain, ours = (max(0, p - static) for p in (prepared.baseline_peak_bytes, planned.solution.peak_bytes))
     needed, free = copies + results + max(plain, ours), free_bytes(prepared.device)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from passes._torch import storage_of
 from passes.memory import span
 from passes.run.tensors import alone
 
@@ -18,9 +19,12 @@ def twins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Equal tensors in memory of their own: the same layouts, sharing memory with each other where `tensors` do."""
     groups: dict[tuple[int, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
-        groups.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(i)
+        groups.setdefault((storage_of(tensor).data_ptr(), tensor.dtype), []).append(i)
     found: dict[int, torch.Tensor] = {}
     for indices in groups.values():
+        if tensors[indices[0]].layout is not torch.strided:
+            found.update((i, _like(tensors[i], tensors[i].detach().clone())) for i in indices)
+            continue
         starts = [int(tensors[i].storage_offset()) for i in indices]
         ends = [(start, start + span(tensors[i])) for start, i in zip(starts, indices, strict=True)]
         low, high = min(a for a, _ in ends), max(b for _, b in ends)
@@ -57,10 +61,11 @@ def varied(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Another batch that is as valid as this one: its samples in another order, and floats a little smaller.
 
     Samples change places only where all inputs have as many rows, so that what belongs together stays together, and
-    on the CPU, where an index out of bounds is an error like another.
+    are dense and on the CPU, where an index out of bounds is an error like another.
     """
     rows = {t.shape[0] for t in inputs if t.dim()}
-    moved = len(rows) == 1 and all(t.device.type == "cpu" for t in inputs) and not any(map(_is_offsets, inputs))
+    plain = all(t.device.type == "cpu" and t.layout is torch.strided for t in inputs)
+    moved = len(rows) == 1 and plain and not any(map(_is_offsets, inputs))
     return [nudged(t.roll(1, 0) if moved and t.dim() else t, False) for t in inputs]
 
 

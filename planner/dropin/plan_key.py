@@ -43,7 +43,12 @@ def state_key(t: torch.Tensor) -> tuple[Any, ...]:
     if is_distributed(t):
         spread: Any = t
         return (*state_key(local_part(t)), tuple(map(str, spread.placements)), tuple(t.shape))
-    return t.shape, t.dtype, home(t), t.requires_grad, t.stride()
+    return t.shape, t.dtype, home(t), t.requires_grad, arrangement(t)
+
+
+def arrangement(t: torch.Tensor) -> Any:
+    """A tensor's strides, or its layout where it has none."""
+    return t.stride() if t.layout is torch.strided else t.layout
 
 
 def home(t: torch.Tensor) -> torch.device:
@@ -54,7 +59,9 @@ def home(t: torch.Tensor) -> torch.device:
 def describe_tensor(key: Any) -> str:
     shape, dtype, device, requires_grad, strides, *others = key
     more = ", requires_grad" * requires_grad + ", made under inference_mode" * (others[-1:] == [True])
-    if strides != torch.empty(shape, device="meta").stride():
+    if isinstance(strides, torch.layout):
+        more += f", {str(strides).removeprefix('torch.')}"
+    elif strides != torch.empty(shape, device="meta").stride():
         more += f", in strides {tuple(strides)}"
     return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}{more}"
 

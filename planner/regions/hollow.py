@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import StorageWeakRef, local_part
+from passes._torch import StorageWeakRef, dense_parts
 from passes.alias import Storage
 from passes.lower import KEPT
 from passes.memory import place
@@ -110,7 +110,7 @@ class Hollow:
         self.model, self.parts, self.device, self.descend = model, parts, device, descend
         self.thread = threading.get_ident()
         self.home = torch.get_default_device()  # which, where nothing has data, is the meta device meanwhile
-        self.static = {place(local_part(t).untyped_storage()) for t in static}
+        self.static = {place(part.untyped_storage()) for t in static for part in dense_parts(t)}
         self.marks: list[Mark] = []
         self.edges: dict[int, Edge] = {}
         self.found: dict[int, Edge] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import is_distributed, local_part
+from passes._torch import dense_parts, is_distributed, local_part
 from passes.device import kind_of
 from passes.errors import CaptureError, Unsupported
 from passes.exclusive import exclusive, interrupt_point
@@ -243,9 +243,10 @@ def _whole(t: torch.Tensor) -> torch.Tensor:
 
 
 def _resident(found: _Found) -> list[torch.Tensor]:
-    """Parameters, buffers and inputs."""
+    """Parameters, buffers and inputs, as they lie in memory."""
     inputs, _ = flatten(dict(found.arguments))
-    return [*map(local_part, state_tensors(found.model, state_entries(found.model))), *inputs]
+    state = state_tensors(found.model, state_entries(found.model))
+    return [part for t in (*state, *inputs) for part in dense_parts(t)]
 
 
 def _start(found: _Found) -> Start | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from passes._torch import TorchDispatchMode, local_part, pytree
+from passes._torch import TorchDispatchMode, dense_parts, local_part, pytree
 from passes.memory import place
 
 
@@ -16,7 +16,9 @@ from passes.memory import place
 def undone_writes(parameters: Mapping[str, torch.Tensor], written: set[str]) -> Iterator[None]:
     """Undo what the block writes to parameters, and add the names of those to `written`."""
     here = {name: local_part(t).detach() for name, t in parameters.items()}
-    mode = _Writes({place(t.untyped_storage()): (name, t) for name, t in here.items() if t.nbytes})
+    mode = _Writes(
+        {place(p.untyped_storage()): (name, t) for name, t in here.items() for p in dense_parts(t) if p.nbytes}
+    )
     try:
         with mode:
             yield
@@ -44,7 +46,7 @@ class _Writes(TorchDispatchMode):
 
     def _note(self, written: Any) -> None:
         for tensor in pytree.tree_leaves(written):
-            if isinstance(tensor, torch.Tensor):
-                name, whole = self.known.get(place(local_part(tensor).untyped_storage()), ("", None))
+            for part in dense_parts(tensor) if isinstance(tensor, torch.Tensor) else ():
+                name, whole = self.known.get(place(part.untyped_storage()), ("", None))
                 if whole is not None and name not in self.before:
                     self.before[name] = whole.clone()

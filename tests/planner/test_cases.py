@@ -422,9 +422,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
         linear, lambda: batch().as_subclass(Subclass), "tensor subclass at argument input (Subclass)",
         "Pass a plain tensor"),
     "sparse buffer": (
-        sparse_buffer, batch, "parameter or buffer at mask (sparse)", "Convert it to a dense tensor before planning"),
+        sparse_buffer, batch, "sparse tensor at mask", "Use a dense tensor (to_dense()"),
     "sparse argument": (
-        linear, lambda: torch.eye(8).to_sparse(), "sparse tensor at argument input", "Pass a dense tensor (to_dense()"),
+        linear, lambda: torch.eye(8).to_sparse(), "sparse tensor at argument input", "Use a dense tensor (to_dense()"),
     "nested argument": (
         linear, lambda: torch.nested.nested_tensor([batch(), batch()]), "nested tensor at argument input",
         "padding with a mask"),

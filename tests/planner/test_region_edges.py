@@ -468,6 +468,39 @@ def test_a_view_that_is_read_and_then_changed_in_place_stays_eager(often: bool, 
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
+class Neighbours(nn.Module):
+    """Parts whose results code between them sums over the neighbours in a graph."""
+
+    def __init__(self, edges: torch.Tensor | None) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(3))
+        self.register_buffer("edges", edges)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor | None = None) -> torch.Tensor:
+        for part in self.parts:
+            x = torch.relu((self.edges if edges is None else edges) @ part(x))
+        return x.pow(2).sum()
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
+@pytest.mark.parametrize("given", [True, False])
+def test_a_sparse_tensor_that_code_between_regions_reads(layout: Any, given: bool) -> None:
+    torch.manual_seed(0)
+    x, shares = torch.randn(20, 16), (0.2, 0.6)
+    edges = [(torch.rand(20, 20) < share).float().to_sparse(layout=layout) for share in shares]
+    model, plain = (Neighbours(None if given else edges[0]) for _ in range(2))
+    plain.parts.load_state_dict(model.parts.state_dict())
+    samples = [(x, e) if given else (x,) for e in edges]
+    plan = auto_checkpoint(model, samples[0], progress=False, time_limit=1)
+    assert "equal bit for bit" in str(plan.check(model, samples[0]))
+    for sample in samples:
+        assert differences(run_step(plain, plain, sample, 1), run_step(plan.module, model, sample, 1)) == []
+    model.zero_grad()
+    kept: list[Any] = []
+    peak = measure_peak(lambda: kept.append(forward_backward(plan.module, samples[0])))
+    assert plan.static_bytes + peak == plan.peak_bytes
+
+
 def test_sparse_gradients_are_compared_and_may_not_accumulate() -> None:
     model, x = SparseGradients(), torch.randn(4, 32, 16)
     assert "equal bit for bit" in repr(auto_checkpoint(model, x, progress=False, time_limit=1))

@@ -32,7 +32,7 @@ from solvers.schedule import plain_order, with_frees
 from solvers.simulate import simulate
 from solvers.solution import Solution, Status
 from tests.planner.residue import OWN, ROOT, children, interrupted, left_behind, state
-from tests.planner.steps import Wrap, batch, linear, plan, tight
+from tests.planner.steps import MIB, Wrap, batch, linear, mlp, plan, tight
 from tests.solvers.oracles import replay
 
 # The solver's process --------------------------------------------------------------------------------------------
@@ -450,3 +450,20 @@ def test_a_first_batch_that_forward_refuses_is_waited_after() -> None:
     assert waiting.plan is None and int(model[2].num_batches_tracked) == 1
     model(torch.randn(4, 8)).sum().backward()
     assert waiting.plan is not None and model.forward.runs_plan
+
+
+def test_what_stops_planning_the_first_batch_is_not_the_end_of_planning() -> None:
+    """A budget that a smaller batch keeps, Ctrl-C: the batches after it ran plain for good, silently."""
+    model = mlp()
+    waiting = plan_on_first_batch(model, plan(mlp(), batch(64, 32)).baseline_peak_bytes / MIB / 2, progress=False)
+    for _ in range(2):
+        with pytest.raises(BudgetError, match="or for a smaller batch"):
+            model(batch(512, 32))
+    model[0].register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT) if waiting.plan is None else None)
+    with pytest.raises(KeyboardInterrupt):
+        model(batch(16, 32))
+    model[0]._forward_hooks.clear()
+    model(batch(16, 32)).sum().backward()
+    assert waiting.plan is not None and model.forward.runs_plan
+    waiting.stop()
+    assert "forward" not in model.__dict__

@@ -281,8 +281,7 @@ class PlanState:
                 if entry.key == key:
                     state = entry.holds(self.model, self.loss_fn, inputs, bound)
                     if state is not None and self._changed_region(entry) is None:
-                        self.cache.remove(entry)
-                        self.cache.insert(0, entry)
+                        self.cache = [entry, *(e for e in self.cache if e is not entry)]  # at once, for a Ctrl-C
                         return entry, state
         return None, []
 
@@ -405,11 +404,14 @@ class PlanState:
         if applied is None:
             yield
             return
-        set_forward(self.model, applied.previous)
         try:
+            set_forward(self.model, applied.previous)
             yield
-        finally:
-            set_forward(self.model, current)  # None where it was there only while a wrapper's forward ran
+        finally:  # no call, in which a Ctrl-C could come
+            if current is None:  # it was there only while a wrapper's forward ran
+                own.pop("forward", None)
+            else:
+                own["forward"] = current
 
 
 def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

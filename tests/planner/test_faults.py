@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import os
@@ -14,7 +15,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -32,7 +35,7 @@ from solvers.schedule import plain_order, with_frees
 from solvers.simulate import simulate
 from solvers.solution import Solution, Status
 from tests.planner.residue import OWN, ROOT, children, interrupted, left_behind, state
-from tests.planner.steps import MIB, Wrap, batch, linear, mlp, plan, tight
+from tests.planner.steps import MIB, Wrap, batch, linear, mlp, plan, squares, tight
 from tests.solvers.oracles import replay
 
 # The solver's process --------------------------------------------------------------------------------------------
@@ -419,6 +422,42 @@ def test_an_interrupt_while_training_leaves_a_module_that_goes_on(plans: tuple[P
     model.zero_grad()
     module(x).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+class Entries:
+    """Raises `KeyboardInterrupt` as a function of ours, or of `contextlib`, is entered: where Python looks for one."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if frame.f_code.co_filename.startswith((*OWN, contextlib.__file__)) and frame.f_code.co_name != "<genexpr>":
+            self.left -= 1
+            if self.left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_as_any_function_of_a_step_is_entered_leaves_a_model_that_goes_on() -> None:
+    """Gradient mode stayed off, the plan was no longer kept, or the model no longer ran it, silently."""
+    model = nn.Linear(4, 4)
+    chosen = plan(model, torch.ones(2, 4), check=False)
+    chosen.apply(model)
+    kept = chosen.module._plan_state
+    squares(model(torch.ones(2, 4))).backward()
+    for at in count():
+        sys.settrace(entries := Entries(at))
+        try:
+            squares(model(torch.ones(2, 4))).backward()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert torch.is_grad_enabled() and len(kept.cache) == 1 and model.forward.runs_plan
+        if entries.left >= 0:
+            break
+    assert at > 100 and not kept.replans
 
 
 if not sys.platform.startswith("linux"):  # pragma: no cover - /proc, fork and RLIMIT_FSIZE

@@ -43,8 +43,10 @@ try:
     for _name in (  # what is reached further down, here and in `passes.run._torch`, by its name
         "_C.DisableTorchFunction", "_C._AutoDispatchBelowAutograd", "_C._ForceDispatchKeyGuard",
         "_C._dispatch_tls_local_exclude_set", "_C._dispatch_tls_local_include_set", "_C.DispatchKey.AutogradCUDA",
-        "_is_functional_tensor", "_library.simple_registry.singleton.find", "compiler._is_compiling_flag",
-        "compiler._is_exporting_flag", "random.default_generator", "fx.node._side_effectful_functions",
+        "_C._autograd._top_saved_tensors_default_hooks", "_C._autograd._pop_saved_tensors_default_hooks",
+        "_C._autograd._push_saved_tensors_default_hooks", "_is_functional_tensor",
+        "_library.simple_registry.singleton.find", "compiler._is_compiling_flag", "compiler._is_exporting_flag",
+        "random.default_generator", "fx.node._side_effectful_functions",
         "ops.aten.mm.default.py_kernels", "ops.aten.mm.default._dispatch_cache", "cuda.memory._record_memory_history",
         "cuda.memory._snapshot", "autograd.Function.apply", "_C._functorch.peek_interpreter_stack",
         "Tensor._make_wrapper_subclass", "_C._disabled_torch_function_impl", "autograd.function.BackwardCFunction",
@@ -532,12 +534,25 @@ def _forget(names: Sequence[str]) -> None:
 
 def active_saving_hooks() -> str:
     """Who changes what autograd saves: `torch.utils.checkpoint`, `torch.autograd.graph.save_on_cpu`, ..., or ""."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks = None if top is None else top(False)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if not hooks:
         return ""
     module, name = hooks[0].__module__, hooks[0].__qualname__.partition(".")[0]
     return module if module == "torch.utils.checkpoint" else f"{module}.{name}"
+
+
+@contextlib.contextmanager
+def saving_hooks_aside() -> Iterator[None]:
+    """Let nobody change, or count, what autograd saves in the block."""
+    hooks, saving = [], torch._C._autograd
+    while top := saving._top_saved_tensors_default_hooks(True):
+        hooks.append(top)
+        saving._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(hooks):
+            saving._push_saved_tensors_default_hooks(*pair)
 
 
 _OF_EVERY_MODULE = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")

@@ -12,10 +12,13 @@ from torch.utils._pytree import register_pytree_node
 
 __all__ = [
     "Autocast", "active_autocast", "after_backward", "backward_number", "below_autograd", "like_lazily", "num_owners",
-    "register_pytree_node", "segments_that_do_not_grow", "under_autocast", "under_transform", "with_autograd",
+    "register_pytree_node", "run_below_autograd", "segments_that_do_not_grow", "under_autocast",
+    "under_transform", "with_autograd",
 ]  # fmt: skip
 
 _C: Any = torch._C
+_no_autocast = getattr(_C, "_DisableAutocast", contextlib.nullcontext)
+_no_autograd = getattr(_C, "_AutoDispatchBelowAutograd", torch.no_grad)
 Autocast = tuple[tuple[str, torch.dtype], ...]  # kinds of devices, each with what is cast to there
 
 
@@ -41,10 +44,23 @@ def below_autograd() -> Iterator[None]:
     Gradient mode stays on, as in the plain forward: some kernels ask for it (oneDNN's LSTM keeps what its backward
     needs only then).
     """
-    no_autocast = getattr(_C, "_DisableAutocast", contextlib.nullcontext)
-    guard = getattr(_C, "_AutoDispatchBelowAutograd", torch.no_grad)
-    with torch.enable_grad(), no_autocast(), guard():
+    with torch.enable_grad(), _no_autocast(), _no_autograd():
         yield
+
+
+def run_below_autograd(call: Callable[..., Any], *given: Any) -> Any:
+    """`call(*given)`, as in `below_autograd`.
+
+    Blocks that are entered and left in C alone: within a block of Python's, a Ctrl-C that comes as it is left would
+    leave gradient mode off once its traceback goes.
+    """
+    mode = torch.is_grad_enabled()
+    try:
+        _C._set_grad_enabled(True)
+        with _no_autocast(), _no_autograd():
+            return call(*given)
+    finally:
+        _C._set_grad_enabled(mode)
 
 
 @contextlib.contextmanager

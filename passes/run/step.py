@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ._torch import Autocast, active_autocast, below_autograd, under_transform
+from ._torch import Autocast, active_autocast, run_below_autograd, under_transform
 from .arena import Arena, ask_for
 from .errors import PlannerError
 from .mixing import Versions, warn_of_changed_view, watch_sum
@@ -187,8 +187,7 @@ class _Run:
     def forward(self) -> tuple[torch.Tensor, ...]:
         """The outputs."""
         step, primals = self.step, self.primals
-        with below_autograd():
-            results = step.forward.forward(list(self.given))
+        results = run_below_autograd(step.forward.forward, list(self.given))
         count = len(step.mutated)
         with torch.no_grad():
             for i, value in zip(step.mutated, results[:count], strict=True):
@@ -309,8 +308,7 @@ class _Run:
                 "other one."
             )
         assert self.program is not None
-        with below_autograd():
-            handed = next(self.program)
+        handed = run_below_autograd(next, self.program)
         found = apart(handed)
         handed.clear()
         if place == len(self.owned) - 1:

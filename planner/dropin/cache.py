@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import active_saving_hooks, global_hooks, profiler_runs
+from passes._torch import active_saving_hooks, global_hooks, profiler_runs, saving_hooks_aside
 from passes.device import kind_of
 from passes.errors import ForwardFailed, InputMismatch, NoBackward, StateChanged, Unsupported
 from passes.run._torch import Autocast
@@ -114,6 +114,9 @@ class PlanState:
             return plain(bound)
         if self.outdated:
             self.notices.outdated(self.outdated)
+            return plain(bound)
+        if self.first.planned.runs and active_saving_hooks():
+            self.notices.saving_hooks(by_regions=True)
             return plain(bound)
         tensors, template = flatten(dict(bound))
         entry, state = self._look(bound, tensors, template)
@@ -278,8 +281,7 @@ class PlanState:
                 if entry.key == key:
                     state = entry.holds(self.model, self.loss_fn, inputs, bound)
                     if state is not None and self._changed_region(entry) is None:
-                        self.cache.remove(entry)
-                        self.cache.insert(0, entry)
+                        self.cache = [entry, *(e for e in self.cache if e is not entry)]  # at once, for a Ctrl-C
                         return entry, state
         return None, []
 
@@ -304,9 +306,7 @@ class PlanState:
         self, key: Key, bound: Mapping[str, Any], other: Entry | None, starts: tuple[str, ...] | None
     ) -> tuple[Entry, list[torch.Tensor]]:
         begin = time.monotonic()
-        # A surrounding torch.utils.checkpoint counts the tensors that autograd saves: tracing must not add to them.
-        uncounted = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-        with uncounted if active_saving_hooks() else nullcontext(), self.set_aside(), gathered_aside(self.model):
+        with saving_hooks_aside(), self.set_aside(), gathered_aside(self.model):
             planned = self.replan(self.model, bound, starts)
         # An entry whose model was changed since finds its objects again when it is next looked at.
         stale = other is not None and (other.outdated or self._sharded_since(other))
@@ -404,11 +404,14 @@ class PlanState:
         if applied is None:
             yield
             return
-        set_forward(self.model, applied.previous)
         try:
+            set_forward(self.model, applied.previous)
             yield
-        finally:
-            set_forward(self.model, current)  # None where it was there only while a wrapper's forward ran
+        finally:  # no call, in which a Ctrl-C could come
+            if current is None:  # it was there only while a wrapper's forward ran
+                own.pop("forward", None)
+            else:
+                own["forward"] = current
 
 
 def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -89,16 +89,21 @@ class Notices:
             stacklevel=user_frame(),
         )
 
-    def saving_hooks(self) -> None:
-        """Say once that hooks on saved tensors have no effect on a planned step."""
+    def saving_hooks(self, by_regions: bool = False) -> None:
+        """Say once that hooks on saved tensors have no effect on a planned step, or that regions make way for them."""
         if self.noticed_hooks or not (owner := active_saving_hooks()):
             return
         self.noticed_hooks = True
-        right = "the numbers stay right" if owner.startswith("torch.") else "gradients are those without these hooks"
+        numbers = "the numbers" if owner.startswith("torch.") else "gradients"
+        effect = (
+            "which decides what is kept there: a plan by regions makes way, and the step is not under the budget."
+            if by_regions else
+            "which saves no memory there: a planned step holds its saved tensors itself, and "
+            f"{numbers} are those without these hooks."
+        )  # fmt: skip
         warnings.warn(
-            f"a planned module is called under {owner}, which saves no memory there: a planned step holds its saved "
-            f"tensors itself, and {right}. Plan the module that contains this one, or leave the wrapper "
-            "out (torch.utils.checkpoint would also run the planned forward a second time).",
+            f"a planned module is called under {owner}, {effect} Plan the module that contains this one, or leave the "
+            "wrapper out (torch.utils.checkpoint would also run the planned forward a second time).",
             stacklevel=user_frame(),
         )
 

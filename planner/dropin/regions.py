@@ -119,10 +119,10 @@ class RegionForward:
 @contextmanager
 def running_regions(regions: Sequence[RegionForward]) -> Iterator[None]:
     """Let the regions' modules run their plans in the block."""
-    for region in regions:
-        region.start()
     loss = next((region.model for region in regions if region.path == LOSS), None)
     try:
+        for region in regions:
+            region.start()
         with looking_at_losses(loss) if loss is not None else nullcontext():
             yield
     finally:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import pytree
+from passes._torch import pytree, saving_hooks_aside
 from passes.errors import ForwardFailed
 from passes.run._torch import under_transform
 from passes.trace.arguments import bind_call, call_signature, set_forward
@@ -47,7 +47,8 @@ def plan_on_first_batch(model: nn.Module, budget_mb: float | str | None = None, 
         budget_mb, options: those of `auto_checkpoint`.
 
     Raises:
-        BudgetError: `budget_mb` is not a budget. What planning raises comes out of the first training call.
+        BudgetError: `budget_mb` is not a budget. What planning raises comes out of the training call, and the next one
+            is planned, until `stop()`.
         PlannerError: the model waits for its first batch already.
     """
     return FirstBatch(model, budget_mb, **options).start()
@@ -115,11 +116,14 @@ class FirstBatch:
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_trained(model, args, kwargs):
-            self._plan(args, kwargs)
+            self.stop()
+            try:
+                self._plan(args, kwargs)
+            except BaseException:
+                self.start()
+                raise
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.hook is not None:
-            self.stop()
         if self.called is not None:
             self.called()
         sample = bind_call(call_signature(self.model, self.options.get("loss_fn")), args, kwargs)
@@ -133,7 +137,8 @@ class FirstBatch:
         held += wrapper_bytes(around) + unsent_bytes(around, gradients)
         options = {"group": group_of(around), **self.options, "gradients": wrapper_gradients(around, gradients)}
         options["reserve_mb"] = self.options.get("reserve_mb", 0) + held / MIB
-        self.plan = auto_checkpoint(self.model, sample, self.budget_mb, **options)
+        with saving_hooks_aside():  # a checkpoint around the model counts what is saved
+            self.plan = auto_checkpoint(self.model, sample, self.budget_mb, **options)
         self.plan.apply(self.model)
         log.info("planned on the first batch: %r", self.plan)
 
@@ -176,16 +181,15 @@ class _Waiting:
         """Plan the forward from before, and run the plan where this one runs, or in its place if nothing is around."""
         around: Any = self.model.__dict__.get("forward")
         set_forward(self.model, self.previous)
-        self.asleep = True  # should that fail
+        self.asleep = True
         try:
             self.planned(args, kwargs)
-            self.applied, self.asleep = self.model.__dict__["forward"], False
+            self.applied = self.model.__dict__["forward"]
         except ForwardFailed as error:  # raised by the own forward, it leaves what it leaves in eager
-            self.asleep = False
             warnings.warn(f"not planned yet, not under the budget: {error}", stacklevel=3)
-            set_forward(self.model, around)
         finally:
-            if around is not self:
+            self.asleep = False
+            if self.applied is None or around is not self:  # what was not planned is planned by the next call
                 set_forward(self.model, around)
 
     def put_back(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import os
@@ -14,7 +15,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -32,7 +35,7 @@ from solvers.schedule import plain_order, with_frees
 from solvers.simulate import simulate
 from solvers.solution import Solution, Status
 from tests.planner.residue import OWN, ROOT, children, interrupted, left_behind, state
-from tests.planner.steps import Wrap, batch, linear, plan, tight
+from tests.planner.steps import MIB, Wrap, batch, linear, mlp, plan, squares, tight
 from tests.solvers.oracles import replay
 
 # The solver's process --------------------------------------------------------------------------------------------
@@ -421,6 +424,42 @@ def test_an_interrupt_while_training_leaves_a_module_that_goes_on(plans: tuple[P
     assert all(p.grad is not None for p in model.parameters())
 
 
+class Entries:
+    """Raises `KeyboardInterrupt` as a function of ours, or of `contextlib`, is entered: where Python looks for one."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if frame.f_code.co_filename.startswith((*OWN, contextlib.__file__)) and frame.f_code.co_name != "<genexpr>":
+            self.left -= 1
+            if self.left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_as_any_function_of_a_step_is_entered_leaves_a_model_that_goes_on() -> None:
+    """Gradient mode stayed off, the plan was no longer kept, or the model no longer ran it, silently."""
+    model = nn.Linear(4, 4)
+    chosen = plan(model, torch.ones(2, 4), check=False)
+    chosen.apply(model)
+    kept = chosen.module._plan_state
+    squares(model(torch.ones(2, 4))).backward()
+    for at in count():
+        sys.settrace(entries := Entries(at))
+        try:
+            squares(model(torch.ones(2, 4))).backward()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert torch.is_grad_enabled() and len(kept.cache) == 1 and model.forward.runs_plan
+        if entries.left >= 0:
+            break
+    assert at > 100 and not kept.replans
+
+
 if not sys.platform.startswith("linux"):  # pragma: no cover - /proc, fork and RLIMIT_FSIZE
     pytest.skip("faults are injected by Linux' means", allow_module_level=True)
 
@@ -450,3 +489,20 @@ def test_a_first_batch_that_forward_refuses_is_waited_after() -> None:
     assert waiting.plan is None and int(model[2].num_batches_tracked) == 1
     model(torch.randn(4, 8)).sum().backward()
     assert waiting.plan is not None and model.forward.runs_plan
+
+
+def test_what_stops_planning_the_first_batch_is_not_the_end_of_planning() -> None:
+    """A budget that a smaller batch keeps, Ctrl-C: the batches after it ran plain for good, silently."""
+    model = mlp()
+    waiting = plan_on_first_batch(model, plan(mlp(), batch(64, 32)).baseline_peak_bytes / MIB / 2, progress=False)
+    for _ in range(2):
+        with pytest.raises(BudgetError, match="or for a smaller batch"):
+            model(batch(512, 32))
+    model[0].register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT) if waiting.plan is None else None)
+    with pytest.raises(KeyboardInterrupt):
+        model(batch(16, 32))
+    model[0]._forward_hooks.clear()
+    model(batch(16, 32)).sum().backward()
+    assert waiting.plan is not None and model.forward.runs_plan
+    waiting.stop()
+    assert "forward" not in model.__dict__

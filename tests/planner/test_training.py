@@ -8,7 +8,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from passes._torch import allocator_events
 from passes.run import step as runtime
 from planner import CaptureError, Plan, PlannerError, auto_checkpoint
+from planner.integrations import plan_on_first_batch
 from tests.planner.steps import (
     SmallGPT,
     Wrap,
@@ -222,6 +223,25 @@ def test_a_planned_module_inside_a_checkpoint(reentrant: bool, rows: int) -> Non
         x.grad = None
     assert torch.equal(*got)
     assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_model_planned_by_regions_inside_a_checkpoint(first: bool) -> None:
+    """Regions make way, also where the call is the first; planning saves nothing that the checkpoint counts."""
+    model, plain = twins(SmallGPT())
+    tokens = torch.randint(0, 64, (2, 8))
+    options: dict[str, Any] = {"regions": "blocks.*", "solver": "greedy", "progress": False}
+    if first:
+        plan_on_first_batch(model, **options)
+    else:
+        plan(model, tokens, **options).apply(model)
+    for rows in (2, 1):
+        for module in (model, plain):
+            torch.manual_seed(1)
+            said = pytest.warns(UserWarning, match="a plan by regions makes way")
+            with said if rows == 2 and module is model else nullcontext():
+                checkpoint(module, tokens[:rows], use_reentrant=False).backward()
+        assert_same_gradients(model, plain)
 
 
 def test_the_last_smaller_batch_of_an_epoch() -> None:

@@ -11,8 +11,9 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import register_pytree_node
 
 __all__ = [
-    "Autocast", "active_autocast", "after_backward", "backward_number", "below_autograd", "like_lazily", "num_owners",
-    "register_pytree_node", "segments_that_do_not_grow", "under_autocast", "under_transform", "with_autograd",
+    "Autocast", "active_autocast", "after_backward", "backward_number", "below_autograd", "kernel_settings",
+    "like_lazily", "num_owners", "register_pytree_node", "segments_that_do_not_grow", "under_autocast",
+    "under_transform", "with_autograd",
 ]  # fmt: skip
 
 _C: Any = torch._C
@@ -22,6 +23,19 @@ Autocast = tuple[tuple[str, torch.dtype], ...]  # kinds of devices, each with wh
 def active_autocast() -> Autocast:
     """The autocast that code runs under now."""
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+
+
+def kernel_settings() -> dict[str, Any]:
+    """Torch's switches under which one op on the same tensors gives other bits."""
+    backends: Any = torch.backends
+    return {
+        "oneDNN": backends.mkldnn.enabled,
+        "cuDNN": backends.cudnn.enabled,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32 precision of matrix products": (
+            backends.mkldnn.matmul.fp32_precision, backends.cuda.matmul.fp32_precision
+        ),
+    }  # fmt: skip
 
 
 @contextlib.contextmanager

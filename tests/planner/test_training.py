@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from passes._torch import allocator_events
 from passes.run import step as runtime
+from passes.run._torch import kernel_settings
 from planner import CaptureError, Plan, PlannerError, auto_checkpoint
 from tests.planner.steps import (
     SmallGPT,
@@ -586,6 +587,29 @@ def test_a_deepcopy_plans_for_its_own_model() -> None:
     squares(reference(x)).backward()
     assert_same_gradients(other, reference)
     assert head.weight.grad is None
+
+
+@pytest.mark.parametrize("changed", ["float32 precision of matrix products", "oneDNN"])
+def test_what_is_computed_again_needs_the_forwards_switches(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan without recompute follows the plain step, which reads them where it runs."""
+    model, x = mlp(dropout=0.0), batch(256, 32)
+    settings = iter([{changed: True}, {changed: False}, {changed: True}, {changed: False}])
+    kept, again = plan(model, x, check=False), tight(model, x, check=False)
+    monkeypatch.setattr(runtime, "kernel_settings", lambda: next(settings))
+    kept.module(x).pow(2).sum().backward()
+    model.zero_grad()
+    with pytest.raises(runtime.ChangedInPlace, match=f"torch's {changed} is False, in the forward True: .* one sett"):
+        again.module(x).pow(2).sum().backward()
+
+
+def test_kernel_settings_are_those_of_torch() -> None:
+    before = kernel_settings()
+    assert before == kernel_settings()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert kernel_settings() != before
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_shallow_copy_shares_the_model() -> None:

@@ -135,17 +135,22 @@ class Step:
 
 
 def refuse_transform(tensors: Iterable[torch.Tensor | None]) -> None:
-    """Raise where `torch.jit.trace` or a transform of `torch.func` runs this, or has to do with the tensors."""
-    if torch.jit.is_tracing():
-        raise PlannerError(
-            "torch.jit.trace cannot look into a planned step: trace the original model (plan.remove(model) where the "
-            "plan was applied)."
-        )
+    """Raise where a transform of `torch.func` or `torch.jit.trace` runs this, or has to do with the tensors."""
+    refuse_tracing()
     if under_transform(tensors):
         raise PlannerError(
             "a planned step runs under loss.backward() and torch.autograd.grad; torch.func.grad, vmap, jvp and the "
             "other transforms cannot look into it, nor can forward-mode differentiation and batched gradients "
             "(is_grads_batched). Give them the original model."
+        )
+
+
+def refuse_tracing() -> None:
+    """Raise where `torch.jit.trace` or `torch.export` runs this."""
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        raise PlannerError(
+            f"torch.{'jit.trace' if torch.jit.is_tracing() else 'export'} cannot look into a planned step: give it the "
+            "original model (plan.remove(model) where the plan was applied)."
         )
 
 

@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,11 @@ from planner import (
     SolverUnavailable,
     Unsupported,
     auto_checkpoint,
+    frontier,
+    max_batch,
     minimum_budget,
 )
+from planner.integrations import plan_on_first_batch
 from tests.planner.steps import (
     MIB,
     Wrap,
@@ -64,6 +68,23 @@ def test_a_value_that_is_no_budget(budget: Any) -> None:
     assert f"budget_mb={budget!r}" in message
     assert "budget_mb takes MiB as an int or a float, a size (" in message
     assert caught.value.budget_bytes is None
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int64, np.float64, Fraction])
+def test_numbers_of_other_types_are_numbers(kind: Any) -> None:
+    options = {"reserve_mb": kind(0), "time_limit": kind(5), "gap": kind(0), "cost": lambda op: kind(1)}
+    chosen = plan(linear(), batch(), kind(1), **options)
+    assert chosen.budget_bytes == MIB and type(chosen.budget_bytes) is int
+
+
+@pytest.mark.parametrize("name", ["solvers", "flight", "group"])
+def test_an_option_that_is_none_is_told_by_the_function_that_was_called(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^frontier\(\) got an unexpected keyword argument '{name}'"):
+        frontier(linear(), batch(), **{name: 3})
+    with pytest.raises(TypeError, match=rf"^plan_on_first_batch\(\) got an unexpected keyword argument '{name}s'"):
+        plan_on_first_batch(linear(), 1, **{f"{name}s": 3})
+    with pytest.raises(TypeError, match=rf"^max_batch\(\) got an unexpected keyword argument '{name}'"):
+        max_batch(linear(), batch, 1, **{name: 3})
 
 
 def test_a_size_and_a_share_are_budgets() -> None:
@@ -123,6 +144,11 @@ def test_a_budget_over_the_plain_peak_recomputes_nothing_and_says_so() -> None:
         ({"reserve_mb": math.inf}, "reserve_mb=inf is not a number of MiB"),
         ({"loss_fn": 3}, "loss_fn=3 is not callable: pass a function"),
         ({"loss_fn": nn.MSELoss()}, "Linear.forward and loss_fn, which takes target: missing a required argument"),
+        ({"loss_fn": nn.MSELoss}, "loss_fn=MSELoss is a class: pass an instance, MSELoss()"),
+        ({"keep_outputs": "no"}, "keep_outputs='no' is unknown: it takes True or False"),
+        ({"group": 3}, "group=3 is no process group: pass one of torch.distributed"),
+        ({"cost": lambda op: math.nan}, "<lambda> gave nan for addmm: it returns a number, zero or more, for each op"),
+        ({"cost": lambda op: "1"}, "<lambda> gave '1' for addmm"),
         ({"optimizer": 3}, "optimizer=3 is not an optimizer: pass an instance, a class"),
     ],
 )

@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 import math
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,6 +114,16 @@ def test_a_budget_under_the_minimum_carries_one_that_works() -> None:
     assert plan(model, x, error.minimum_mb).peak_bytes <= error.minimum_bytes
 
 
+def test_a_minimum_works_as_it_is_written() -> None:
+    """45,376 bytes are 0.04327 MiB: 0.043 would be refused again."""
+    model, x = mlp(), batch(32, 32)
+    with pytest.raises(BudgetError) as caught:
+        plan(model, x, 0.001)
+    written = re.search(r"known to work is (\S+) MiB", str(caught.value))
+    assert written is not None
+    assert plan(model, x, f"{written[1]}MiB").peak_bytes == caught.value.minimum_bytes
+
+
 def test_minimum_budget_says_the_same() -> None:
     model, x = mlp(), batch(64, 32)
     minimum_mb, floor_mb = minimum_budget(model, x, time_limit=5, progress=False)
@@ -192,6 +203,7 @@ def test_an_error_says_what_was_given_what_is_allowed_and_what_to_do() -> None:
         plan(mlp(), batch(64, 32), 0.001)
     given, works, floor = (caught.value.budget_bytes, caught.value.minimum_bytes, caught.value.floor_bytes)
     sizes = [f"{size / MIB:.3f} MiB ({size} bytes)" for size in (given, works, floor) if size is not None]
+    sizes[1] = f"{math.ceil((works or 0) / MIB * 1000) / 1000:.3f} MiB ({works} bytes)"
     assert str(caught.value) == (
         f"no schedule found within {sizes[0]}; the smallest budget known to work is {sizes[1]}: ask for that, or for a "
         f"smaller batch. None below {sizes[2]} can work"

@@ -11,12 +11,13 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import register_pytree_node
 
 __all__ = [
-    "Autocast", "active_autocast", "after_backward", "backward_number", "below_autograd", "kernel_settings",
-    "like_lazily", "num_owners", "register_pytree_node", "segments_that_do_not_grow", "under_autocast",
-    "under_transform", "with_autograd",
+    "TORCH_VERSION", "Autocast", "active_autocast", "after_backward", "backward_number", "below_autograd",
+    "kernel_settings", "like_lazily", "num_owners", "register_pytree_node", "segments_that_do_not_grow",
+    "under_autocast", "under_transform", "with_autograd",
 ]  # fmt: skip
 
 _C: Any = torch._C
+TORCH_VERSION: str = torch.__version__
 Autocast = tuple[tuple[str, torch.dtype], ...]  # kinds of devices, each with what is cast to there
 
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from ._torch import Autocast, active_autocast
+from ._torch import TORCH_VERSION, Autocast, active_autocast
 from .errors import PlannerError as ExportError
 from .step import Step
 from .structures import build, signature_of, take
@@ -183,7 +183,7 @@ def digest(spec: dict[str, Any]) -> str:
 
 
 def _warn_of_version(exported: str) -> None:
-    then, now = (version.partition("+")[0] for version in (exported, str(torch.__version__)))
+    then, now = (version.partition("+")[0] for version in (exported, TORCH_VERSION))
     if then != now:
         warnings.warn(
             f"exported with torch {then}, and this is torch {now}: its kernels may give other bits, and need other "

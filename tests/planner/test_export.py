@@ -499,7 +499,7 @@ def test_an_edit_of_the_spec_and_another_torch_are_noticed(tmp_path: Path, monke
         with pytest.raises(package.ExportError, match=r"is damaged: spec.json is not what was exported"):
             package.load()
     path.write_text(written)
-    monkeypatch.setattr(torch, "__version__", "2.10.0+cpu")
+    monkeypatch.setattr(importlib.import_module("edited.runtime"), "TORCH_VERSION", "2.10.0+cpu")
     with pytest.warns(UserWarning, match=r"and this is torch 2\.10\.0: its kernels may give other bits") as told:
         package.load()
     assert told[0].filename == __file__

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -171,3 +172,15 @@ def minimum_budget(
         gradients=gradients, device=device,
     ).minimum()  # fmt: skip
     return found.minimum_bytes / MIB, found.floor_bytes / MIB
+
+
+def check_names(function: str, options: Iterable[str], *, without: tuple[str, ...] = ()) -> None:
+    """Raise for what a function that passes on the options of `auto_checkpoint` cannot be called with.
+
+    Raises:
+        TypeError: as Python says it of a function that lists its keywords.
+    """
+    known = inspect.signature(auto_checkpoint).parameters
+    for name in options:
+        if name not in known or known[name].kind is not inspect.Parameter.KEYWORD_ONLY or name in without:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")

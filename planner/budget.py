@@ -8,7 +8,7 @@ from typing import Any
 
 from solvers.errors import MIB, BudgetError
 
-from .units import parse_size
+from .units import is_number, parse_size
 
 LARGEST_MB = float(1 << 43)  # above any machine's, and exact in a float
 ACCEPTED = 'budget_mb takes MiB as an int or a float, a size ("12GB"), a share of the plain peak ("50%"), or None'
@@ -37,15 +37,15 @@ class Budget:
             return None
         if isinstance(self.value, str):
             return parse_size(self.value, plain_peak_bytes)
-        if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
+        if not is_number(self.value):
             raise BudgetError(f"budget_mb={self.value!r} is not a number of MiB: {ACCEPTED}.")
         if not 0 < self.value <= LARGEST_MB:
             raise BudgetError(f"budget_mb={self.value!r} is not a usable budget: {ACCEPTED}.")
-        return int(self.value * MIB)
+        return int(float(self.value) * MIB)
 
 
 def reserve_to_bytes(reserve_mb: Any) -> int:
     """`reserve_mb` in bytes, rounded up."""
-    if isinstance(reserve_mb, bool) or not isinstance(reserve_mb, (int, float)) or not 0 <= reserve_mb <= LARGEST_MB:
+    if not is_number(reserve_mb) or not 0 <= reserve_mb <= LARGEST_MB:
         raise BudgetError(f"reserve_mb={reserve_mb!r} is not a number of MiB: it takes one that is not negative.")
-    return math.ceil(reserve_mb * MIB)
+    return math.ceil(float(reserve_mb) * MIB)

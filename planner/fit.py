@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from passes.device import kind_of, room_bytes
 from solvers import Report
-from solvers.errors import MIB, BudgetError
+from solvers.errors import MIB, BudgetError, shown_minimum
 from solvers.live import Live
 from solvers.minimum import Minimum, minimum_budget
 from solvers.schedule import Schedule
@@ -95,7 +95,7 @@ def _in_flight(
     if needed > budget_bytes:
         raise BudgetError(
             f"no schedule found within {budget_bytes / MIB:,.3f} MiB with the micro-batches in flight; the smallest "
-            f"budget known to work is {needed / MIB:,.3f} MiB: ask for that, or run fewer or smaller micro-batches.",
+            f"budget known to work is {shown_minimum(needed)}: ask for that, or run fewer or smaller micro-batches.",
             budget_bytes=budget_bytes, minimum_bytes=needed, floor_bytes=smallest.floor_bytes,
         )  # fmt: skip
     asked = high

@@ -14,6 +14,7 @@ from solvers.errors import MIB, BudgetError, PlannerError
 from solvers.problem import Problem
 from solvers.solution import Solution
 
+from .api import check_names
 from .budget import Budget
 from .plan import Plan
 from .prepared import model_device
@@ -109,6 +110,7 @@ def frontier(model: nn.Module, sample: Any, points: int = 20, **options: Any) ->
     """
     if isinstance(points, bool) or not isinstance(points, int) or points < 2:
         raise PlannerError(f"points={points!r}: a frontier takes a whole number of at least 2 budgets.")
+    check_names("frontier", options, without=("group",))
     return frontier_of(open_session(model, sample, **options), points)
 
 
@@ -180,6 +182,7 @@ def max_batch(
             f"make_sample is a {type(make_sample).__name__}: pass a function of the batch size that makes one, such "
             "as lambda n: torch.randn(n, 16)."
         )
+    check_names("max_batch", options, without=("group",))
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise PlannerError(f"limit={limit!r}: the largest batch to try is a whole number of at least 1.")
     budget = Budget(budget_mb).to_bytes(None) or room_bytes(model_device(model))

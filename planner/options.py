@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -19,6 +20,7 @@ from .elsewhere import assumptions, check_device, rates_of, target_of
 from .hints import NO_HINTS, Hints
 from .optimizer import NO_UPDATE, Update
 from .ranks.flight import Flight
+from .units import is_number
 
 OnNewShape = Literal["replan", "bucket", "eager", "error"]
 ON_NEW_SHAPE: tuple[str, ...] = get_args(OnNewShape)
@@ -66,6 +68,11 @@ class Options:
         check_mode(self.check)
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise PlannerError(f"loss_fn={brief(repr(self.loss_fn))} is not callable: pass a function of the output.")
+        if isinstance(self.loss_fn, type):
+            name = self.loss_fn.__name__
+            raise PlannerError(f"loss_fn={name} is a class: pass an instance, {name}().")
+        if self.keep_outputs not in (True, False):
+            raise PlannerError(f"keep_outputs={self.keep_outputs!r} is unknown: it takes True or False.")
         check_cost(self.cost)
         object.__setattr__(self, "device", check_device(self.device, self.cost))
         if self.on_new_shape not in ON_NEW_SHAPE:
@@ -75,6 +82,8 @@ class Options:
             raise PlannerError(f"gradients={self.gradients!r} is unknown: it takes 'fresh', 'accumulated', 'consumed'.")
         object.__setattr__(self, "regions", _regions(self.regions))
         check_effort(self.time_limit, self.gap)
+        object.__setattr__(self, "time_limit", float(self.time_limit))
+        object.__setattr__(self, "gap", float(self.gap))
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -93,7 +102,7 @@ class Options:
     def cost_function(self, device: torch.device) -> Callable[[OpProfile], float]:
         """Its cost for a model on that device."""
         if callable(self.cost):
-            return self.cost
+            return _checked(self.cost)
         named = rates_of(self.device, self.target(device)) if self.cost == "roofline" else self.cost
         return cost_function(named, device)
 
@@ -112,9 +121,9 @@ class Options:
 
 def check_effort(time_limit: Any, gap: Any) -> None:
     """Raise unless a solver can be given these."""
-    if not _is_number(time_limit) or not time_limit > 0:
+    if not is_number(time_limit) or not time_limit > 0:
         raise PlannerError(f"time_limit={time_limit!r} must be a positive number of seconds.")
-    if not _is_number(gap) or not gap >= 0:
+    if not is_number(gap) or not gap >= 0:
         raise PlannerError(f"gap={gap!r} must be zero or more: it is a share of the plain step's cost.")
 
 
@@ -129,5 +138,12 @@ def _regions(given: Any) -> str | tuple[str, ...]:
     )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _checked(cost: Callable[[OpProfile], float]) -> Callable[[OpProfile], float]:
+    def checked(profile: OpProfile) -> float:
+        found = cost(profile)
+        if not is_number(found) or not 0 <= found < math.inf:
+            given = f"cost={getattr(cost, '__name__', 'the callable')} gave {brief(repr(found))} for {profile.name}"
+            raise PlannerError(f"{given}: it returns a number, zero or more, for each op.")
+        return found
+
+    return checked

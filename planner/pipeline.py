@@ -232,6 +232,7 @@ def bind_step(prepared: Prepared, rewritten: Rewritten, arena: Arena = ()) -> St
         autocast=traced.backward_autocast,
         others=tuple(without) if elsewhere else (),
         arena=arena,
+        again=any(n.meta.get("recompute_of") for n in rewritten.backward.graph.nodes),
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from solvers import Report, minimum_budget, solve
-from solvers.errors import MIB, BudgetError
+from solvers.errors import MIB, BudgetError, shown_minimum
 from solvers.live import Live
 from solvers.problem import Problem
 from solvers.schedule import Schedule, computes, recomputes_of, with_frees
@@ -231,7 +231,7 @@ def _under_hints(error: BudgetError, prepared: Prepared) -> BudgetError:
     held = sum(1 for hint in prepared.hinted.values() if hint.once)
     message = (
         f"{error}. The hints {binding} keep {held} ops from being recomputed; without them the smallest budget known "
-        f"to work is {free.minimum_bytes / MIB:.3f} MiB ({free.minimum_bytes} bytes). Raise the budget, or loosen them."
+        f"to work is {shown_minimum(free.minimum_bytes)}. Raise the budget, or loosen them."
     )
     return BudgetError(
         message, budget_bytes=error.budget_bytes, minimum_bytes=error.minimum_bytes, floor_bytes=error.floor_bytes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 import re
+from typing import Any
 
 from solvers.errors import MIB, BudgetError
 
@@ -42,3 +44,8 @@ def show_bytes(size: int) -> str:
     if size and abs(size) < MIB / 20:
         return f"{size / 1024:,.1f} KiB"
     return f"{size / MIB:,.2f} MiB" if abs(size) < 10 * MIB else f"{size / MIB:,.1f} MiB"
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number, NumPy's included, and not a truth value."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -5,6 +5,16 @@ from __future__ import annotations
 MIB = 1 << 20
 
 
+def mib_up(size_bytes: int) -> float:
+    """MiB in thousandths, rounded up: a smallest budget works as it is written so."""
+    return -(-size_bytes * 1000 // MIB) / 1000
+
+
+def shown_minimum(size_bytes: int) -> str:
+    """A smallest budget for people to ask for."""
+    return f"{mib_up(size_bytes):.3f} MiB ({size_bytes} bytes)"
+
+
 class PlannerError(Exception):
     """Base of all errors raised on purpose by `planner`, `passes` and `solvers`."""
 

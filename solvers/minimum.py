@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from .bounds import floor_bytes
 from .descent import KEEP_RATIOS, Reached, Taste, descend
-from .errors import MIB, BudgetError
+from .errors import MIB, BudgetError, shown_minimum
 from .exact import exact_schedule
 from .known import fallbacks, lowest_known, remember
 from .live import Live
@@ -143,8 +143,9 @@ def budget_error(budget_bytes: int, minimum_bytes: int, floor: int, *, hurried: 
     """
     limit = ". The time limit ended the search: a longer one may find less" if hurried else ""
     message = (
-        f"no schedule found within {_size(budget_bytes)}; the smallest budget known to work is {_size(minimum_bytes)}: "
-        f"ask for that, or for a smaller batch. None below {_size(floor)} can work{limit}"
+        f"no schedule found within {_size(budget_bytes)}; the smallest budget known to work is "
+        f"{shown_minimum(minimum_bytes)}: ask for that, or for a smaller batch. None below {_size(floor)} can "
+        f"work{limit}"
     )
     return BudgetError(message, budget_bytes=budget_bytes, minimum_bytes=minimum_bytes, floor_bytes=floor)
 

@@ -205,7 +205,7 @@ class StagedModel(Stages):
             for end in wide[k] if k > self.stage[i] else ():
                 runs = self._within(i, k, end)
                 if len(runs) > 1:
-                    again = self.U[i, k, end] = pulp.LpVariable(f"U{i}_{k}_{end}", 0, 1)
+                    again = self.U[i, k, end] = self._variable(f"U{i}_{k}_{end}", 0, 1)
                     self._add({again: -1, **dict.fromkeys(runs, 1)}, pulp.LpConstraintGE, 0)
         for (i, k, end), again in self.U.items():
             for t in dict.fromkeys(self.problem.ops[i].inputs):

@@ -78,6 +78,8 @@ class Stages:
         self.Q: dict[tuple[int, int], pulp.LpVariable] = {}
         self.cost_unit = cost_unit(problem, cost_limit)
         self.program = pulp.LpProblem("recompute", pulp.LpMinimize)
+        # What newer versions of PuLP have in place of the constructor warns of nothing.
+        self._variable = getattr(self.program, "add_variable", pulp.LpVariable)
         self._variables()
 
     @cached_property
@@ -107,15 +109,15 @@ class Stages:
             first = self.stage[i]
             last = max((self.last_stage(t) for t in self.problem.ops[i].outputs), default=first)
             for k in range(first, last + 1 if self.reach.useful[i] else first + 1):
-                self.R[i, k] = pulp.LpVariable(f"R{i}_{k}", 0, int(costs[i] <= self.cost_limit), pulp.LpInteger)
+                self.R[i, k] = self._variable(f"R{i}_{k}", 0, int(costs[i] <= self.cost_limit), pulp.LpInteger)
         for t in self.decided_tensors:
             last = self.last_stage(t)
             for k in range(self.home[t] + 1, last + 1):
-                self.A[t, k] = pulp.LpVariable(f"A{t}_{k}", 0, 1, pulp.LpInteger)
+                self.A[t, k] = self._variable(f"A{t}_{k}", 0, 1, pulp.LpInteger)
                 if k < last:
-                    self.H[t, k] = pulp.LpVariable(f"H{t}_{k}", 0, 1)
+                    self.H[t, k] = self._variable(f"H{t}_{k}", 0, 1)
         again = [(i, k) for i, k in self.R if k > self.stage[i]] if len(self.R) <= MOST_TWICE else []
-        self.Q = {key: pulp.LpVariable(f"Q{key[0]}_{key[1]}", 0, 1, pulp.LpInteger) for key in again}
+        self.Q = {key: self._variable(f"Q{key[0]}_{key[1]}", 0, 1, pulp.LpInteger) for key in again}
         runs = (*self.R.items(), *self.Q.items())
         prices = {v: int(min(costs[i], self.cost_limit)) // self.cost_unit for (i, _), v in runs}
         self.program.setObjective(pulp.LpAffineExpression(prices))

@@ -11,20 +11,34 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import register_pytree_node
 
 __all__ = [
-    "Autocast", "active_autocast", "after_backward", "backward_number", "below_autograd", "like_lazily", "num_owners",
-    "register_pytree_node", "run_below_autograd", "segments_that_do_not_grow", "under_autocast",
-    "under_transform", "with_autograd",
+    "TORCH_VERSION", "Autocast", "active_autocast", "after_backward", "backward_number", "below_autograd",
+    "kernel_settings", "like_lazily", "num_owners", "register_pytree_node", "run_below_autograd",
+    "segments_that_do_not_grow", "under_autocast", "under_transform", "with_autograd",
 ]  # fmt: skip
 
 _C: Any = torch._C
 _no_autocast = getattr(_C, "_DisableAutocast", contextlib.nullcontext)
 _no_autograd = getattr(_C, "_AutoDispatchBelowAutograd", torch.no_grad)
+TORCH_VERSION: str = torch.__version__
 Autocast = tuple[tuple[str, torch.dtype], ...]  # kinds of devices, each with what is cast to there
 
 
 def active_autocast() -> Autocast:
     """The autocast that code runs under now."""
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+
+
+def kernel_settings() -> dict[str, Any]:
+    """Torch's switches under which one op on the same tensors gives other bits."""
+    backends: Any = torch.backends
+    return {
+        "oneDNN": backends.mkldnn.enabled,
+        "cuDNN": backends.cudnn.enabled,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32 precision of matrix products": (
+            backends.mkldnn.matmul.fp32_precision, backends.cuda.matmul.fp32_precision
+        ),
+    }  # fmt: skip
 
 
 @contextlib.contextmanager

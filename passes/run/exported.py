@@ -6,7 +6,9 @@ of inputs and outputs and the module tree, `weights.safetensors` parameters and 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from ._torch import Autocast, active_autocast
+from ._torch import TORCH_VERSION, Autocast, active_autocast
 from .errors import PlannerError as ExportError
 from .step import Step
 from .structures import build, signature_of, take
@@ -33,7 +35,7 @@ Answers = Callable[[list[torch.Tensor]], tuple[bool, ...]]
 STEP = "planned.step"
 # What the spec holds of the `Step`.
 STEP_FIELDS = ("mutated", "num_outputs", "saved_primals", "differentiable", "expected", "tangent_strides",
-               "hold_outputs", "leaves", "reads", "sums", "views", "names", "arena")
+               "hold_outputs", "leaves", "reads", "sums", "views", "names", "arena", "again")
 
 
 @dataclass
@@ -160,16 +162,34 @@ def load(
     root = Path(folder)
     try:
         spec = json.loads((root / "spec.json").read_text(encoding="utf-8"))
+        if not isinstance(spec, dict) or spec.get("digest") != digest(spec):
+            raise ValueError("spec.json is not what was exported")
         where = device or spec["device"]
         tensors = load_file(root / "weights.safetensors", device=where)
+        constants = load_file(root / "constants.safetensors", device=where) if spec["constants"] else {}
     except (OSError, ValueError, SafetensorError) as error:
         raise ExportError(f"{root} is damaged: {error}. Export it again.") from error
+    _warn_of_version(spec["torch"])
     module = ExportedModule(spec, tensors, halves, answers)
-    constants = root / "constants.safetensors"
-    if constants.exists():
-        found = load_file(constants, device=where)
-        module.__dict__[STEP].constants.update({e["name"]: _make(e, found[e["name"]]) for e in spec["constants"]})
+    step: _Exported = module.__dict__[STEP]
+    step.constants.update({e["name"]: _make(e, constants.get(e["name"])) for e in spec["constants"]})
     return module.train()
+
+
+def digest(spec: dict[str, Any]) -> str:
+    """Of all that a spec says besides this: an edit by hand would change numbers without a word."""
+    said = {key: value for key, value in spec.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _warn_of_version(exported: str) -> None:
+    then, now = (version.partition("+")[0] for version in (exported, TORCH_VERSION))
+    if then != now:
+        warnings.warn(
+            f"exported with torch {then}, and this is torch {now}: its kernels may give other bits, and need other "
+            "memory, than was planned for. Export the plan again with this version.",
+            stacklevel=4,
+        )
 
 
 def _make(entry: dict[str, Any], data: torch.Tensor | None) -> torch.Tensor:

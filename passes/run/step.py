@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ._torch import Autocast, active_autocast, run_below_autograd, under_transform
+from ._torch import Autocast, active_autocast, kernel_settings, run_below_autograd, under_transform
 from .arena import Arena, ask_for
 from .errors import PlannerError
 from .mixing import Versions, warn_of_changed_view, watch_sum
@@ -85,6 +85,7 @@ class Step:
         exact: whether gradients are the plain step's bit for bit; if not, those that the backward takes are copied into
             the planned layout instead of replaying it.
         arena: bytes of the segments that CUDA's caching allocator is asked for before the first step.
+        again: whether the backward runs ops of the forward again.
     """
 
     forward: Half
@@ -108,6 +109,7 @@ class Step:
     autocast: Autocast = ()
     arena: Arena = ()
     exact: bool = True
+    again: bool = False
 
     def __call__(
         self, primals: Sequence[torch.Tensor], fallback: Fallback | None,
@@ -133,17 +135,22 @@ class Step:
 
 
 def refuse_transform(tensors: Iterable[torch.Tensor | None]) -> None:
-    """Raise where `torch.jit.trace` or a transform of `torch.func` runs this, or has to do with the tensors."""
-    if torch.jit.is_tracing():
-        raise PlannerError(
-            "torch.jit.trace cannot look into a planned step: trace the original model (plan.remove(model) where the "
-            "plan was applied)."
-        )
+    """Raise where a transform of `torch.func` or `torch.jit.trace` runs this, or has to do with the tensors."""
+    refuse_tracing()
     if under_transform(tensors):
         raise PlannerError(
             "a planned step runs under loss.backward() and torch.autograd.grad; torch.func.grad, vmap, jvp and the "
             "other transforms cannot look into it, nor can forward-mode differentiation and batched gradients "
             "(is_grads_batched). Give them the original model."
+        )
+
+
+def refuse_tracing() -> None:
+    """Raise where `torch.jit.trace` or `torch.export` runs this."""
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        raise PlannerError(
+            f"torch.{'jit.trace' if torch.jit.is_tracing() else 'export'} cannot look into a planned step: give it the "
+            "original model (plan.remove(model) where the plan was applied)."
         )
 
 
@@ -172,6 +179,7 @@ class _Run:
         self.token = torch.empty(0, device=next((p.device for p in primals if p.requires_grad), None))
         ask_for(step.arena, self.token.device, step.forward)
         self.versions = [p._version for p in sources]
+        self.settings = kernel_settings()
         self.given: Sequence[torch.Tensor] = [p.detach() for p in primals]
         self.sums = {i for i in step.sums if not primals[i]._backward_hooks}
         self.generators = {device: copy_generator(device) for device in step.rng_devices}
@@ -230,6 +238,7 @@ class _Run:
                 "last bits. For the same bits plan with loss_fn=, so that the loss is part of the step.",
                 stacklevel=2,
             )
+        self._check_settings()
         tangents = [laid_out(g, s) for g, s in zip(given, step.tangent_strides, strict=True)]
         self._check_primals(i for i in step.saved_primals if i not in step.mutated)
         self.read = {i: self.sources[i] for part in step.reads for i in part}
@@ -257,6 +266,15 @@ class _Run:
                 "backward needs its old value. Change a clone() of it, or use the out-of-place form."
             )
         self.shared = []
+
+    def _check_settings(self) -> None:
+        now = kernel_settings()
+        changed = next((name for name in now if self.step.again and now[name] != self.settings[name]), None)
+        if changed is not None:
+            raise ChangedInPlace(
+                f"torch's {changed} is {now[changed]}, in the forward {self.settings[changed]}: what the backward of "
+                "the planned step computes again would have other bits than it had there. Run both under one setting."
+            )
 
     def _replay(self, gradients: dict[int, torch.Tensor]) -> list[Any]:
         if self.fallback is None:

@@ -36,6 +36,12 @@ def take(template: dict[str, Any], value: Any, path: str, tensors: dict[int, tor
             raise ExportError(f"argument{path and ' ' + path}: got {got}, the step was planned for {template['keys']}.")
         for key, child in zip(template["keys"], template["children"], strict=True):
             take(child, value[key], f"{path}[{key!r}]" if path else key, tensors)
+    elif kind == "object":
+        for key, child in zip(template["keys"], template["children"], strict=True):
+            if not hasattr(value, key):
+                got = f"got {type(value).__name__}, which has no {key}"
+                raise ExportError(f"argument {path}: {got}; the step was planned for a {template['type']}.")
+            take(child, getattr(value, key), f"{path}.{key}", tensors)
     else:
         if not isinstance(value, (tuple, list)) or len(value) != len(template["children"]):
             raise ExportError(f"argument {path}: a {kind} of {len(template['children'])} items was planned for.")

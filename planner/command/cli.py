@@ -10,7 +10,7 @@ import typer
 
 from passes.printable import printable
 from solvers import SOLVERS
-from solvers.errors import MIB, PlannerError
+from solvers.errors import MIB, PlannerError, mib_up
 
 from .cli_options import make_console, make_session, parse_budget, print_json, print_table, save_figure, set_aside
 
@@ -241,8 +241,9 @@ def min_budget(
     if as_json:
         print_json(sizes)
         return
+    shown = {**{name: size / MIB for name, size in sizes.items()}, "minimum_bytes": mib_up(found.minimum_bytes)}
     print_table(("", "MiB", "of plain"), [
-        (name.removesuffix("_bytes").replace("_", " "), f"{size / MIB:,.3f}", f"{size / session.plain_peak_bytes:.1%}")
+        (name.removesuffix("_bytes").replace("_", " "), f"{shown[name]:,.3f}", f"{size / session.plain_peak_bytes:.1%}")
         for name, size in sizes.items()
     ])  # fmt: skip
 

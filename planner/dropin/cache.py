@@ -20,6 +20,7 @@ from passes.device import kind_of
 from passes.errors import ForwardFailed, InputMismatch, NoBackward, StateChanged, Unsupported
 from passes.run._torch import Autocast
 from passes.run.arena import ask_for
+from passes.run.step import refuse_tracing
 from passes.trace.arguments import argument_names, bind_call, run_model, set_forward, state_tensors
 from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match, match_arguments
@@ -108,6 +109,7 @@ class PlanState:
 
     def run(self, bound: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> Any:
         """Run the step planned for such a call, planning it first where that is asked for; else `plain`."""
+        refuse_tracing()
         self.notices.still_eval = False
         if global_hooks():
             self.notices.global_hooks()

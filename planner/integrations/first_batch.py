@@ -16,7 +16,7 @@ from passes.errors import ForwardFailed
 from passes.run._torch import under_transform
 from passes.trace.arguments import bind_call, call_signature, set_forward
 from passes.trace.refuse import has_sharded
-from planner.api import auto_checkpoint
+from planner.api import auto_checkpoint, check_names
 from planner.budget import Budget
 from planner.plan import Plan
 from planner.ranks.wrapper import (
@@ -51,6 +51,7 @@ def plan_on_first_batch(model: nn.Module, budget_mb: float | str | None = None, 
             is planned, until `stop()`.
         PlannerError: the model waits for its first batch already.
     """
+    check_names("plan_on_first_batch", options)
     return FirstBatch(model, budget_mb, **options).start()
 
 

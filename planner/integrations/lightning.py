@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from planner.api import check_names
 from planner.budget import Budget
 from planner.plan import Plan
 from solvers.errors import PlannerError
@@ -37,6 +38,7 @@ class PlanCallback(Callback):
 
     def __init__(self, budget_mb: float | str | None = None, *, module: str | None = None, **options: Any) -> None:
         Budget(budget_mb)
+        check_names("PlanCallback", options)
         self.budget_mb, self.module, self.options = budget_mb, module, options
         self.networks: dict[str, FirstBatch] = {}
         self.chosen: str | None = None

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
+from planner.api import check_names
 from planner.budget import Budget
 from planner.plan import Plan
 from solvers.errors import PlannerError
@@ -27,6 +28,7 @@ class PlanCallback(TrainerCallback):
 
     def __init__(self, budget_mb: float | str | None = None, **options: Any) -> None:
         Budget(budget_mb)
+        check_names("PlanCallback", options)
         self.budget_mb, self.options = budget_mb, options
         self.first: FirstBatch | None = None
         self.checkpointed: list[Any] = []

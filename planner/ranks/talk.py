@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from passes.printable import brief
 from planner.errors import RankError
+from solvers.errors import PlannerError
 
 _OWN_GROUPS: dict[Any, Any] = {}
 T = TypeVar("T")
@@ -31,6 +32,11 @@ class Ranks:
     """
 
     def __init__(self, group: Any) -> None:
+        if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+            raise PlannerError(
+                f"group={brief(repr(group))} is no process group: pass one of torch.distributed, such as "
+                "dist.group.WORLD, or None to plan in this process alone."
+            )
         self.group = _gloo(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import warnings
 from collections import namedtuple
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -55,6 +55,7 @@ def spec_of(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tenso
         "autocast": _autocast(state.first.key.autocast),
         "backward_autocast": _autocast(plan.step.autocast),
     }
+    spec["digest"] = exported.digest(spec)
     return spec, {n: t.contiguous() for n, t in tensors.items()}, {n: t.contiguous() for n, t in constants.items()}
 
 
@@ -147,9 +148,10 @@ def _template(template: Template, strict: str | None) -> dict[str, Any]:
             return _tree(spec, iter([_template(c, strict) for c in children]), strict)
         case Opaque(prototype, attributes):
             name = type(prototype).__name__
-            if strict is not None:
-                raise PlannerError(f"{strict} holds a {name}: pass tensors, tuples, lists or dicts.")
-            kept = {**_plain_attributes(prototype), **{key: _template(child, strict) for key, child in attributes}}
+            if strict is not None and not dataclasses.is_dataclass(prototype):
+                raise PlannerError(f"{strict} holds a {name}: pass tensors, tuples, lists, dicts or dataclasses.")
+            held = {key: _template(child, strict) for key, child in attributes}
+            kept = {**_plain_attributes(prototype, strict and f"{strict}'s {name}", held), **held}
             return {"kind": "object", "type": name, "keys": list(kept), "children": list(kept.values())}
 
 
@@ -206,9 +208,8 @@ def _keys(spec: Any, count: int) -> list[Any]:
     return [getattr(found[i], "key", getattr(found[i], "name", getattr(found[i], "idx", i))) for i in range(count)]
 
 
-def _plain_attributes(prototype: Any) -> dict[str, dict[str, Any]]:
+def _plain_attributes(prototype: Any, strict: str | None, others: Container[str]) -> dict[str, dict[str, Any]]:
+    values = {k: v for k, v in getattr(prototype, "__dict__", {}).items() if not inspect.ismethod(v)}
     if dataclasses.is_dataclass(prototype):
-        values = {f.name: getattr(prototype, f.name, None) for f in dataclasses.fields(prototype)}
-    else:
-        values = {k: v for k, v in getattr(prototype, "__dict__", {}).items() if not inspect.ismethod(v)}
-    return {name: _constant(value, None) for name, value in values.items()}
+        values |= {f.name: getattr(prototype, f.name, None) for f in dataclasses.fields(prototype)}
+    return {name: _constant(None if name in others else value, strict) for name, value in values.items()}

@@ -10,9 +10,11 @@ import copy
 import functools
 import inspect
 import math
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -35,8 +37,11 @@ from planner import (
     SolverUnavailable,
     Unsupported,
     auto_checkpoint,
+    frontier,
+    max_batch,
     minimum_budget,
 )
+from planner.integrations import plan_on_first_batch
 from tests.planner.steps import (
     MIB,
     Wrap,
@@ -66,6 +71,23 @@ def test_a_value_that_is_no_budget(budget: Any) -> None:
     assert caught.value.budget_bytes is None
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.int64, np.float64, Fraction])
+def test_numbers_of_other_types_are_numbers(kind: Any) -> None:
+    options = {"reserve_mb": kind(0), "time_limit": kind(5), "gap": kind(0), "cost": lambda op: kind(1)}
+    chosen = plan(linear(), batch(), kind(1), **options)
+    assert chosen.budget_bytes == MIB and type(chosen.budget_bytes) is int
+
+
+@pytest.mark.parametrize("name", ["solvers", "flight", "group"])
+def test_an_option_that_is_none_is_told_by_the_function_that_was_called(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^frontier\(\) got an unexpected keyword argument '{name}'"):
+        frontier(linear(), batch(), **{name: 3})
+    with pytest.raises(TypeError, match=rf"^plan_on_first_batch\(\) got an unexpected keyword argument '{name}s'"):
+        plan_on_first_batch(linear(), 1, **{f"{name}s": 3})
+    with pytest.raises(TypeError, match=rf"^max_batch\(\) got an unexpected keyword argument '{name}'"):
+        max_batch(linear(), batch, 1, **{name: 3})
+
+
 def test_a_size_and_a_share_are_budgets() -> None:
     model, x = mlp(), batch(64, 32)
     free = plan(model, x, "12GB")
@@ -90,6 +112,16 @@ def test_a_budget_under_the_minimum_carries_one_that_works() -> None:
     assert f"{error.minimum_bytes / MIB:.3f} MiB" in str(error)
     assert "smallest budget known to work" in str(error)
     assert plan(model, x, error.minimum_mb).peak_bytes <= error.minimum_bytes
+
+
+def test_a_minimum_works_as_it_is_written() -> None:
+    """45,376 bytes are 0.04327 MiB: 0.043 would be refused again."""
+    model, x = mlp(), batch(32, 32)
+    with pytest.raises(BudgetError) as caught:
+        plan(model, x, 0.001)
+    written = re.search(r"known to work is (\S+) MiB", str(caught.value))
+    assert written is not None
+    assert plan(model, x, f"{written[1]}MiB").peak_bytes == caught.value.minimum_bytes
 
 
 def test_minimum_budget_says_the_same() -> None:
@@ -123,6 +155,11 @@ def test_a_budget_over_the_plain_peak_recomputes_nothing_and_says_so() -> None:
         ({"reserve_mb": math.inf}, "reserve_mb=inf is not a number of MiB"),
         ({"loss_fn": 3}, "loss_fn=3 is not callable: pass a function"),
         ({"loss_fn": nn.MSELoss()}, "Linear.forward and loss_fn, which takes target: missing a required argument"),
+        ({"loss_fn": nn.MSELoss}, "loss_fn=MSELoss is a class: pass an instance, MSELoss()"),
+        ({"keep_outputs": "no"}, "keep_outputs='no' is unknown: it takes True or False"),
+        ({"group": 3}, "group=3 is no process group: pass one of torch.distributed"),
+        ({"cost": lambda op: math.nan}, "<lambda> gave nan for addmm: it returns a number, zero or more, for each op"),
+        ({"cost": lambda op: "1"}, "<lambda> gave '1' for addmm"),
         ({"optimizer": 3}, "optimizer=3 is not an optimizer: pass an instance, a class"),
     ],
 )
@@ -166,6 +203,7 @@ def test_an_error_says_what_was_given_what_is_allowed_and_what_to_do() -> None:
         plan(mlp(), batch(64, 32), 0.001)
     given, works, floor = (caught.value.budget_bytes, caught.value.minimum_bytes, caught.value.floor_bytes)
     sizes = [f"{size / MIB:.3f} MiB ({size} bytes)" for size in (given, works, floor) if size is not None]
+    sizes[1] = f"{math.ceil((works or 0) / MIB * 1000) / 1000:.3f} MiB ({works} bytes)"
     assert str(caught.value) == (
         f"no schedule found within {sizes[0]}; the smallest budget known to work is {sizes[1]}: ask for that, or for a "
         f"smaller batch. None below {sizes[2]} can work"

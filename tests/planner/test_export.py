@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import importlib
+import json
 import math
 import re
 import subprocess
@@ -13,7 +14,9 @@ import venv
 import warnings
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +32,7 @@ from planner import Plan, PlannerError, auto_checkpoint
 from planner.ship.source import function_name, identifier, literal
 from tests.planner.small import ROOT, conv_net, mlp, plan_at, python, structured
 from tests.zoo.compare import measured_peak_bytes, run_step
+from tests.zoo.hazards import Wrap
 from tests.zoo.models import build
 
 SCRIPT = Path(__file__).with_name("train_exported.py")
@@ -279,7 +283,7 @@ def test_source_says_what_is_recomputed(tmp_path: Path) -> None:
     assert "# 3, recomputed" in backward or "# 4, recomputed" in backward or "# 6, recomputed" in backward
     assert "parameter 3.weight: f32[64, 64]" in (folder / "forward.py").read_text()
     imported = [n for f in folder.glob("*.py") for n in ast.walk(ast.parse(f.read_text())) if isinstance(n, ast.Import)]
-    standard = {"contextlib", "inspect", "json", "warnings"}
+    standard = {"contextlib", "hashlib", "inspect", "json", "warnings"}
     assert {a.name.split(".")[0] for n in imported for a in n.names} <= {"torch", *standard}
 
 
@@ -311,6 +315,30 @@ def test_inputs_of_other_libraries_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlannerError, match="Holder"):
         plan.export(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@dataclass(frozen=True)
+class Scaled:
+    x: torch.Tensor
+    scale: float = 0.5
+    told: Any = None
+
+
+def test_a_dataclass_is_told_by_its_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Wrap(lambda self, batch: self.layer(batch.x).pow(2).sum() * batch.scale, layer=nn.Linear(4, 4))
+    given = Scaled(torch.randn(2, 4))
+    loaded = load(plan_at((model, given), 1.0), tmp_path, monkeypatch, "told_by_fields")
+    for batch in (given, SimpleNamespace(**vars(given))):
+        assert torch.equal(loaded(batch), model(batch))
+    for batch, told in (
+        (replace(given, scale=0.25), r"argument args\[0\]\.scale: got 0\.25, .* for 0\.5"),
+        (replace(given, x=None), r"argument args\[0\]\.x: got NoneType, .* for a tensor"),
+        ({"x": given.x}, r"argument args\[0\]: got dict, which has no x; .* for a Scaled"),
+    ):
+        with pytest.raises(importlib.import_module("told_by_fields").ExportError, match=told):
+            loaded(batch)
+    with pytest.raises(PlannerError, match="the sample's Scaled holds a list"):
+        plan_at((model, replace(given, told=[1])), 1.0).export(tmp_path / "out")
 
 
 def test_literals() -> None:
@@ -459,3 +487,19 @@ def test_a_damaged_folder_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / "damaged" / name).write_bytes(b"{")
         with pytest.raises(package.ExportError, match="is damaged"):
             package.load()
+
+
+def test_an_edit_of_the_spec_and_another_torch_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(plan_at((Told(), torch.randn(4, 8))), tmp_path, monkeypatch, "edited")
+    package, path = importlib.import_module("edited"), tmp_path / "edited" / "spec.json"
+    written = path.read_text()
+    spec = json.loads(written)
+    for edit in ({**spec, "leaves": [[]]}, {k: v for k, v in spec.items() if k != "outputs"}, [], {}):
+        path.write_text(json.dumps(edit))
+        with pytest.raises(package.ExportError, match=r"is damaged: spec.json is not what was exported"):
+            package.load()
+    path.write_text(written)
+    monkeypatch.setattr(importlib.import_module("edited.runtime"), "TORCH_VERSION", "2.10.0+cpu")
+    with pytest.warns(UserWarning, match=r"and this is torch 2\.10\.0: its kernels may give other bits") as told:
+        package.load()
+    assert told[0].filename == __file__

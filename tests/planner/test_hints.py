@@ -24,6 +24,7 @@ from planner.preference import AS_OFTEN, _free_of_charge, solve_preferring
 from planner.prepared import lower_step
 from planner.session import Session, open_session
 from solvers import plain_order, with_frees
+from solvers.errors import shown_minimum
 from solvers.schedule import computes
 from tests.planner.steps import MIB, Wrap, batch, linear, mlp, plan, squares
 from tests.solvers.oracles import brute_force, replay
@@ -281,7 +282,7 @@ def test_a_budget_that_hints_narrow_says_so() -> None:
     error = caught.value
     assert "The hints never_recompute=('aten.addmm', 'aten.gelu') keep 10 ops from being recomputed" in str(error)
     free = session().minimum().minimum_bytes
-    assert f"without them the smallest budget known to work is {free / MIB:.3f} MiB ({free} bytes)" in str(error)
+    assert f"without them the smallest budget known to work is {shown_minimum(free)}" in str(error)
     assert "Raise the budget, or loosen them" in str(error)
     assert error.minimum_bytes is not None and error.floor_bytes is not None
     assert plan(Net(), X, error.minimum_mb, solver="greedy", never_recompute=held).overhead > 0

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from passes._torch import allocator_events
 from passes.run import step as runtime
+from passes.run._torch import kernel_settings
 from planner import CaptureError, Plan, PlannerError, auto_checkpoint
 from planner.integrations import plan_on_first_batch
 from tests.planner.steps import (
@@ -608,6 +609,29 @@ def test_a_deepcopy_plans_for_its_own_model() -> None:
     assert head.weight.grad is None
 
 
+@pytest.mark.parametrize("changed", ["float32 precision of matrix products", "oneDNN"])
+def test_what_is_computed_again_needs_the_forwards_switches(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan without recompute follows the plain step, which reads them where it runs."""
+    model, x = mlp(dropout=0.0), batch(256, 32)
+    settings = iter([{changed: True}, {changed: False}, {changed: True}, {changed: False}])
+    kept, again = plan(model, x, check=False), tight(model, x, check=False)
+    monkeypatch.setattr(runtime, "kernel_settings", lambda: next(settings))
+    kept.module(x).pow(2).sum().backward()
+    model.zero_grad()
+    with pytest.raises(runtime.ChangedInPlace, match=f"torch's {changed} is False, in the forward True: .* one sett"):
+        again.module(x).pow(2).sum().backward()
+
+
+def test_kernel_settings_are_those_of_torch() -> None:
+    before = kernel_settings()
+    assert before == kernel_settings()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert kernel_settings() != before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_a_shallow_copy_shares_the_model() -> None:
     chosen, model, _ = planned_twins(mlp(), batch(16, 32))
     other = copy.copy(chosen.module)
@@ -622,6 +646,8 @@ def test_a_plan_is_not_pickled_and_its_module_not_traced() -> None:
         pickle.dumps(chosen)
     with pytest.raises(PlannerError, match=r"torch.jit.trace cannot look into a planned step"):
         torch.jit.trace(chosen.module, x)
+    with pytest.raises(PlannerError, match=r"torch.export cannot look into a planned step: give it the original"):
+        torch.export.export(nn.Sequential(chosen.module, nn.ReLU()), (x,))
     chosen.apply(model)
     for look in (lambda: torch.export.export(model, (x,)), lambda: torch.jit.script(model)):
         with pytest.raises(PlannerError, match=r"cannot look into a planned step. Call plan.remove\(model\)"):

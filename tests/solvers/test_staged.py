@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from dataclasses import replace
 from itertools import pairwise
 
@@ -216,3 +217,9 @@ def test_windows_and_what_does_not_fit_bound_the_relaxation() -> None:
     whole = (bound_staged(StagedModel(problem, budget_bytes, ends, windows=True), 20.0).bound or 0) * model.cost_unit
     assert 1.3 * bounds[0] < bounds[1] <= plan
     assert abs(whole - bounds[1]) < 1e-3 * bounds[1]  # the rows that were left out say nothing more
+
+
+def test_a_program_is_made_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert StagedModel(any_problem(1), 1 << 30, any_ends(any_problem(1), random.Random(1))).program.variables()

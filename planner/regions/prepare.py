@@ -85,8 +85,8 @@ class _Found:
         return tuple(path for path in self.chosen.chosen if path not in self.hollow.called)
 
     def regions(self, composed: Composed, prepared: Sequence[Prepared]) -> Regions:
-        crossings, draws = self.hollow.crossings, self.draws
-        return Regions(composed, crossings, self.glue_cost, tuple(prepared), self.eager, self.spare, draws)
+        crossings, cost, calls = self.hollow.crossings, self.glue_cost, self.parts.eager_calls
+        return Regions(composed, crossings, cost, tuple(prepared), self.eager, self.spare, calls, self.draws)
 
 
 def _with_regions_tried(why: Refusal | None, chosen: Candidates, refused: Mapping[str, str]) -> Refusal | None:
@@ -172,9 +172,10 @@ def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Opti
     for _ in range(MOST_RUNS):
         interrupt_point()
         hollow = sample.run(chosen, parts)
+        ended = {run.path for run in hollow.runs if run.ended}
         for run in hollow.runs:
             if not run.ended:
-                hollow.again = parts.refuse(run.path, "no gradient reaches it") or hollow.again
+                hollow.again = parts.leave(run.path, run.number, any_call=run.path not in ended) or hollow.again
         kinds = {part.kind for part in parts.known}
         if chosen.refine(parts.refused, hollow.called, kinds) or hollow.again:
             continue

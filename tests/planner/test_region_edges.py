@@ -777,3 +777,32 @@ def test_a_spare_region_of_a_class_without_plans_runs_plain() -> None:
     for calls in (False, True):
         model.calls_spare = plain.calls_spare = calls
         assert not differences(run_step(plain, plain, x, 1), run_step(plan.module, model, x, 1))
+
+
+class CalledInVain(nn.Module):
+    """Calls its block for values alone, too: without gradients, or before it drops the result."""
+
+    def __init__(self, drops: bool) -> None:
+        super().__init__()
+        self.block, self.drops = Part(), drops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in range(4):
+            with torch.set_grad_enabled(self.drops):
+                tried = self.block(x)
+            if i != 1 or float(tried.detach().sum()) > 1e9:
+                x = self.block(x)
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_calls_that_no_gradient_reaches_run_in_eager_and_the_others_by_their_own_plans(drops: bool) -> None:
+    torch.manual_seed(0)
+    model, x = CalledInVain(drops), torch.randn(64, 16)
+    plain, plan = copy.deepcopy(model), auto_checkpoint(model, x, "70%", progress=False)
+    assert next((row.path, row.runs) for row in plan.regions) == ("block", 3)
+    assert not differences(run_step(plain, plain, x), run_step(plan.module, model, x))
+    model.zero_grad()
+    kept: list[Any] = []
+    peak = measure_peak(lambda: kept.append(forward_backward(plan.module, x)))
+    assert plan.static_bytes + peak == plan.peak_bytes

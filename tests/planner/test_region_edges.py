@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from passes._torch import StorageWeakRef
 from passes.errors import Unsupported
 from passes.memory import measure_peak
 from planner import RegionError, auto_checkpoint
@@ -806,3 +807,27 @@ def test_calls_that_no_gradient_reaches_run_in_eager_and_the_others_by_their_own
     kept: list[Any] = []
     peak = measure_peak(lambda: kept.append(forward_backward(plan.module, x)))
     assert plan.static_bytes + peak == plan.peak_bytes
+
+
+class Replaces(nn.Module):
+    """Replaces the data of a buffer, and tells whether what it was is gone."""
+
+    planning = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.mean = Part(), nn.Buffer(torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = StorageWeakRef(self.mean.untyped_storage())
+        self.mean.data = 0.9 * self.mean + x.mean(0)
+        assert not (self.planning and before.expired())
+        return self.block(x + self.mean).pow(2).mean()
+
+
+def test_the_memory_of_a_buffer_whose_data_is_replaced_is_not_taken_for_that_of_something_new() -> None:
+    model, x = Replaces(), torch.randn(4, 16)
+    plan = auto_checkpoint(model, x, check=False, progress=False)
+    Replaces.planning = False
+    assert next(row.path for row in plan.regions) == "block"
+    plan.module(x).backward()

@@ -51,6 +51,7 @@ class Regions:
         prepared: for each run its own step.
         eager: why a submodule is left to eager, by its path.
         spare: modules that the sample's step does not call, and that run like an equal one where another step does.
+        eager_calls: calls that no gradient reaches, by path and number: they run in eager.
         draws: the generators' states at its beginning, on which its course may depend.
     """
 
@@ -60,6 +61,7 @@ class Regions:
     prepared: tuple[Prepared, ...]
     eager: Mapping[str, str]
     spare: tuple[str, ...]
+    eager_calls: Collection[tuple[str, int]]
     draws: Mapping[str, Any]
 
     @property

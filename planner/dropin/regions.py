@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -30,6 +30,7 @@ class RegionForward:
 
     Attributes:
         traced: the module's own `forward` when it was planned (None: its class's); `previous` is the one of now.
+        eager_calls: calls that no gradient reaches, by their numbers.
         surprise: the autocast of a backward that was not one that was planned for; None where each was.
         scattered: parameters that `fully_shard` gathers for it, or for another module of the model.
 
@@ -39,18 +40,24 @@ class RegionForward:
     runs_plan = True
 
     def __init__(
-        self, module: nn.Module, path: str, runs: Sequence[PlannedRun], scattered: Sequence[Any] = ()
-    ) -> None:
-        self.model, self.path, self.scattered = module, path, scattered
+        self, module: nn.Module, path: str, runs: Sequence[PlannedRun], eager_calls: Collection[int] = (),
+        scattered: Sequence[Any] = (),
+    ) -> None:  # fmt: skip
+        self.model, self.path, self.eager_calls, self.scattered = module, path, eager_calls, scattered
         self.traced = self.previous = module.__dict__.get("forward")
         self.signature = call_signature(module)
         self.__signature__ = self.signature
         self.losses, self.calls, self.noticed = Losses(), 0, False
         self.surprise: Autocast | None = None
-        self.cache = [self._entry(run) for run in runs]
+        self.numbers, self.cache = [run.number for run in runs], [self._entry(run) for run in runs]
 
     def _entry(self, run: PlannedRun) -> Entry:
         return Entry(run.key, list(run.state), run.planned, starts_of(run.planned.prepared.traced))
+
+    def _entries(self, number: int) -> Iterator[Entry]:
+        """The plans, that of a call first."""
+        yield from (entry for n, entry in zip(self.numbers, self.cache, strict=False) if n == number)
+        yield from self.cache
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -59,13 +66,13 @@ class RegionForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         number, self.calls = self.calls, self.calls + 1
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or number in self.eager_calls:
             return self.original(*args, **kwargs)
         if self.previous is self.traced and not active_saving_hooks():  # a checkpoint would run the plain one again
             bound = bind_call(self.signature, args, kwargs)
             inputs, template = flatten(bound)
             key = call_key(inputs, template)
-            planned = () if under_transform(inputs) else (*self.cache[number : number + 1], *self.cache)
+            planned = () if under_transform(inputs) else self._entries(number)
             for entry in planned:
                 if entry.key == key and (state := entry.holds(self.model, None, inputs, bound)) is not None:
                     primals = [*state, *inputs]
@@ -142,13 +149,16 @@ def regions_of(model: nn.Module, planned: Decided) -> list[RegionForward]:
         found.setdefault(run.path, []).append(run)
     frugal = sorted(planned.runs, key=lambda run: -run.planned.solution.added_cost)
     regions = planned.prepared.regions
-    spare = regions.spare if regions is not None else ()
+    spare, eager_calls = (regions.spare, regions.eager_calls) if regions is not None else ((), ())
     for path in spare:
         kind = type(_module_at(model, path))
         found[path] = [run for run in frugal if type(_module_at(model, run.path)) is kind]
     modules = {path: _module_at(model, path) for path in found}
     scattered = gathered_parameters(model)
-    made = [RegionForward(m, path, found[path], scattered) for path, m in modules.items() if m is not None]
+    made = [
+        RegionForward(m, path, found[path], {n for p, n in eager_calls if p == path}, scattered)
+        for path, m in modules.items() if m is not None
+    ]  # fmt: skip
     if spare and not scattered:
         with running_regions(made):
             for region in made:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import StorageWeakRef, dense_parts
+from passes._torch import StorageWeakRef
 from passes.alias import Storage
 from passes.lower import KEPT
 from passes.memory import place
@@ -105,12 +105,13 @@ class Hollow:
     """
 
     def __init__(
-        self, model: nn.Module, static: Sequence[torch.Tensor], parts: Parts, device: torch.device, descend: bool
-    ) -> None:
+        self, model: nn.Module, static: Iterable[torch.UntypedStorage], parts: Parts, device: torch.device,
+        descend: bool,
+    ) -> None:  # fmt: skip
         self.model, self.parts, self.device, self.descend = model, parts, device, descend
         self.thread = threading.get_ident()
         self.home = torch.get_default_device()  # which, where nothing has data, is the meta device meanwhile
-        self.static = {place(part.untyped_storage()) for t in static for part in dense_parts(t)}
+        self.static = set(map(place, static))
         self.marks: list[Mark] = []
         self.edges: dict[int, Edge] = {}
         self.found: dict[int, Edge] = {}

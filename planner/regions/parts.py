@@ -156,6 +156,7 @@ class Parts:
         layouts: how kernels lay out what they make, as far as running has shown it.
         keeps_logits: whether the caller holds what a model returns besides its loss.
         refused: why a region stays eager, by its path.
+        eager_calls: calls of regions that no gradient reaches, by path and number.
         ordinary: sizes of what the step allocates between regions.
     """
 
@@ -164,6 +165,7 @@ class Parts:
         self.known: list[Part] = []
         self.asked: dict[tuple[str, int], Asked] = {}
         self.refused: dict[str, str] = {}
+        self.eager_calls: set[tuple[str, int]] = set()
         self.errors: dict[Any, CaptureError | Unsupported] = {}  # of modules that look alike, called in one way
         self.measured: dict[Any, Measured] = {}
         self.ordinary: set[int] = set()
@@ -213,6 +215,13 @@ class Parts:
         new = path not in self.refused
         self.refused.setdefault(path, why)
         return new
+
+    def leave(self, path: str, number: int, any_call: bool) -> bool:
+        """Leave a call, or any, that no gradient reaches to eager; whether that is new."""
+        if any_call:
+            return self.refuse(path, "no gradient reaches it")
+        self.eager_calls.add((path, number))
+        return True
 
     def learn(self, path: str, number: int, part: Part, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Note from which outputs, and in which strides, a backward starts; whether another part is needed."""

@@ -23,7 +23,7 @@ from passes.trace.capture import Traced
 from passes.trace.failure import capture_error
 from passes.trace.layouts import Layouts
 from passes.trace.reads import Known, Reads
-from passes.trace.refuse import has_sharded, is_quantized_weight
+from passes.trace.refuse import has_sharded, is_quantized_weight, storage_kind
 from passes.trace.structure import flatten
 from passes.trace.templates import Constant, slots
 from planner.check.restore import Generators
@@ -85,8 +85,8 @@ class _Found:
         return tuple(path for path in self.chosen.chosen if path not in self.hollow.called)
 
     def regions(self, composed: Composed, prepared: Sequence[Prepared]) -> Regions:
-        crossings, draws = self.hollow.crossings, self.draws
-        return Regions(composed, crossings, self.glue_cost, tuple(prepared), self.eager, self.spare, draws)
+        crossings, cost, calls = self.hollow.crossings, self.glue_cost, self.parts.eager_calls
+        return Regions(composed, crossings, cost, tuple(prepared), self.eager, self.spare, calls, self.draws)
 
 
 def _with_regions_tried(why: Refusal | None, chosen: Candidates, refused: Mapping[str, str]) -> Refusal | None:
@@ -126,6 +126,9 @@ def prepare_regions(
     options = options.priced_on(device)
     if any(map(is_quantized_weight, (*model.parameters(), *model.buffers()))):
         raise why or RegionError("regions of a model with quantized weights (tensor subclasses) are not planned.")
+    given = (*model.parameters(), *model.buffers(), *flatten(dict(arguments))[0])
+    if any(t.requires_grad and storage_kind(t) for t in given):
+        raise RegionError("a sparse tensor requires a gradient: make it dense (to_dense()), or detach() it.")
     parts = Parts({} if layouts is None else layouts, progress, options.keep_outputs)
     chosen = candidates(model, options.patterns)
     runs_on = torch.device("meta") if meta else device
@@ -172,9 +175,10 @@ def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Opti
     for _ in range(MOST_RUNS):
         interrupt_point()
         hollow = sample.run(chosen, parts)
+        ended = {run.path for run in hollow.runs if run.ended}
         for run in hollow.runs:
             if not run.ended:
-                hollow.again = parts.refuse(run.path, "no gradient reaches it") or hollow.again
+                hollow.again = parts.leave(run.path, run.number, any_call=run.path not in ended) or hollow.again
         kinds = {part.kind for part in parts.known}
         if chosen.refine(parts.refused, hollow.called, kinds) or hollow.again:
             continue

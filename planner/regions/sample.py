@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from passes._torch import swapped_state
+from passes._torch import dense_parts, swapped_state
 from passes.device import empty_cache, kind_of
 from passes.memory import without_collections
 from passes.profile import Counting
@@ -114,7 +114,8 @@ class Sample:
             real, copied = copied, [t.to("meta") for t in copied]
             without_data = _without_data(copied, real)
         inputs = [c.requires_grad_(t.requires_grad) for c, t in zip(copied, inputs, strict=True)]
-        given, modules = [*own.values(), *inputs], candidates.chosen
+        modules, every = candidates.chosen, (*own.values(), *inputs)
+        given = [part.untyped_storage() for t in every for part in dense_parts(t)]  # held: forward may replace some
         hollow = Hollow(self.model, given, parts, self.device, candidates.descend)
         swapped = {name: t for (name, t), o in zip(own.items(), originals, strict=True) if t is not o}
         alone = without_talking(self.model)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from passes._torch import StorageWeakRef
 from passes.errors import Unsupported
 from passes.memory import measure_peak
 from planner import RegionError, auto_checkpoint
@@ -501,6 +502,12 @@ def test_a_sparse_tensor_that_code_between_regions_reads(layout: Any, given: boo
     assert plan.static_bytes + peak == plan.peak_bytes
 
 
+def test_a_sparse_tensor_that_requires_a_gradient_is_refused_by_name() -> None:
+    edges = torch.eye(20).to_sparse().requires_grad_()
+    with pytest.raises(RegionError, match=r"a sparse tensor requires a gradient: make it dense"):
+        auto_checkpoint(Neighbours(None), (torch.randn(20, 16), edges), progress=False, time_limit=1)
+
+
 def test_sparse_gradients_are_compared_and_may_not_accumulate() -> None:
     model, x = SparseGradients(), torch.randn(4, 32, 16)
     assert "equal bit for bit" in repr(auto_checkpoint(model, x, progress=False, time_limit=1))
@@ -860,3 +867,56 @@ def test_a_spare_region_of_a_class_without_plans_runs_plain() -> None:
     for calls in (False, True):
         model.calls_spare = plain.calls_spare = calls
         assert not differences(run_step(plain, plain, x, 1), run_step(plan.module, model, x, 1))
+
+
+class CalledInVain(nn.Module):
+    """Calls its block for values alone, too: without gradients, or before it drops the result."""
+
+    def __init__(self, drops: bool) -> None:
+        super().__init__()
+        self.block, self.drops = Part(), drops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in range(4):
+            with torch.set_grad_enabled(self.drops):
+                tried = self.block(x)
+            if i != 1 or float(tried.detach().sum()) > 1e9:
+                x = self.block(x)
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_calls_that_no_gradient_reaches_run_in_eager_and_the_others_by_their_own_plans(drops: bool) -> None:
+    torch.manual_seed(0)
+    model, x = CalledInVain(drops), torch.randn(64, 16)
+    plain, plan = copy.deepcopy(model), auto_checkpoint(model, x, "70%", progress=False)
+    assert next((row.path, row.runs) for row in plan.regions) == ("block", 3)
+    assert not differences(run_step(plain, plain, x), run_step(plan.module, model, x))
+    model.zero_grad()
+    kept: list[Any] = []
+    peak = measure_peak(lambda: kept.append(forward_backward(plan.module, x)))
+    assert plan.static_bytes + peak == plan.peak_bytes
+
+
+class Replaces(nn.Module):
+    """Replaces the data of a buffer, and tells whether what it was is gone."""
+
+    planning = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.mean = Part(), nn.Buffer(torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = StorageWeakRef(self.mean.untyped_storage())
+        self.mean.data = 0.9 * self.mean + x.mean(0)
+        assert not (self.planning and before.expired())
+        return self.block(x + self.mean).pow(2).mean()
+
+
+def test_the_memory_of_a_buffer_whose_data_is_replaced_is_not_taken_for_that_of_something_new() -> None:
+    model, x = Replaces(), torch.randn(4, 16)
+    plan = auto_checkpoint(model, x, check=False, progress=False)
+    Replaces.planning = False
+    assert next(row.path for row in plan.regions) == "block"
+    plan.module(x).backward()

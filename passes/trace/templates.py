@@ -146,7 +146,10 @@ def shared(template: Template) -> list[Any]:
 def child_names(tree: Tree) -> dict[int, str]:
     """The path of each child of a container, by the child's number; empty if its type names none."""
     # tree_unflatten hands the numbers back under their keys, whatever the container is.
-    return _names_in(pytree.tree_unflatten(list(range(len(tree.children))), tree.spec))
+    try:
+        return _names_in(pytree.tree_unflatten(list(range(len(tree.children))), tree.spec))
+    except (AttributeError, TypeError, ValueError):  # its class looks at what it is made of (PackedSequence)
+        return {}
 
 
 def _names_in(filled: Any) -> dict[int, str]:

@@ -171,7 +171,14 @@ def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Opti
     """The last of several hollow runs, which taught nothing new."""
     for _ in range(MOST_RUNS):
         interrupt_point()
-        hollow = sample.run(chosen, parts)
+        refused = len(parts.refused)
+        try:
+            hollow = sample.run(chosen, parts)
+        except Exception:
+            if len(parts.refused) == refused:
+                raise
+            chosen.refine(parts.refused, chosen.chosen)  # it may have been zeros of what is now eager
+            continue
         ended = {run.path for run in hollow.runs if run.ended}
         for run in hollow.runs:
             if not run.ended:

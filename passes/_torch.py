@@ -50,6 +50,7 @@ try:
         "ops.aten.mm.default.py_kernels", "ops.aten.mm.default._dispatch_cache", "cuda.memory._record_memory_history",
         "cuda.memory._snapshot", "autograd.Function.apply", "_C._functorch.peek_interpreter_stack",
         "Tensor._make_wrapper_subclass", "_C._disabled_torch_function_impl", "autograd.function.BackwardCFunction",
+        "nn.utils.parametrize._cache_enabled",
     ):  # fmt: skip
         operator.attrgetter(_name)(torch)
 except (ImportError, AttributeError) as error:
@@ -564,6 +565,11 @@ def global_hooks() -> list[Any]:
     hooks = [hook for table in tables for hook in table.values()]
     watchers = ("torch.", "passes.")  # FlopCounterMode's; those of a trace in another thread
     return [h for h in hooks if not str(getattr(h, "__module__", "")).startswith(watchers)]
+
+
+def keeps_parametrized() -> bool:
+    """Whether a block of `torch.nn.utils.parametrize.cached()` is open, which keeps what parametrizations compute."""
+    return bool(torch.nn.utils.parametrize._cache_enabled)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
-from passes._torch import global_hooks, is_distributed, plain_class, wrapped_tensors
+from passes._torch import global_hooks, is_distributed, keeps_parametrized, plain_class, wrapped_tensors
 from passes.errors import Unsupported
 
 
@@ -45,6 +46,17 @@ def _hooks_of_the_last_op(model: nn.Module) -> Iterator[str]:
 
 def _hooks_of_every_module(model: nn.Module) -> Iterator[str]:
     return (getattr(hook, "__qualname__", type(hook).__name__) for hook in global_hooks())
+
+
+def cached_parametrizations(model: nn.Module) -> Iterator[str]:
+    """Where a parametrization computes what an open block of `cached()` keeps."""
+    return (n for n, m in model.named_modules() if keeps_parametrized() and is_parametrized(m))
+
+
+def refuse_parametrized(model: nn.Module) -> None:
+    """Refuse a parametrized part of a model to be traced in a block of `parametrize.cached()`."""
+    for place in cached_parametrizations(model):
+        raise Unsupported(CACHED[0], place or "(the model itself)", *CACHED[1:])
 
 
 def _subclasses(model: nn.Module) -> Iterator[str]:
@@ -197,6 +209,11 @@ def _runs_a_plan(model: nn.Module) -> Iterator[str]:
             yield name
 
 
+CACHED = (
+    "parametrization within torch.nn.utils.parametrize.cached()", "what a step computes once for all forwards of the "
+    "block, a planned one computes for itself", "Open the block in the forward of what is planned, or leave it out.",
+)  # fmt: skip
+
 TABLE: tuple[Refusal, ...] = (
     Refusal(
         "compiled module", "a plan replaces what the compiler would compile",
@@ -229,6 +246,7 @@ TABLE: tuple[Refusal, ...] = (
         "Remove it before planning, or register it on the model's submodules (register_forward_hook).",
         _hooks_of_every_module,
     ),
+    Refusal(*CACHED, cached_parametrizations),
     Refusal(
         "tensor subclass", "what it stores cannot be seen from the graph",
         "Convert the parameter to a plain tensor before planning. A frozen one of a class that torch can trace "

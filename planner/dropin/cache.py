@@ -26,7 +26,7 @@ from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match, match_arguments
 from passes.trace.overlaps import overlaps
 from passes.trace.reads import Matched, Reads
-from passes.trace.refuse import has_sharded, is_sharded
+from passes.trace.refuse import cached_parametrizations, has_sharded, is_sharded
 from passes.trace.structure import flatten, held_objects
 from passes.trace.templates import argument_path
 from planner.decided import Decided
@@ -141,7 +141,7 @@ class PlanState:
                 return None, []
             if entry is None and not self._may_plan(key, tensors, bound):
                 return None, []
-            if entry is not None and self._is_profiled:
+            if entry is not None and self._hindrance:
                 return entry, state
             if entry is not None and self._in_hooks:
                 if self.before_hooks is None and self._sharded_since(entry):
@@ -180,9 +180,12 @@ class PlanState:
         return not self.looking and has_sharded(self.model)
 
     @property
-    def _is_profiled(self) -> bool:
-        """Whether a profiler runs that hears of memory, of which there can be one: nothing can be measured."""
-        return not kind_of(self.first.planned.prepared.device).caches and profiler_runs()
+    def _hindrance(self) -> str:
+        """Why nothing can be planned now. A profiler may hear of memory, and of those there can be one."""
+        if not kind_of(self.first.planned.prepared.device).caches and profiler_runs():
+            return "while a profiler runs (planning measures memory with one of its own)"
+        cached = next(cached_parametrizations(self.model), None) is not None
+        return "within parametrize.cached() (open it in forward, or leave it out)" if cached else ""
 
     def plan_before_hooks(self) -> None:
         """From now on look for a call's plan before hooks of the model gather parameters for it."""
@@ -293,11 +296,11 @@ class PlanState:
             raise mismatch
         self.replans[mismatch.argument] += 1
         wanted = self.on_new_shape in ("replan", BUCKET)
-        profiled = self._is_profiled
-        planned = wanted and not self._in_hooks and not profiled
+        hindrance = self._hindrance
+        planned = wanted and not self._in_hooks and not hindrance
         said = "planning anew" if planned else "planned step not used"
-        if wanted and profiled:
-            said = "planned step not used while a profiler runs (planning measures memory with one of its own)"
+        if wanted and hindrance:
+            said = f"planned step not used {hindrance}"
         elif wanted and not planned and self.loss_fn is None and self.before_hooks is None:
             said = "planned from the next call on"
             self.plan_before_hooks()

@@ -33,7 +33,7 @@ class Candidates:
         first = {id(module): path for path, module in reversed(self.wanted.items())}
         return {p: m for p, m in self.wanted.items() if id(m) not in inside and first[id(m)] == p}
 
-    def refine(self, refused: Collection[str], called: Collection[str], kinds: Collection[type]) -> bool:
+    def refine(self, refused: Collection[str], called: Collection[str], kinds: Collection[type] = ()) -> bool:
         """Leave out those that were refused or not called, for their children; whether that changes anything.
 
         Args:

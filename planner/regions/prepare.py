@@ -126,8 +126,7 @@ def prepare_regions(
     options = options.priced_on(device)
     if any(map(is_quantized_weight, (*model.parameters(), *model.buffers()))):
         raise why or RegionError("regions of a model with quantized weights (tensor subclasses) are not planned.")
-    given = (*model.parameters(), *model.buffers(), *flatten(dict(arguments))[0])
-    if any(t.requires_grad and storage_kind(t) for t in given):
+    if any(t.requires_grad and storage_kind(t) for t in (*model.parameters(), *flatten(dict(arguments))[0])):
         raise RegionError("a sparse tensor requires a gradient: make it dense (to_dense()), or detach() it.")
     parts = Parts({} if layouts is None else layouts, progress, options.keep_outputs)
     chosen = candidates(model, options.patterns)
@@ -174,7 +173,14 @@ def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Opti
     """The last of several hollow runs, which taught nothing new."""
     for _ in range(MOST_RUNS):
         interrupt_point()
-        hollow = sample.run(chosen, parts)
+        refused = len(parts.refused)
+        try:
+            hollow = sample.run(chosen, parts)
+        except Exception:
+            if len(parts.refused) == refused:
+                raise
+            chosen.refine(parts.refused, chosen.chosen)  # it may have been zeros of what is now eager
+            continue
         ended = {run.path for run in hollow.runs if run.ended}
         for run in hollow.runs:
             if not run.ended:
@@ -248,9 +254,8 @@ def _whole(t: torch.Tensor) -> torch.Tensor:
 
 def _resident(found: _Found) -> list[torch.Tensor]:
     """Parameters, buffers and inputs, as they lie in memory."""
-    inputs, _ = flatten(dict(found.arguments))
-    state = state_tensors(found.model, state_entries(found.model))
-    return [part for t in (*state, *inputs) for part in dense_parts(t)]
+    given = *state_tensors(found.model, state_entries(found.model)), *flatten(dict(found.arguments))[0]
+    return [part for t in given for part in dense_parts(t)]
 
 
 def _start(found: _Found) -> Start | None:

@@ -15,10 +15,11 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
 from planner import PlannerError, Unsupported
-from tests.planner.steps import batch, linear, plan, tight
+from tests.planner.steps import assert_same_gradients, batch, linear, plan, tight, twins
 from tests.zoo.hazards import Wrap
 
 
@@ -125,6 +126,34 @@ def test_hooks_of_every_module_run_on_the_plain_model_and_are_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         chosen.module(x).pow(2).sum().backward()
+
+
+class Mirrored(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.triu() + weight.triu(1).mT
+
+
+class AsksBetween(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self[0](x)
+        return self[1](x if float(x.detach().sum()) < 1e9 else -x)
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, AsksBetween])
+def test_within_a_block_that_keeps_parametrized_weights_the_plain_model_runs(kind: Any) -> None:
+    """Its weights were those of a trace, which the next forward failed on."""
+    blocks = [nn.Sequential(linear(), nn.GELU(), linear()) for _ in range(2)]
+    for block in blocks:
+        parametrize.register_parametrization(block[0], "weight", Mirrored())
+    (model, plain), x = twins(kind(*blocks)), batch()
+    chosen = plan(model, x)
+    with parametrize.cached():
+        (plain(x) + plain(-x)).pow(2).sum().backward()
+    with parametrize.cached(), pytest.warns(UserWarning, match=r"not used within parametrize\.cached"):
+        (chosen.module(x) + chosen.module(-x)).pow(2).sum().backward()
+    assert_same_gradients(model, plain)
+    with parametrize.cached(), pytest.raises(Unsupported, match=r"parametrize\.cached"):
+        plan(model, x)
 
 
 # What outlives the trace ----------------------------------------------------------------------------------------------

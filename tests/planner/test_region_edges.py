@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from passes._torch import StorageWeakRef
 from passes.errors import Unsupported
@@ -386,6 +387,13 @@ def penalized(part: nn.Module, x: torch.Tensor, twice: bool = True) -> torch.Ten
     return value + slope
 
 
+def curved(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    value = part(x)
+    (slope,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+    return value + torch.autograd.grad(slope.sum(), x, create_graph=True)[0]
+
+
 def in_a_thread(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(part, x).result()
@@ -407,6 +415,7 @@ def fast_weights(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
         (penalized, "differentiated twice"),
         (partial(penalized, twice=False), "two backwards"),
         (fast_weights, "differentiated twice"),
+        (curved, "differentiated twice"),
     ],
 )
 def test_a_region_that_no_planned_step_can_be_stays_eager(use: Any, why: str) -> None:
@@ -867,6 +876,29 @@ def test_a_spare_region_of_a_class_without_plans_runs_plain() -> None:
     for calls in (False, True):
         model.calls_spare = plain.calls_spare = calls
         assert not differences(run_step(plain, plain, x, 1), run_step(plan.module, model, x, 1))
+
+
+class OfPacked(Part):
+    def forward(self, packed: PackedSequence) -> PackedSequence:
+        return packed._replace(data=super().forward(packed.data))
+
+
+class Packs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.recurrent = OfPacked(), nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.recurrent(self.block(packed))[0].data.pow(2).mean()
+
+
+def test_a_region_may_take_and_return_a_packed_sequence() -> None:
+    torch.manual_seed(0)
+    model, sample = Packs(), (torch.randn(3, 5, 16), torch.tensor([2, 5, 3]))
+    plain, plan = copy.deepcopy(model), auto_checkpoint(model, sample, progress=False)
+    assert next(row.path for row in plan.regions) == "block"
+    assert not differences(run_step(plain, plain, sample), run_step(plan.module, model, sample))
 
 
 class CalledInVain(nn.Module):

@@ -204,10 +204,11 @@ def _is_from(hook: object, *packages: str) -> bool:
 def state_entries(model: nn.Module) -> list[StateEntry]:
     """Parameters then buffers, each object once, with the names tied to it; quantized weights are constants."""
     entries: list[StateEntry] = []
-    for named, is_parameter in ((model.named_parameters, True), (model.named_buffers, False)):
+    # A wrapper's own `named_parameters` (torch's CheckpointWrapper) leaves its name out of theirs.
+    for named, is_parameter in ((nn.Module.named_parameters, True), (nn.Module.named_buffers, False)):
         names: dict[int, list[str]] = {}
         tensors: dict[int, torch.Tensor] = {}
-        for name, tensor in named(remove_duplicate=False):
+        for name, tensor in named(model, remove_duplicate=False):
             if is_quantized_weight(tensor):
                 continue
             names.setdefault(id(tensor), []).append(name)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
@@ -509,6 +510,26 @@ def test_a_sparse_tensor_that_code_between_regions_reads(layout: Any, given: boo
     kept: list[Any] = []
     peak = measure_peak(lambda: kept.append(forward_backward(plan.module, samples[0])))
     assert plan.static_bytes + peak == plan.peak_bytes
+
+
+class Wrapped(nn.Sequential):
+    """Parts in torch's wrapper, whose parameters are called as without it."""
+
+    def __init__(self) -> None:
+        super().__init__(*(checkpoint_wrapper(Part()) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super().forward(x)
+        return found.pow(2).sum()
+
+
+@pytest.mark.parametrize(("wraps", "regions"), [(True, "whole"), (False, "*")])
+def test_a_wrapper_that_renames_its_parameters(wraps: bool, regions: str) -> None:
+    torch.manual_seed(0)
+    model: Any = checkpoint_wrapper(Wrapped()) if wraps else Wrapped()
+    plain, x = copy.deepcopy(model), torch.randn(4, 16)
+    plan = auto_checkpoint(model, x, progress=False, time_limit=1, regions=regions)
+    assert differences(run_step(plain, plain, x, 1), run_step(plan.module, model, x, 1)) == []
 
 
 def test_a_sparse_tensor_that_requires_a_gradient_is_refused_by_name() -> None:

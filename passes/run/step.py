@@ -179,7 +179,7 @@ class _Run:
         self.token = torch.empty(0, device=next((p.device for p in primals if p.requires_grad), None))
         ask_for(step.arena, self.token.device, step.forward)
         self.versions = [p._version for p in sources]
-        self.settings = kernel_settings()
+        self.settings = kernel_settings() if step.again else {}
         self.given: Sequence[torch.Tensor] = [p.detach() for p in primals]
         self.sums = {i for i in step.sums if not primals[i]._backward_hooks}
         self.generators = {device: copy_generator(device) for device in step.rng_devices}
@@ -268,8 +268,8 @@ class _Run:
         self.shared = []
 
     def _check_settings(self) -> None:
-        now = kernel_settings()
-        changed = next((name for name in now if self.step.again and now[name] != self.settings[name]), None)
+        now = kernel_settings() if self.settings else {}
+        changed = next((name for name in now if now[name] != self.settings[name]), None)
         if changed is not None:
             raise ChangedInPlace(
                 f"torch's {changed} is {now[changed]}, in the forward {self.settings[changed]}: what the backward of "

@@ -22,12 +22,16 @@ class Refusal:
     remedy: str
     find: Callable[[nn.Module], Iterator[str]]
 
+    def check(self, model: nn.Module) -> None:
+        """Raise Unsupported where `model` uses it."""
+        for place in self.find(model):
+            raise Unsupported(self.construct, place or "(the model itself)", self.reason, self.remedy)
+
 
 def refuse(model: nn.Module) -> None:
     """Raise Unsupported for the first construct of `model` that a plan would not keep faithful."""
     for row in TABLE:
-        for place in row.find(model):
-            raise Unsupported(row.construct, place or "(the model itself)", row.reason, row.remedy)
+        row.check(model)
 
 
 def refuse_backward_hooks(module: nn.Module, own: bool) -> None:
@@ -50,13 +54,7 @@ def _hooks_of_every_module(model: nn.Module) -> Iterator[str]:
 
 def cached_parametrizations(model: nn.Module) -> Iterator[str]:
     """Where a parametrization computes what an open block of `cached()` keeps."""
-    return (n for n, m in model.named_modules() if keeps_parametrized() and is_parametrized(m))
-
-
-def refuse_parametrized(model: nn.Module) -> None:
-    """Refuse a parametrized part of a model to be traced in a block of `parametrize.cached()`."""
-    for place in cached_parametrizations(model):
-        raise Unsupported(CACHED[0], place or "(the model itself)", *CACHED[1:])
+    return (n for n, m in model.named_modules() if is_parametrized(m)) if keeps_parametrized() else iter(())
 
 
 def _subclasses(model: nn.Module) -> Iterator[str]:
@@ -209,9 +207,10 @@ def _runs_a_plan(model: nn.Module) -> Iterator[str]:
             yield name
 
 
-CACHED = (
+CACHED = Refusal(
     "parametrization within torch.nn.utils.parametrize.cached()", "what a step computes once for all forwards of the "
     "block, a planned one computes for itself", "Open the block in the forward of what is planned, or leave it out.",
+    cached_parametrizations,
 )  # fmt: skip
 
 TABLE: tuple[Refusal, ...] = (
@@ -246,7 +245,7 @@ TABLE: tuple[Refusal, ...] = (
         "Remove it before planning, or register it on the model's submodules (register_forward_hook).",
         _hooks_of_every_module,
     ),
-    Refusal(*CACHED, cached_parametrizations),
+    CACHED,
     Refusal(
         "tensor subclass", "what it stores cannot be seen from the graph",
         "Convert the parameter to a plain tensor before planning. A frozen one of a class that torch can trace "

@@ -21,7 +21,7 @@ from passes.trace.capture import EVERY_OUTPUT, Traced, capture
 from passes.trace.layouts import Layouts, gradient_key, learned
 from passes.trace.matching import Differs, match, match_arguments
 from passes.trace.reads import Matched
-from passes.trace.refuse import refuse_parametrized, refuse_sharded
+from passes.trace.refuse import CACHED, refuse_sharded
 from passes.trace.structure import held_objects
 from planner.dropin.plan_key import Key, call_key, state_key
 from planner.progress import Progress
@@ -200,7 +200,7 @@ class Parts:
 
     def _capture(self, module: nn.Module, bound: Mapping[str, Any], key: Key, asked: Asked) -> Part:
         refuse_sharded(module, running=True)
-        refuse_parametrized(module)
+        CACHED.check(module)
         layouts = {**self.layouts, **dict(asked.strides)}
         with self.progress.stage("capture"):
             starts = EVERY_OUTPUT if asked.starts is None else asked.starts

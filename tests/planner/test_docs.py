@@ -57,8 +57,11 @@ def test_block_runs(
     monkeypatch.chdir(tmp_path)
     for name, value in ONE_RANK.items():
         monkeypatch.setenv(name, value)
-    run(block, names_for(block))
+    names = names_for(block)
+    run(block, names)
     if block == "README 0":
         shown = (ROOT / "README.md").read_text().partition(BLOCKS[block])[2]
-        peaks = re.compile(r"budget .* MiB: peak .* MiB instead of .* MiB|equal bit for bit: .*")
-        assert peaks.findall(capsys.readouterr().out) == peaks.findall(shown)[:2]
+        peak = re.compile(r"budget .* MiB: peak .* MiB instead of .* MiB")
+        assert peak.findall(capsys.readouterr().out) == peak.findall(shown)[:1]
+        # A busy machine leaves the check of the page out; this one runs however long a step takes.
+        assert names["plan"].check(names["model"], names["x"]).line in shown

@@ -58,14 +58,15 @@ def execute(source: Path) -> NotebookNode:
 
 
 def faults(notebook: NotebookNode) -> list[str]:
-    """What keeps an executed notebook from being stored: too large, machine paths, standard error."""
+    """What keeps an executed notebook from being stored: too large, machine paths, standard error, nothing to see."""
     text = nbformat.writes(notebook)
     found = [f"{len(text):,} bytes, at most {LARGEST_BYTES:,}"] if len(text) > LARGEST_BYTES else []
     for place in list(MACHINE_PATH.finditer(text))[:3]:
         found.append(f"an output holds a path of this machine: ...{text[max(0, place.start() - 60) :][:160]!r}")
     outputs = [o for cell in notebook.cells for o in cell.get("outputs", ())]
     found += [f"standard error: {o.text[:200]!r}" for o in outputs if o.output_type == "stream" and o.name == "stderr"]
-    return found
+    silent = [c.source for c in notebook.cells if c.get("outputs") == [] and "print(" in c.source]
+    return found + [f"prints nothing: {source[:200]!r}" for source in silent if "def " not in source]
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from torch import nn
 
 from passes.device import room_bytes
 from passes.errors import CaptureError
-from solvers.errors import MIB, BudgetError, PlannerError
+from solvers.errors import MIB, BudgetError, PlannerError, shown_minimum
 from solvers.problem import Problem
 from solvers.solution import Solution
 
@@ -243,10 +243,9 @@ class _Search:
         if minimum.minimum_bytes <= self.budget:
             return True
         if must:
-            sizes = [show_bytes(size) for size in (self.budget, minimum.minimum_bytes, minimum.floor_bytes)]
             raise BudgetError(
-                f"not even a batch of {'one' if must == 1 else 'two'} fits into {sizes[0]}: it takes {sizes[1]}, none "
-                f"below {sizes[2]} can work.",
+                f"not even a batch of {'one' if must == 1 else 'two'} fits into {show_bytes(self.budget)}: it takes "
+                f"{shown_minimum(minimum.minimum_bytes)}, none below {show_bytes(minimum.floor_bytes)} can work.",
                 budget_bytes=self.budget, minimum_bytes=minimum.minimum_bytes, floor_bytes=minimum.floor_bytes,
             )  # fmt: skip
         return False

@@ -164,6 +164,8 @@ class PlanState:
                 warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=user_frame())
                 return None, []
             except BudgetError as error:
+                if entry is None:
+                    error.args = (f"{error}. This call is not as the sample: {self.difference(key, tensors, bound)}",)
                 if entry is None or not entry.planned.runs:
                     raise
                 self._go_on(entry, error)

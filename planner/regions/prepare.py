@@ -12,7 +12,6 @@ from torch import nn
 
 from passes._torch import dense_parts, is_distributed, local_part
 from passes.device import kind_of
-from passes.errors import CaptureError, Unsupported
 from passes.exclusive import exclusive, interrupt_point
 from passes.lower import kept_sizes, split_nodes
 from passes.memory import granule, place, round_up
@@ -20,7 +19,6 @@ from passes.printable import printable
 from passes.profile import Counting
 from passes.trace.arguments import state_entries, state_tensors
 from passes.trace.capture import Traced
-from passes.trace.failure import capture_error
 from passes.trace.layouts import Layouts
 from passes.trace.reads import Known, Reads
 from passes.trace.refuse import has_sharded, is_quantized_weight, storage_kind
@@ -28,7 +26,7 @@ from passes.trace.structure import flatten
 from passes.trace.templates import Constant, slots
 from planner.check.restore import Generators
 from planner.elsewhere import held_bytes
-from planner.errors import NothingTrained, PlannerError, RegionError
+from planner.errors import NothingTrained, RegionError
 from planner.footprint import Start, start_of
 from planner.optimizer import NO_UPDATE
 from planner.options import Options
@@ -42,12 +40,11 @@ from .compose import Composed
 from .find import Candidates, candidates
 from .flat import Besides, FlatGraph
 from .hollow import Hollow
-from .losses import LOSS
 from .parts import NO_GRADIENT, Part, Parts
+from .refusals import Refusal, first_of, stopped, with_regions_tried
 from .sample import Sample
 from .together import Together
 
-Refusal = CaptureError | Unsupported
 MOST_RUNS = 30  # hollow ones; each teaches something
 
 
@@ -87,16 +84,6 @@ class _Found:
     def regions(self, composed: Composed, prepared: Sequence[Prepared]) -> Regions:
         crossings, cost, calls = self.hollow.crossings, self.glue_cost, self.parts.eager_calls
         return Regions(composed, crossings, cost, tuple(prepared), self.eager, self.spare, calls, self.draws)
-
-
-def _with_regions_tried(why: Refusal | None, chosen: Candidates, refused: Mapping[str, str]) -> Refusal | None:
-    if why is None:
-        return None
-    if refused:
-        why.args = (f"{why} No region can be planned instead: {_first(refused).rstrip('.')}.",)
-    elif not set(chosen.chosen) - {LOSS}:
-        why.args = (f"{why} It has no submodules with several ops that could be planned as regions instead.",)
-    return why
 
 
 @exclusive()
@@ -143,30 +130,18 @@ def prepare_regions(
             f"({str(error).partition('.')[0]}). Take a smaller batch, or free memory there."
         ) from error
     except Exception as error:
-        if why is not None:  # there may be a better word for whatever stops a run of the step
-            said = str(error).partition("\n")[0].rstrip(".")
-            why.args = (f"{why} Running the step by regions raised {type(error).__name__}: {said}.",)
-            raise why from error
-        if meta and not isinstance(error, PlannerError):
-            raise _without_data(error) from error
-        raise
+        if (said := stopped(error, why, meta)) is error:
+            raise
+        raise said from error
     if not hollow.runs and why is None and set(parts.refused.values()) == {NO_GRADIENT}:
-        raise NothingTrained(f"no region can be planned: {_first(parts.refused)}. Check requires_grad.")
+        raise NothingTrained(f"no region can be planned: {first_of(parts.refused)}. Check requires_grad.")
     if not hollow.runs:
-        whole = _with_regions_tried(why, chosen, parts.refused)
-        raise whole or RegionError(f"no region can be planned: {_first(parts.refused)}")
+        whole = with_regions_tried(why, chosen, parts.refused)
+        raise whole or RegionError(f"no region can be planned: {first_of(parts.refused)}")
     counting = Counting(options.cost_function(device))
     sample.run(chosen, parts, counting)
     found = _Found(model, arguments, options, device, chosen, parts, hollow, round(counting.total), why, sample.draws)
     return _prepared(found, required_hints)
-
-
-def _without_data(error: Exception) -> RegionError:
-    place = capture_error(error).location
-    return RegionError(
-        f"regions of a model on the meta device: what runs between them does not run without data"
-        f"{f' at {place}' if place else ''} ({error}). Let a region cover that code, or plan where the data is."
-    )
 
 
 def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Options) -> Hollow:
@@ -191,12 +166,7 @@ def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Opti
         if not parts.profile(sample.device.type != "meta", options.cost == "measured"):
             parts.errors.clear()  # with what the calls were given
             return hollow
-    raise RegionError(f"the step takes another course each time that it is run: {_first(parts.refused)}")
-
-
-def _first(refused: Mapping[str, str]) -> str:
-    none = "regions are submodules of several ops, and it calls none"
-    return next((f"{path}: {why}" for path, why in refused.items()), none)
+    raise RegionError(f"the step takes another course each time that it is run: {first_of(parts.refused)}")
 
 
 def _prepared(found: _Found, required_hints: bool) -> Prepared:

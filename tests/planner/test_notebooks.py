@@ -64,3 +64,5 @@ def test_faults_are_found(build: Any) -> None:
     assert "standard error" in build.faults(notebook(name="stderr", text="warning"))[0]
     assert "path of this machine" in build.faults(notebook(name="stdout", text=f"{ROOT}/planner"))[0]
     assert "at most" in build.faults(notebook(name="stdout", text="x" * 300_001))[0]
+    silent = nbformat.v4.new_code_cell("try:\n    run()\nexcept ValueError as error:\n    print(error)")
+    assert "prints nothing" in build.faults(nbformat.v4.new_notebook(cells=[silent]))[0]

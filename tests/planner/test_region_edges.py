@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from passes._torch import StorageWeakRef
 from passes.errors import Unsupported
 from passes.memory import measure_peak
-from planner import RegionError, auto_checkpoint
+from planner import BudgetError, RegionError, auto_checkpoint
 from tests.zoo.compare import differences, forward_backward, run_step
 
 
@@ -437,6 +437,32 @@ def test_a_region_that_comes_under_a_transform_later_runs_plain() -> None:
     plan = auto_checkpoint(model, x, progress=False, time_limit=1, check=False)
     uses.append(mapped)
     assert differences(run_step(plain, plain, x, 1), run_step(plan.module, model, x, 1)) == []
+
+
+class Judges(nn.Module):
+    """Raises for large values, between its regions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.max() > 100:
+            raise ValueError("too large")
+        return self.parts[1](self.parts[0](x))
+
+
+def test_an_error_of_the_plain_forward_is_that_error_by_regions_too() -> None:
+    model, x = Judges(), torch.randn(256, 16)
+    plan = auto_checkpoint(model, x, budget_mb="80%", progress=False, time_limit=1, check=False)
+    assert plan.regions
+    with pytest.warns(UserWarning, match="planned step not used"), pytest.raises(ValueError, match="^too large$"):
+        plan.module(1000 * x[:8])
+    with pytest.warns(UserWarning, match="planned step not used"), pytest.raises(RuntimeError, match="mat1 and mat2"):
+        plan.module(x[:8, :-1])
+    large = r"no schedule .* not as the sample: argument 'x': got \(4096, 16\) .*, \"eager\" runs them unplanned"
+    with pytest.warns(UserWarning, match="planning anew"), pytest.raises(BudgetError, match=large):
+        plan.module(torch.randn(4096, 16))
 
 
 class Penalty(nn.Module):

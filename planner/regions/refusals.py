@@ -1,0 +1,55 @@
+"""Why a step is planned neither as a whole nor by regions, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from passes.errors import CaptureError, Unsupported
+from passes.trace.failure import capture_error
+from planner.errors import PlannerError, RegionError
+
+from .find import Candidates
+from .losses import LOSS
+
+Refusal = CaptureError | Unsupported
+
+
+def stopped(error: Exception, why: Refusal | None, meta: bool) -> Exception:
+    """What to raise for the error that stops a run of the step by regions; `ForwardFailed` for one of forward's own.
+
+    Args:
+        why: why the model is not planned as a whole, where that was tried.
+        meta: whether the step runs without data.
+    """
+    if why is None:
+        return error if isinstance(error, PlannerError) or not meta else _without_data(error)
+    found = why if isinstance(error, PlannerError) else capture_error(error)
+    said = str(error).partition("\n")[0].rstrip(".")
+    if said not in str(why):
+        found.args = (f"{why} Running the step by regions raised {type(error).__name__}: {said}.",)
+    return found
+
+
+def _without_data(error: Exception) -> RegionError:
+    place = capture_error(error).location
+    return RegionError(
+        f"regions of a model on the meta device: what runs between them does not run without data"
+        f"{f' at {place}' if place else ''} ({error}). Let a region cover that code, or plan where the data is."
+    )
+
+
+def with_regions_tried(why: Refusal | None, chosen: Candidates, refused: Mapping[str, str]) -> Refusal | None:
+    """Why the model is not planned as a whole, with why no region is; None where only regions were asked for."""
+    if why is None:
+        return None
+    if refused:
+        why.args = (f"{why} No region can be planned instead: {first_of(refused).rstrip('.')}.",)
+    elif not set(chosen.chosen) - {LOSS}:
+        why.args = (f"{why} It has no submodules with several ops that could be planned as regions instead.",)
+    return why
+
+
+def first_of(refused: Mapping[str, str]) -> str:
+    """The first region that stays eager, and why."""
+    none = "regions are submodules of several ops, and it calls none"
+    return next((f"{path}: {why}" for path, why in refused.items()), none)

@@ -21,17 +21,18 @@ class StandIn:
     """What is in the place of one model's `forward`, and can be taken apart as a method can.
 
     Accelerate takes `__func__` of a model's forward, wraps it and binds it anew, to this model or, when that is copied,
-    to the copy. Its `unwrap_model` follows `__wrapped__`, past this one to what it was put around.
+    to the copy. Its `unwrap_model` follows `__wrapped__`, past this one to what it was put around. There is no
+    `__dict__`, which `functools.wraps` would hand to wrappers, and copies of the model would copy.
 
     Attributes:
         previous: the instance's own `forward` from before; None where the class's was in use.
     """
 
+    __slots__ = ("__signature__", "__weakref__", "__wrapped__", "model", "previous")
+    __name__ = "forward"
+
     def __init__(self, model: nn.Module, previous: Callable[..., Any] | None, signature: inspect.Signature) -> None:
-        self.model, self.previous = model, previous
-        self.__name__ = "forward"
-        self.__doc__ = inspect.getdoc(type(model).forward)
-        self.__signature__ = signature
+        self.model, self.previous, self.__signature__ = model, previous, signature
         if previous is not None:
             self.__wrapped__ = previous
 
@@ -118,6 +119,7 @@ class PlannedForward(StandIn):
         previous: put back by `remove`.
     """
 
+    __slots__ = ("module", "state")
     runs_plan = True
 
     def __init__(

@@ -160,6 +160,8 @@ class _Waiting(StandIn):
         asleep: whether nothing is to be planned, nor a plan to be run.
     """
 
+    __slots__ = ("applied", "asleep", "first")
+
     def __init__(
         self, model: nn.Module, previous: Callable[..., Any] | None, signature: inspect.Signature, first: FirstBatch
     ) -> None:

@@ -740,8 +740,9 @@ def test_nothing_is_planned_while_a_profiler_runs() -> None:
     model, plain = twins(mlp(0.0))
     chosen, x = plan(model, batch(8, 32)), batch(3, 32)
     with torch.profiler.profile(profile_memory=True):
-        with pytest.raises(Unsupported, match="a profiler of torch's that is running"):
-            plan(model, x)
+        for optimizer in (None, torch.optim.AdamW):
+            with pytest.raises(Unsupported, match="a profiler of torch's that is running"):
+                plan(model, x, optimizer=optimizer)
         with pytest.warns(UserWarning, match="planned step not used while a profiler runs"):
             squares(chosen.module(x)).backward()
     squares(plain(x)).backward()

@@ -201,6 +201,11 @@ def test_the_callbacks_budget_is_checked_at_once() -> None:
         callback("much")
 
 
+def test_the_callback_leaves_the_loss_to_trainer() -> None:
+    with pytest.raises(PlannerError, match="PlanCallback takes no loss_fn: .* reserve_mb"):
+        callback(loss_fn=lambda output: output.loss)
+
+
 # Accelerate -----------------------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from passes._torch import optimizer_hooks_aside
+from passes.errors import Unsupported
 from passes.memory import granule, measure_peak, round_up
 from passes.printable import brief
 from solvers.errors import BudgetError
@@ -74,6 +75,8 @@ def measure_update(optimizer: Any, model: nn.Module, device: torch.device, *, in
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             found = _measure(optimizer, groups, device)
             return Update(found.state_bytes, 0, _apart(optimizer, groups, model, device)) if in_hooks else found
+    except Unsupported:  # a profiler that runs, of which planning needs one
+        raise
     except Exception as error:
         raise BudgetError(
             f"what {_name(optimizer)} needs cannot be measured ({brief(error, 300)}): leave optimizer= out (say "

@@ -73,6 +73,8 @@ class Options:
             raise PlannerError(f"loss_fn={name} is a class: pass an instance, {name}().")
         if self.keep_outputs not in (True, False):
             raise PlannerError(f"keep_outputs={self.keep_outputs!r} is unknown: it takes True or False.")
+        if self.progress not in (True, False, None):
+            raise PlannerError(f"progress={self.progress!r} is unknown: it takes True, False or None.")
         check_cost(self.cost)
         object.__setattr__(self, "device", check_device(self.device, self.cost))
         if self.on_new_shape not in ON_NEW_SHAPE:

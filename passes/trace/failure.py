@@ -8,15 +8,15 @@ import traceback
 
 from .._torch import TORCH_FOLDER
 from ..errors import CaptureError, ForwardFailed
-from .places import is_users_file
+from .places import is_users_file, place_at
+
+_LAYERS = tuple(os.path.join(TORCH_FOLDER, part, "") for part in ("nn", "distributions"))
 
 
 def capture_error(error: BaseException) -> CaptureError:
     stack = traceback.extract_tb(error.__traceback__)
-    modules = os.path.join(TORCH_FOLDER, "nn", "modules")
-    frames = [f for f in stack if is_users_file(os.path.abspath(f.filename))] or [
-        f for f in stack if f.filename.startswith(modules) and not f.filename.endswith(os.sep + "module.py")
-    ]
+    torchs = [f for f in stack if f.filename.startswith(_LAYERS) and not f.filename.endswith(os.sep + "module.py")]
+    frames = [f for f in stack if is_users_file(os.path.abspath(f.filename))] or torchs
     location = construct = None
     if frames:
         last = frames[-1]
@@ -26,8 +26,13 @@ def capture_error(error: BaseException) -> CaptureError:
     explained = _explain(kind, str(error))
     own = f"{kind}: {_first_line(str(error)) or kind}.", "Check that the model runs on the sample."
     reason, remedy = explained or own
-    where = f" at {location}: `{construct}`" if location else ""
     found = CaptureError if explained else ForwardFailed
+    where = f" at {location}: `{construct}`" if location else ""
+    below = [f for f in torchs if stack.index(f) > stack.index(frames[-1])]
+    if below and explained:
+        where += f", in torch's own code ({place_at(below[-1].filename, below[-1].lineno or 0)})"
+        checks_arguments = below[-1].filename.startswith(_LAYERS[1])
+        remedy = "Pass validate_args=False to the distribution." if checks_arguments else remedy
     return found(f"cannot trace the model{where}. {reason} {remedy}", location=location, construct=construct)
 
 

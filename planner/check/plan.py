@@ -9,6 +9,7 @@ from torch import nn
 
 from passes.trace.arguments import bind_call, split_sample
 from passes.trace.structure import flatten
+from planner.dropin.forward import PlannedForward, stand_in_within
 from planner.dropin.module import PlannedModule
 from planner.errors import ModelMismatch
 from planner.ranks.wrapper import inner_module
@@ -28,9 +29,9 @@ def check_plan(module: PlannedModule, model: nn.Module | None, sample: Any) -> C
         arguments = bind_call(state.signature, *split_sample(sample))
     except TypeError as error:
         raise PlannerError(f"the sample does not fit {type(model).__name__}.forward: {error}.") from error
-    applied: Any = model.__dict__.get("forward")
+    applied = stand_in_within(model)
     own = state if model is state.model else state.around(model)
-    own = applied.state if getattr(applied, "runs_plan", False) else own
+    own = applied.state if isinstance(applied, PlannedForward) else own
     with own.set_aside() if own.model is model else contextlib.nullcontext():
         tensors, template = flatten(arguments)
         key = own.key_of(tensors, template)

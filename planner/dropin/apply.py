@@ -31,7 +31,7 @@ from planner.ranks.wrapper import inner_module
 from solvers.errors import PlannerError
 
 from .cache import PlanState
-from .forward import PlannedForward
+from .forward import PlannedForward, stand_in, stand_in_within
 from .module import PlannedModule
 
 
@@ -43,9 +43,9 @@ def apply(planned: PlannedModule, model: nn.Module | None = None, sample: Any = 
     if not isinstance(model, nn.Module) or isinstance(model, PlannedModule):
         kind = type(model).__name__
         raise PlannerError(f"a plan is not applied to a {kind}: pass the torch.nn.Module that was planned.")
-    current = model.__dict__.get("forward")
-    if isinstance(current, PlannedForward):
-        if current.module is planned:
+    current, running = model.__dict__.get("forward"), stand_in_within(model)
+    if isinstance(running, PlannedForward):
+        if running.module is planned:
             return given
         raise PlannerError(f"this {type(model).__name__} runs another plan: call that plan's remove(model) first.")
     if model is not state.model:
@@ -73,9 +73,10 @@ def remove(planned: PlannedModule, model: nn.Module | None = None) -> nn.Module:
     """See `Plan.remove`."""
     given = planned._plan_model if model is None else model
     model = inner_module(given)
-    current = _bound_anew(getattr(model, "__dict__", {}).get("forward"))
+    forward = getattr(model, "__dict__", {}).get("forward")
+    current = stand_in(forward)
     if not isinstance(current, PlannedForward) or current.module is not planned:
-        raise PlannerError(f"this {type(model).__name__} does not run this plan: {_what_it_runs(current)}.")
+        raise PlannerError(f"this {type(model).__name__} does not run this plan: {_what_it_runs(forward)}.")
     current.state.stop()
     if current.previous is None:
         del model.forward
@@ -84,14 +85,8 @@ def remove(planned: PlannedModule, model: nn.Module | None = None) -> nn.Module:
     return given
 
 
-def _bound_anew(current: Any) -> Any:
-    """A forward as it is, or the one that Accelerate's `unwrap_model` made a method of."""
-    inner = getattr(current.__func__, "__self__", None) if inspect.ismethod(current) else None
-    return inner if isinstance(inner, PlannedForward) and inner.model is current.__self__ else current
-
-
 def _what_it_runs(current: Any) -> str:
-    if isinstance(current, PlannedForward):
+    if isinstance(stand_in(current), PlannedForward):
         return "it runs another one, whose remove(model) undoes it"
     if current is None:
         return "plan.apply(model) was not called, or was undone"

@@ -21,7 +21,7 @@ from planner.ranks.wrapper import inner_module
 from solvers.errors import PlannerError
 
 from .cache import OPAQUE, PlanState
-from .forward import PlannedForward
+from .forward import PlannedForward, with_self
 
 
 class PlannedModule(fx.GraphModule):
@@ -201,8 +201,7 @@ def _with_signature(signature: inspect.Signature) -> Callable[..., Any]:
     def forward(self: PlannedModule, *args: Any, **kwargs: Any) -> Any:
         return PlannedModule.forward(self, *args, **kwargs)
 
-    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])
+    forward.__signature__ = with_self(signature)
     forward.__doc__ = PlannedModule.forward.__doc__
     return forward
 

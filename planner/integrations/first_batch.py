@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import warnings
@@ -18,6 +19,7 @@ from passes.trace.arguments import bind_call, call_signature, set_forward
 from passes.trace.refuse import has_sharded
 from planner.api import auto_checkpoint, check_names
 from planner.budget import Budget
+from planner.dropin.forward import StandIn, stand_in, stand_in_within
 from planner.plan import Plan
 from planner.ranks.wrapper import (
     check_wrapper,
@@ -88,12 +90,13 @@ class FirstBatch:
         elif has_sharded(self.model):  # before its hooks gather anything
             self.hook = self.model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         else:
-            if isinstance(self.model.__dict__.get("forward"), _Waiting):
+            if isinstance(stand_in_within(self.model), _Waiting):
                 raise PlannerError(
                     f"this {type(self.model).__name__} waits for its first batch already: call stop() of what "
                     "plan_on_first_batch returned then, or close() of the PlanCallback."
                 )
-            self.waiting = self.model.forward = _Waiting(self.model, self._planned)
+            previous, signature = self.model.__dict__.get("forward"), inspect.signature(self.model.forward)
+            self.waiting = self.model.forward = _Waiting(self.model, previous, signature, self)
         return self
 
     def stop(self) -> None:
@@ -101,16 +104,17 @@ class FirstBatch:
         if self.hook is not None:
             self.hook.remove()
             self.hook = None
-        current: Any = self.model.__dict__.get("forward")
+        current: Any = stand_in(self.model.__dict__.get("forward"))
         if self.waiting is not None and current is self.waiting:
-            self.waiting.put_back()
+            set_forward(self.model, self.waiting.previous)
             self.waiting = None
         elif self.plan is not None and getattr(current, "module", None) is self.plan.module:
             self.plan.remove(self.model)
         elif self.waiting is not None:
             self.waiting.asleep = True
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the plan of a call that the model waited for, and apply it."""
         if has_sharded(self.model):
             raise PlannerError("fully_shard was called on what is to be planned on its first batch: call it before.")
         self._plan(args, kwargs)
@@ -144,38 +148,38 @@ class FirstBatch:
         log.info("planned on the first batch: %r", self.plan)
 
 
-class _Waiting:
+class _Waiting(StandIn):
     """The `forward` of a model that has not been trained yet.
 
-    What is put around it before its first batch (a trainer's autocast) stays around the plan, and is not planned.
+    What is put around it before its first batch (a trainer's autocast) stays around the plan, and is not planned. A
+    copy of the model waits for a first batch of its own.
 
     Attributes:
-        previous: the instance's own `forward` from before; None where the class's was in use.
-        own: the forward that ran before.
+        first: whose model it is, or was copied from.
         applied: the plan's forward, once there is one.
         asleep: whether nothing is to be planned, nor a plan to be run.
     """
 
-    def __init__(self, model: nn.Module, planned: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
-        self.model, self.planned = model, planned
-        self.previous = model.__dict__.get("forward")
-        self.own: Callable[..., Any] = model.forward
-        self.applied: Callable[..., Any] | None = None
+    __slots__ = ("applied", "asleep", "first")
+
+    def __init__(
+        self, model: nn.Module, previous: Callable[..., Any] | None, signature: inspect.Signature, first: FirstBatch
+    ) -> None:
+        super().__init__(model, previous, signature)
+        self.first = first
+        self.applied: StandIn | None = None
         self.asleep = False
-        self.__name__ = "forward"
-        self.__signature__ = inspect.signature(model.forward)
 
     @property
     def is_inside(self) -> bool:
         """Whether it runs within the model's forward, as far as that tells what it is wrapped around."""
-        current: Any = self.model.__dict__.get("forward")
-        return current is not None and inspect.unwrap(current, stop=lambda f: f is self) is self
+        return stand_in_within(self.model) is self
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.applied is None and not self.asleep and _is_trained(self.model, args, kwargs):
             self._plan(args, kwargs)
-        run = self.own if self.asleep or self.applied is None else self.applied
+        run = self.original if self.asleep or self.applied is None else self.applied
         return run(*args, **kwargs)
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -184,7 +188,7 @@ class _Waiting:
         set_forward(self.model, self.previous)
         self.asleep = True
         try:
-            self.planned(args, kwargs)
+            self.first.planned(args, kwargs)
             self.applied = self.model.__dict__["forward"]
         except ForwardFailed as error:  # raised by the own forward, it leaves what it leaves in eager
             warnings.warn(f"not planned yet, not under the budget: {error}", stacklevel=3)
@@ -193,8 +197,12 @@ class _Waiting:
             if self.applied is None or around is not self:  # what was not planned is planned by the next call
                 set_forward(self.model, around)
 
-    def put_back(self) -> None:
-        set_forward(self.model, self.previous)
+    def copied(self, model: nn.Module, memo: dict[int, Any]) -> _Waiting:
+        first = FirstBatch(model, self.first.budget_mb, batches=self.first.batches, **self.first.options)
+        new = first.waiting = _Waiting(model, copy.deepcopy(self.previous, memo), self.__signature__, first)
+        first.plan, new.asleep = self.first.plan, self.asleep
+        new.applied = self.applied.copied(model, memo) if self.applied is not None else None
+        return new
 
 
 def _is_trained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -29,6 +29,11 @@ class PlanCallback(TrainerCallback):
     def __init__(self, budget_mb: float | str | None = None, **options: Any) -> None:
         Budget(budget_mb)
         check_names("PlanCallback", options)
+        if options.get("loss_fn") is not None:
+            raise PlannerError(
+                "PlanCallback takes no loss_fn: the model would return the loss alone, and Trainer looks for it in the "
+                "model's output. A loss that Trainer computes itself is not in the plan: make room with reserve_mb."
+            )
         self.budget_mb, self.options = budget_mb, options
         self.first: FirstBatch | None = None
         self.checkpointed: list[Any] = []

@@ -6,7 +6,7 @@ import copy
 import inspect
 import pickle
 import warnings
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +271,25 @@ def test_a_copy_runs_the_plan_on_its_own() -> None:
     assert model.training
     plan.remove(copied)
     assert "forward" not in copied.__dict__ and "forward" in model.__dict__
+
+
+def test_a_copy_of_what_wraps_an_applied_forward_is_its_own() -> None:
+    """Accelerate's hooks leave a `partial`, with the attributes of what it wraps; it was an AttributeError."""
+
+    def hooked(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * model.own(x)
+
+    model, x = linear(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    auto_checkpoint(model, x, progress=False).apply(model)
+    for each in (model, plain):
+        each.own = each.forward
+        each.forward = update_wrapper(partial(hooked, each), each.own)
+    copied, reference = map(copy.deepcopy, (model, plain))
+    for each in (copied, reference):
+        each(x).sum().backward()
+    assert_same_gradients(copied, reference)
+    assert model.weight.grad is None
 
 
 def test_a_pickle_holds_the_model_without_its_plan(tmp_path: Path) -> None:

@@ -157,6 +157,7 @@ def test_a_budget_over_the_plain_peak_recomputes_nothing_and_says_so() -> None:
         ({"loss_fn": nn.MSELoss()}, "Linear.forward and loss_fn, which takes target: missing a required argument"),
         ({"loss_fn": nn.MSELoss}, "loss_fn=MSELoss is a class: pass an instance, MSELoss()"),
         ({"keep_outputs": "no"}, "keep_outputs='no' is unknown: it takes True or False"),
+        ({"progress": "yes"}, "progress='yes' is unknown: it takes True, False or None"),
         ({"group": 3}, "group=3 is no process group: pass one of torch.distributed"),
         ({"cost": lambda op: math.nan}, "<lambda> gave nan for addmm: it returns a number, zero or more, for each op"),
         ({"cost": lambda op: "1"}, "<lambda> gave '1' for addmm"),
@@ -165,7 +166,7 @@ def test_a_budget_over_the_plain_peak_recomputes_nothing_and_says_so() -> None:
 )
 def test_other_arguments(options: dict[str, Any], words: str) -> None:
     with pytest.raises(PlannerError) as caught:
-        auto_checkpoint(linear(), batch(), progress=False, **options)
+        auto_checkpoint(linear(), batch(), **{"progress": False, **options})
     assert words in str(caught.value)
 
 
@@ -251,6 +252,27 @@ def test_python_that_reads_data_is_located(forward: Callable[..., Any], why: str
     assert caught.value.construct == inspect.getsource(forward).splitlines()[1].strip()
     assert caught.value.location in str(caught.value)
     assert why in str(caught.value) and remedy in str(caught.value)
+
+
+def gaussian_loss(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.gaussian_nll_loss(self.layer(x), x, self.layer(x).exp())
+
+
+def checked_distribution(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.distributions.Normal(self.layer(x), 1.0, validate_args=True).log_prob(x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (gaussian_loss, r"functional\.py:\d+ `elif torch.any\(var < 0\):`\).*move it out of forward"),
+        (checked_distribution, r"distributions.\w+\.py:\d+ `.*valid.*Pass validate_args=False to the distribution"),
+    ],
+)
+def test_what_torchs_own_code_asks_is_not_said_of_the_users_line_alone(forward: Any, words: str) -> None:
+    line = rf"test_cases\.py:{forward.__code__.co_firstlineno + 1}: `return .*`, in torch's own code \(.*"
+    with pytest.raises(CaptureError, match=line + words):
+        plan(Wrap(forward, layer=linear()), batch())
 
 
 def test_a_numpy_argument_is_refused_by_name() -> None:
@@ -718,8 +740,9 @@ def test_nothing_is_planned_while_a_profiler_runs() -> None:
     model, plain = twins(mlp(0.0))
     chosen, x = plan(model, batch(8, 32)), batch(3, 32)
     with torch.profiler.profile(profile_memory=True):
-        with pytest.raises(Unsupported, match="a profiler of torch's that is running"):
-            plan(model, x)
+        for optimizer in (None, torch.optim.AdamW):
+            with pytest.raises(Unsupported, match="a profiler of torch's that is running"):
+                plan(model, x, optimizer=optimizer)
         with pytest.warns(UserWarning, match="planned step not used while a profiler runs"):
             squares(chosen.module(x)).backward()
     squares(plain(x)).backward()

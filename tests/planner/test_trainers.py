@@ -6,7 +6,11 @@ Ten steps of each are the plain run's bit for bit, in bf16 with gradients accumu
 from __future__ import annotations
 
 import copy
+import gc
+import inspect
+import pickle
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -197,6 +201,11 @@ def test_the_callbacks_budget_is_checked_at_once() -> None:
         callback("much")
 
 
+def test_the_callback_leaves_the_loss_to_trainer() -> None:
+    with pytest.raises(PlannerError, match="PlanCallback takes no loss_fn: .* reserve_mb"):
+        callback(loss_fn=lambda output: output.loss)
+
+
 # Accelerate -----------------------------------------------------------------------------------------------------------
 
 
@@ -303,30 +312,57 @@ def test_accelerate_with_a_plan_made_before(accelerator: Any, when: str) -> None
     assert_same_state(model, plain)
 
 
-def test_accelerates_model_is_unwrapped_and_copied(accelerator: Any) -> None:
-    """What Accelerate puts around an applied forward is bound to the model that it is called on."""
+@pytest.mark.parametrize("way", ["apply", "wait", "wait after prepare"])
+@pytest.mark.parametrize("before", [0, 1], ids=["", "planned"])
+def test_accelerates_model_is_unwrapped_and_copied(accelerator: Any, way: str, before: int) -> None:
+    """What Accelerate puts around a planned forward is bound to the model that it is called on, and taken off again."""
+    from planner.integrations import plan_on_first_batch
+
     torch.manual_seed(0)
-    model, tokens = SmallGPT(), torch.randint(0, 64, (8, 24))
-    plan = auto_checkpoint(model, tokens, "75%", **QUICK)
+    model, tokens = SmallGPT(layers=1), torch.randint(0, 64, (8, 24))
     plain = copy.deepcopy(model)
-    prepared = accelerator.prepare(plan.apply(model))
-    other = copy.deepcopy(prepared)
+    planned = auto_checkpoint(model, tokens, "120%", **QUICK).apply(model) if way == "apply" else model
+    waiting = plan_on_first_batch(model, "120%", **QUICK) if way == "wait" else None
+    prepared, reference = accelerator.prepare(planned), accelerator.prepare(plain)
+    if way == "wait after prepare":
+        waiting = plan_on_first_batch(prepared, "120%", **QUICK)
+    both = [prepared, reference]
+    for _ in range(before):
+        same_step(*both, tokens)
+    copies = [copy.deepcopy(each) for each in both]
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *plain.parameters()):
             parameter.mul_(2)
-    reference = accelerator.prepare(copy.deepcopy(plain))
-    for each in (other, reference):
+    same_step(*copies, tokens)
+    bare = [accelerator.unwrap_model(each, keep_fp32_wrapper=False) for each in both]
+    assert inspect.signature(bare[0].forward) == inspect.signature(bare[1].forward)
+    same_step(*bare, tokens)
+    same_step(*map(copy.deepcopy, bare), tokens)
+    gone = weakref.ref(copies.pop(0))
+    gc.collect()
+    assert gone() is None
+    if waiting is not None:
+        waiting.stop()
+
+
+def test_a_waiting_model_is_pickled_as_it_was() -> None:
+    from planner.integrations import plan_on_first_batch
+
+    model = nn.Linear(2, 2)
+    plan_on_first_batch(model, loss_fn=lambda y: y.sum())
+    loaded = pickle.loads(pickle.dumps(model))  # noqa: S301
+    assert loaded.forward == nn.Linear.forward.__get__(loaded)
+
+
+def same_step(ours: nn.Module, plain: nn.Module, tokens: torch.Tensor) -> None:
+    losses = []
+    for each in (ours, plain):
+        each.zero_grad()
         torch.manual_seed(1)
-        each(tokens).backward()
-    assert_same_gradients(other, reference)
-    bare = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
-    plain.load_state_dict(model.state_dict())
-    for each in (bare, plain):
-        torch.manual_seed(1)
-        each(tokens).backward()
-    assert_same_gradients(bare, plain)
-    plan.remove(bare)
-    assert "forward" not in vars(bare)
+        losses.append(each(tokens))
+        losses[-1].backward()
+    assert losses[0].dtype == losses[1].dtype and torch.equal(*losses)
+    assert_same_gradients(ours, plain)
 
 
 # Lightning ------------------------------------------------------------------------------------------------------------

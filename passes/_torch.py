@@ -101,6 +101,7 @@ __all__ = [
     "inside_transform",
     "is_dense",
     "is_distributed",
+    "keep_gradient_spread",
     "local_part",
     "local_parts",
     "mutation_count",
@@ -333,9 +334,11 @@ def is_distributed(t: Any) -> bool:
     return distributed is not None and isinstance(t, distributed.DTensor)
 
 
-def local_parts(tensors: Sequence[Any]) -> Sequence[Any]:
-    """This rank's part of each."""
-    return list(map(local_part, tensors)) if "torch.distributed.tensor" in sys.modules else tensors
+def local_parts(tensors: Sequence[Any], spread: Mapping[int, Any]) -> Sequence[Any]:
+    """This rank's part of each; `spread` has the placements of their gradients (else a tensor's own)."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return tensors
+    return [t.to_local(grad_placements=spread[i]) if i in spread else local_part(t) for i, t in enumerate(tensors)]
 
 
 def local_part(t: Any) -> Any:
@@ -369,6 +372,23 @@ def as_distributed(part: torch.Tensor, like: Any) -> torch.Tensor:
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
     return made
+
+
+def keep_gradient_spread(made: Any, like: Any, note: Callable[[Any], None]) -> None:
+    """Let the gradient of a `DTensor` that was made for `like` keep the placements in which it comes; `note` is told.
+
+    Eager leaves a parameter's gradient in those: as sums that are not added up over the ranks, say. One of which a rank
+    has another shape than of the tensor is spread as the tensor is.
+    """
+    shape = local_part(like).shape
+
+    def keep(gradient: Any) -> Any:
+        part = gradient.to_local()
+        note(gradient.placements if part.shape == shape else like.placements)
+        return as_distributed(part, like) if part.shape == shape else None
+
+    if is_distributed(like) and made.requires_grad:
+        made.register_hook(keep)
 
 
 def mutation_count(tensor: torch.Tensor) -> int:

@@ -92,6 +92,7 @@ __all__ = [
     "direct_call",
     "disable_current_modes",
     "eager_kernels",
+    "ended_work",
     "export_joint",
     "flop_registry",
     "forget_cublas_workspaces",
@@ -121,6 +122,7 @@ __all__ = [
     "suggest_memory_format",
     "swapped_state",
     "symbolic",
+    "with_modes_inside",
     "without_sources",
     "wrapped_tensors",
 ]
@@ -321,6 +323,23 @@ def plain_class(kind: type) -> type:
 def direct_call(op: Any) -> Any:
     """What calls an op without `OpOverload.__call__`'s frame of Python."""
     return getattr(op, "_op", op) if type(op) is OpOverload else op
+
+
+def ended_work() -> Any:
+    """What a collective returns that is over, as ops of torch's have it."""
+    ended: Any = torch.futures.Future()
+    ended.set_result([])
+    work: Any = torch._C._distributed_c10d
+    return work._create_work_from_future(ended).boxed()
+
+
+def with_modes_inside(mode: Any, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an op's own code under the mode that was asked about the op: it sees what that code calls."""
+    device = next(t.device.type for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
+    if device == "meta":
+        return op(*args, **kwargs)
+    with mode:
+        return op.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper())), *args, **kwargs)
 
 
 def running_data_parallel() -> Any:

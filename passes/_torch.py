@@ -92,6 +92,7 @@ __all__ = [
     "direct_call",
     "disable_current_modes",
     "eager_kernels",
+    "ended_work",
     "export_joint",
     "flop_registry",
     "forget_cublas_workspaces",
@@ -101,6 +102,7 @@ __all__ = [
     "inside_transform",
     "is_dense",
     "is_distributed",
+    "keep_gradient_spread",
     "local_part",
     "local_parts",
     "mutation_count",
@@ -120,6 +122,7 @@ __all__ = [
     "suggest_memory_format",
     "swapped_state",
     "symbolic",
+    "with_modes_inside",
     "without_sources",
     "wrapped_tensors",
 ]
@@ -322,6 +325,23 @@ def direct_call(op: Any) -> Any:
     return getattr(op, "_op", op) if type(op) is OpOverload else op
 
 
+def ended_work() -> Any:
+    """What a collective returns that is over, as ops of torch's have it."""
+    ended: Any = torch.futures.Future()
+    ended.set_result([])
+    work: Any = torch._C._distributed_c10d
+    return work._create_work_from_future(ended).boxed()
+
+
+def with_modes_inside(mode: Any, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an op's own code under the mode that was asked about the op: it sees what that code calls."""
+    device = next(t.device.type for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
+    if device == "meta":
+        return op(*args, **kwargs)
+    with mode:
+        return op.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper())), *args, **kwargs)
+
+
 def running_data_parallel() -> Any:
     """The `DistributedDataParallel` in whose forward this is called; None outside of one."""
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
@@ -333,9 +353,11 @@ def is_distributed(t: Any) -> bool:
     return distributed is not None and isinstance(t, distributed.DTensor)
 
 
-def local_parts(tensors: Sequence[Any]) -> Sequence[Any]:
-    """This rank's part of each."""
-    return list(map(local_part, tensors)) if "torch.distributed.tensor" in sys.modules else tensors
+def local_parts(tensors: Sequence[Any], spread: Mapping[int, Any]) -> Sequence[Any]:
+    """This rank's part of each; `spread` has the placements of their gradients (else a tensor's own)."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return tensors
+    return [t.to_local(grad_placements=spread[i]) if i in spread else local_part(t) for i, t in enumerate(tensors)]
 
 
 def local_part(t: Any) -> Any:
@@ -369,6 +391,23 @@ def as_distributed(part: torch.Tensor, like: Any) -> torch.Tensor:
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
     return made
+
+
+def keep_gradient_spread(made: Any, like: Any, note: Callable[[Any], None]) -> None:
+    """Let the gradient of a `DTensor` that was made for `like` keep the placements in which it comes; `note` is told.
+
+    Eager leaves a parameter's gradient in those: as sums that are not added up over the ranks, say. One of which a rank
+    has another shape than of the tensor is spread as the tensor is.
+    """
+    shape = local_part(like).shape
+
+    def keep(gradient: Any) -> Any:
+        part = gradient.to_local()
+        note(gradient.placements if part.shape == shape else like.placements)
+        return as_distributed(part, like) if part.shape == shape else None
+
+    if is_distributed(like) and made.requires_grad:
+        made.register_hook(keep)
 
 
 def mutation_count(tensor: torch.Tensor) -> int:

@@ -40,7 +40,8 @@ OPAQUE_RESULTS = frozenset(
 
 # In a node's meta: its op was seen to give other values when it ran again on the same ones.
 VARIES = "varies"
-_KNOWN_NAMESPACES = frozenset({"aten", "prims", "planner", "_c10d_functional", "c10d_functional", "c10d"})
+COLLECTIVES = frozenset({"_c10d_functional", "c10d_functional", "c10d"})  # their namespaces
+_KNOWN_NAMESPACES = frozenset({"aten", "prims", "planner", *COLLECTIVES})
 
 
 @dataclass(frozen=True)
@@ -192,8 +193,7 @@ def looks_at_values(node: fx.Node) -> bool:
 
 def is_collective(node: fx.Node) -> bool:
     """Whether the op talks to other ranks, in an order that all share."""
-    collectives = ("_c10d_functional", "c10d", "c10d_functional")
-    return isinstance(node.target, OpOverload) and node.target.namespace in collectives
+    return isinstance(node.target, OpOverload) and node.target.namespace in COLLECTIVES
 
 
 def must_run_once(node: fx.Node, device: torch.device) -> str | None:

@@ -52,6 +52,7 @@ class Regions:
         eager: why a submodule is left to eager, by its path.
         spare: modules that the sample's step does not call, and that run like an equal one where another step does.
         eager_calls: calls that no gradient reaches, by path and number: they run in eager.
+        talks: whether the step talks to other ranks, between regions or in them.
         draws: the generators' states at its beginning, on which its course may depend.
     """
 
@@ -62,6 +63,7 @@ class Regions:
     eager: Mapping[str, str]
     spare: tuple[str, ...]
     eager_calls: Collection[tuple[str, int]]
+    talks: bool
     draws: Mapping[str, Any]
 
     @property

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from passes._torch import (
     export_joint,
     is_dense,
     is_distributed,
+    keep_gradient_spread,
     local_part,
     mutation_count,
     pytree,
@@ -124,7 +126,8 @@ class Traced:
     changes in its arguments; the tensors that it puts there follow those of the output in `outputs`. `left` are the
     places elsewhere that forward sets and does not read, which a planned step leaves as they are; `settings` are the
     attributes of the model's modules that it sets to plain values, as a planned step does, too. `within` are the
-    parameters by which the backward of a custom function differentiates: they may have no hooks.
+    parameters by which the backward of a custom function differentiates: they may have no hooks. `spread` are the
+    placements of the gradients of `DTensor`s, by the numbers of the primals.
     """
 
     graph_module: fx.GraphModule
@@ -148,6 +151,7 @@ class Traced:
     left: tuple[str, ...] = ()
     settings: tuple[Setting, ...] = ()
     within: tuple[int, ...] = ()
+    spread: Mapping[int, Any] = field(default_factory=dict)
 
     @property
     def num_primals(self) -> int:
@@ -317,6 +321,7 @@ class StepTracer:
         self.below: tuple[AbstractContextManager[Any], ...] = ()  # modes to run the forward in, before all others
         self.keeps_casts = torch.is_autocast_cache_enabled()
         self.within: list[int] = []
+        self.spread: dict[int, Any] = {}
         self.in_backward = ExitStack()  # what holds while torch traces the backward
 
     def __call__(self, *parts: torch.Tensor) -> list[torch.Tensor]:
@@ -324,6 +329,8 @@ class StepTracer:
         self.before.restore()  # torch traces several times: each time from what the model held
         _make_leaves(parts[: len(self.entries)])
         flat = tuple(map(as_distributed, parts, self.given))
+        for i, pair in enumerate(zip(flat, self.given, strict=True)):
+            keep_gradient_spread(*pair, partial(self.spread.__setitem__, i))
         self.remembered = Remembered()
         self.remembered.add(flat)
         recording = self.recorder.recording(flat[: len(self.entries)])
@@ -607,6 +614,7 @@ def _traced(
         changes=tracer.changes,
         left=tracer.recorder.left(tracer.watch.codes),
         within=tuple(tracer.within),
+        spread=tracer.spread,
         overlaps=overlaps(tracer.given, joint.mutated_inputs),
     )
 

@@ -62,6 +62,13 @@ def _explain(kind: str, text: str) -> tuple[str, str] | None:
         )
     if "_nested_" in text or "shape_env must not be None" in text:  # with lists of tensors, and with lengths
         return "A nested tensor is made here, whose shape depends on the data.", "Use a padded tensor and a mask."
+    if "with_effects" in text:
+        return (
+            "A collective of torch.distributed that changes tensors in place (dist.all_reduce), or another op with "
+            "effects besides its results, runs here, and cannot be traced.",
+            "Call it between the submodules that are to be planned: by regions it runs in eager there. Functional "
+            "collectives (torch.distributed._functional_collectives) are planned.",
+        )
     if "fake impl" in text or kind == "UnsupportedOperatorException":
         return (
             f"The custom op has no fake kernel, so its result's shape is not known here ({_first_line(text)}).",

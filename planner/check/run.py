@@ -78,7 +78,9 @@ def _case(model: nn.Module, planned: Decided, bound: Mapping[str, Any], loss_fn:
     if auto and not alone():
         raise _CannotRun("other threads are running, whose random draws its steps would repeat; plan.check runs it")
     traced = planned.prepared.traced
-    if has_sharded(model) or any(map(is_collective, traced.graph_module.graph.nodes)):
+    regions = planned.prepared.regions
+    talks = any(map(is_collective, traced.graph_module.graph.nodes)) or (regions is not None and regions.talks)
+    if has_sharded(model) or talks:
         raise _CannotRun("the step talks to other ranks, which would have to run as many steps of it")
     case = Case(model, traced, bound, loss_fn)
     missing = [name for name, t in zip(case.names, case.originals, strict=True) if t.is_meta]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from passes._torch import as_distributed, swapped_state
+from passes._torch import as_distributed, keep_gradient_spread, swapped_state
 from passes.lower import kept_primals, stateful_primals
 from passes.run._torch import Autocast, active_autocast, backward_number, under_autocast
 from passes.run.random import set_rng_state
@@ -161,6 +162,24 @@ class Fallback:
             put_back(self.before, bound)
             yield bound
 
+    @torch.enable_grad()
+    def _named(self, leaves: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors that a replay has in the places of the model's own."""
+        named: dict[str, torch.Tensor] = {}
+        for i, (entry, leaf, like) in enumerate(zip(self.traced.state, leaves, given, strict=False)):
+            made = named[entry.name] = as_distributed(leaf, like)
+            keep_gradient_spread(made, like, partial(self._check_spread, i, like))
+        return named
+
+    def _check_spread(self, i: int, like: Any, placements: Any) -> None:
+        """What takes the gradient was told at the forward how it is spread over the ranks."""
+        if placements != self.traced.spread.get(i, like.placements):
+            raise PlannerError(
+                f"the gradient of {self.traced.primal_names[i]}, a DTensor, comes in the placements {placements} from "
+                "a backward that was not planned for, and in others from the planned one. Call the model again, which "
+                "is then planned for such a backward."
+            )
+
     def _replay(
         self,
         primals: Sequence[torch.Tensor],
@@ -173,7 +192,7 @@ class Fallback:
         for i in traced.mutated:
             leaves[i] = leaves[i].clone()
         given = state_tensors(state.model, traced.state)
-        named = {e.name: as_distributed(t, g) for e, t, g in zip(traced.state, leaves, given, strict=False)}
+        named = self._named(leaves, given)
         devices = [d for d in generators if d != "cpu"]
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), swapped_state(state.model, named):
             for device, generator in generators.items():

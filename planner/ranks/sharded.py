@@ -14,12 +14,16 @@ from passes.errors import Unsupported
 from passes.memory import granule, round_up
 from passes.trace.refuse import is_sharded
 
+from .alone import collectives_alone
+
 GATHERED = "unsharded_accumulated_grad"
 
 
 @contextmanager
-def without_talking(model: nn.Module) -> Iterator[None]:
+def without_talking(model: nn.Module, heard: set[str], listen: bool) -> Iterator[None]:
     """Let the model's sharded modules gather from and reduce to this rank alone, in memory as with all of them.
+
+    So do collectives of its own code; see `collectives_alone`.
 
     Raises:
         Unsupported: the parameters are replicated as well as sharded, or lie on the host.
@@ -39,7 +43,8 @@ def without_talking(model: nn.Module) -> Iterator[None]:
     try:
         for group, gather, reduce in before:
             group._all_gather_comm, group._reduce_scatter_comm = _Alone(gather, _gather), _Alone(reduce, _reduce)
-        yield
+        with collectives_alone(heard, listen):
+            yield
     finally:
         for group, gather, reduce in before:
             group._all_gather_comm, group._reduce_scatter_comm = gather, reduce

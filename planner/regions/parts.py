@@ -157,6 +157,7 @@ class Parts:
         keeps_logits: whether the caller holds what a model returns besides its loss.
         refused: why a region stays eager, by its path.
         eager_calls: calls of regions that no gradient reaches, by path and number.
+        heard: collectives that the step runs, between regions or in them.
         ordinary: sizes of what the step allocates between regions.
     """
 
@@ -166,6 +167,7 @@ class Parts:
         self.asked: dict[tuple[str, int], Asked] = {}
         self.refused: dict[str, str] = {}
         self.eager_calls: set[tuple[str, int]] = set()
+        self.heard: set[str] = set()
         self.errors: dict[Any, CaptureError | Unsupported] = {}  # of modules that look alike, called in one way
         self.measured: dict[Any, Measured] = {}
         self.ordinary: set[int] = set()

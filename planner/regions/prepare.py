@@ -82,8 +82,8 @@ class _Found:
         return tuple(path for path in self.chosen.chosen if path not in self.hollow.called)
 
     def regions(self, composed: Composed, prepared: Sequence[Prepared]) -> Regions:
-        crossings, cost, calls = self.hollow.crossings, self.glue_cost, self.parts.eager_calls
-        return Regions(composed, crossings, cost, tuple(prepared), self.eager, self.spare, calls, self.draws)
+        calls, talks, begun = self.parts.eager_calls, bool(self.parts.heard), (composed, self.hollow.crossings)
+        return Regions(*begun, self.glue_cost, tuple(prepared), self.eager, self.spare, calls, talks, self.draws)
 
 
 @exclusive()

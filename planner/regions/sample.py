@@ -118,7 +118,7 @@ class Sample:
         given = [part.untyped_storage() for t in every for part in dense_parts(t)]  # held: forward may replace some
         hollow = Hollow(self.model, given, parts, self.device, candidates.descend)
         swapped = {name: t for (name, t), o in zip(own.items(), originals, strict=True) if t is not o}
-        alone = without_talking(self.model)
+        alone = without_talking(self.model, parts.heard, listen=not parts.known)
         looked_at = {**own, **{str(i): t for i, t in enumerate(inputs)}}
         first_look = nullcontext() if parts.known else undone_writes(looked_at, self.written)
         states = put_back(snapshot, generators), swapped_state(self.model, swapped)

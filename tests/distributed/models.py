@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,6 +49,17 @@ class Language(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Scored(Language):
+    """A model that returns its logits, too."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
 class First(nn.Module):
     """The first stage of a pipeline."""
 
@@ -76,6 +88,12 @@ def language(layers: int = 3) -> Language:
     return Language(layers)
 
 
+def scored() -> Scored:
+    """One block of it."""
+    torch.manual_seed(0)
+    return Scored(1)
+
+
 def tokens(rank: int, rows: int = 8) -> torch.Tensor:
     """A batch of this rank's own."""
     return torch.randint(0, WORDS, (rows, 32), generator=torch.Generator().manual_seed(rank))
@@ -83,7 +101,7 @@ def tokens(rank: int, rows: int = 8) -> torch.Tensor:
 
 def shard(model: nn.Module, **options: Any) -> nn.Module:
     """`fully_shard` each block, and the rest."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -91,7 +109,7 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
 
 def shard_whole(model: nn.Module) -> nn.Module:
     """`fully_shard` the model alone."""
-    return fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
 def spread(model: nn.Module) -> nn.Module:
@@ -100,7 +118,7 @@ def spread(model: nn.Module) -> nn.Module:
         "words": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate()),
         "blocks.*.wide": ColwiseParallel(), "blocks.*.back": RowwiseParallel(),
     }  # fmt: skip
-    return parallelize_module(model, init_device_mesh("cpu", (2,)), styles)
+    return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), styles)
 
 
 def spread_sequence(model: nn.Module) -> nn.Module:
@@ -113,4 +131,4 @@ def spread_sequence(model: nn.Module) -> nn.Module:
         "blocks.*.wide": ColwiseParallel(input_layouts=along),
         "blocks.*.back": RowwiseParallel(output_layouts=along, use_local_output=False),
     }  # fmt: skip
-    return parallelize_module(model, init_device_mesh("cpu", (2,)), styles)
+    return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), styles)

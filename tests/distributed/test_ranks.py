@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from planner import RankError, auto_checkpoint
 
 from . import cases, models
-from .harness import Failed, try_ranks
+from .harness import Failed, run_ranks, try_ranks
+from .talking import REGIONS, talk
 
 CASES: dict[str, Callable[[int], cases.Compared]] = {
     "DDP, planned wrapped": cases.ddp_planned,
@@ -67,6 +68,13 @@ def test_losses_and_parameters_are_those_of_the_unplanned_training(answers: list
         assert found.overhead > 0
         assert abs(found.off) < 0.01
         assert found.measured <= found.budget * 1.005
+
+
+def test_a_rank_plans_alone_what_talks_to_others_and_counts_what_that_holds() -> None:
+    first, second = run_ranks(talk)
+    assert first[1] == dict.fromkeys(REGIONS, True)  # no check either, for which others would have to run steps
+    for (predicted, measured), _ in (first, second):
+        assert abs(predicted / measured - 1) < 0.01
 
 
 # Ranks that cannot go on ----------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def _explain(kind: str, text: str) -> tuple[str, str] | None:
             "A collective of torch.distributed that changes tensors in place (dist.all_reduce), or another op with "
             "effects besides its results, runs here, and cannot be traced.",
             "Call it between the submodules that are to be planned: by regions it runs in eager there. Functional "
-            "collectives (torch.distributed._functional_collectives) are planned.",
+            "collectives, which return new tensors, are planned.",
         )
     if "fake impl" in text or kind == "UnsupportedOperatorException":
         return (

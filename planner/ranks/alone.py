@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from passes._torch import TorchDispatchMode, ended_work, pytree, with_modes_inside
 from passes.ops import COLLECTIVES
@@ -33,7 +34,7 @@ class _Alone(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # a `DTensor`, or a result that is waited for, says first what it is made of
         if func.namespace not in COLLECTIVES:
             return func(*args, **kwargs)
@@ -65,13 +66,13 @@ _IN_PLACE = frozenset({
 })  # fmt: skip
 
 
-def _named(tensors: dict[str, list[Any]], kind: str) -> list[torch.Tensor]:
+def _named(tensors: dict[str, list[Any]], kind: str) -> list[Tensor]:
     """The tensors of the arguments whose names begin so."""
     found = [leaf for name, leaves in tensors.items() if name.startswith(kind) for leaf in leaves]
-    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
 
-def _fill(output: torch.Tensor, given: torch.Tensor) -> None:
+def _fill(output: Tensor, given: Tensor) -> None:
     """The numbers of one in the other, as often as they fit or as far."""
     if given.numel() and output.is_contiguous():
         for part in output.view(-1).split(given.numel()):

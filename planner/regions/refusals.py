@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from passes.errors import CaptureError, Unsupported
+from passes.errors import CaptureError, ForwardFailed, Unsupported
 from passes.trace.failure import capture_error
 from planner.errors import PlannerError, RegionError
 
@@ -23,7 +23,9 @@ def stopped(error: Exception, why: Refusal | None, meta: bool) -> Exception:
     """
     if why is None:
         return error if isinstance(error, PlannerError) or not meta else _without_data(error)
-    found = why if isinstance(error, PlannerError) else capture_error(error)
+    found, own = why, not isinstance(error, PlannerError) and isinstance(capture_error(error), ForwardFailed)
+    if own and isinstance(why, CaptureError):
+        found = ForwardFailed(str(why), location=why.location, construct=why.construct)
     said = str(error).partition("\n")[0].rstrip(".")
     if said not in str(why):
         found.args = (f"{why} Running the step by regions raised {type(error).__name__}: {said}.",)

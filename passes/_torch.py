@@ -329,8 +329,8 @@ def ended_work() -> Any:
     """What a collective returns that is over, as ops of torch's have it."""
     ended: Any = torch.futures.Future()
     ended.set_result([])
-    work: Any = torch._C._distributed_c10d
-    return work._create_work_from_future(ended).boxed()
+    bindings: Any = torch._C._distributed_c10d
+    return bindings._create_work_from_future(ended).boxed()
 
 
 def with_modes_inside(mode: Any, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -82,8 +82,11 @@ class _Found:
         return tuple(path for path in self.chosen.chosen if path not in self.hollow.called)
 
     def regions(self, composed: Composed, prepared: Sequence[Prepared]) -> Regions:
-        calls, talks, begun = self.parts.eager_calls, bool(self.parts.heard), (composed, self.hollow.crossings)
-        return Regions(*begun, self.glue_cost, tuple(prepared), self.eager, self.spare, calls, talks, self.draws)
+        hollow, parts = self.hollow, self.parts
+        return Regions(
+            composed, hollow.crossings, self.glue_cost, tuple(prepared), self.eager, self.spare, parts.eager_calls,
+            bool(parts.heard), self.draws,
+        )  # fmt: skip
 
 
 @exclusive()

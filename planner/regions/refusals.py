@@ -23,13 +23,17 @@ def stopped(error: Exception, why: Refusal | None, meta: bool) -> Exception:
     """
     if why is None:
         return error if isinstance(error, PlannerError) or not meta else _without_data(error)
-    found, own = why, not isinstance(error, PlannerError) and isinstance(capture_error(error), ForwardFailed)
-    if own and isinstance(why, CaptureError):
+    found: Refusal = why
+    if isinstance(why, CaptureError) and _is_forwards_own(error):
         found = ForwardFailed(str(why), location=why.location, construct=why.construct)
     said = str(error).partition("\n")[0].rstrip(".")
     if said not in str(why):
         found.args = (f"{why} Running the step by regions raised {type(error).__name__}: {said}.",)
     return found
+
+
+def _is_forwards_own(error: Exception) -> bool:
+    return not isinstance(error, PlannerError) and isinstance(capture_error(error), ForwardFailed)
 
 
 def _without_data(error: Exception) -> RegionError:

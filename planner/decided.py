@@ -214,7 +214,7 @@ class Decided:
             sources: as for `Step`.
         """
         traced = self.prepared.traced
-        results = self.step(local_parts(primals, traced.spread), fallback, sources)
+        results = self.step(local_parts(primals, traced.spread), fallback, sources, primals)
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in traced.outputs]
         set_again(traced.settings, model)
         return deliver(traced.changes, leaves, bound, traced.output_template)

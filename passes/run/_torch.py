@@ -12,8 +12,8 @@ from torch.utils._pytree import register_pytree_node
 
 __all__ = [
     "TORCH_VERSION", "Autocast", "active_autocast", "after_backward", "backward_number", "below_autograd",
-    "kernel_settings", "like_lazily", "num_owners", "register_pytree_node", "run_below_autograd",
-    "segments_that_do_not_grow", "under_autocast", "under_transform", "with_autograd",
+    "kernel_settings", "like_lazily", "num_owners", "own_part", "passed_back", "register_pytree_node",
+    "run_below_autograd", "segments_that_do_not_grow", "under_autocast", "under_transform", "with_autograd",
 ]  # fmt: skip
 
 _C: Any = torch._C
@@ -106,6 +106,18 @@ def like_lazily(new: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     _C._set_conj(new, tensor.is_conj())
     _C._set_neg(new, tensor.is_neg())
     return new
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a `DTensor`, without a gradient; any other tensor as it is."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def passed_back(node: Any, gradient: torch.Tensor) -> Any:
+    """What a node of autograd's graph, of one tensor and what is none, makes of a gradient now."""
+    found = node.apply(gradient) if isinstance(node, torch.autograd.function.BackwardCFunction) else node(gradient)
+    return found[0] if isinstance(found, tuple) else found
 
 
 def backward_number() -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ._torch import after_backward
+from ._torch import after_backward, own_part
 from .tensors import memory_of
 
 
@@ -70,7 +70,7 @@ class _Look:
     memory: int
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
-        if gradient is not None and memory_of(gradient) != self.memory:
+        if gradient is not None and memory_of(own_part(gradient)) != self.memory:
             warnings.warn(
                 f"the gradient of {self.name} is a sum, as the planned step reads it more than once or autocast casts "
                 "it, and this backward adds it to a gradient from outside of the step (a penalty on parameters, "

@@ -18,7 +18,14 @@ from typing import Any, Protocol
 
 import torch
 
-from ._torch import Autocast, active_autocast, kernel_settings, run_below_autograd, under_transform
+from ._torch import (
+    Autocast,
+    active_autocast,
+    kernel_settings,
+    passed_back,
+    run_below_autograd,
+    under_transform,
+)  # fmt: skip
 from .arena import Arena, ask_for
 from .errors import PlannerError
 from .mixing import Versions, warn_of_changed_view, watch_sum
@@ -113,7 +120,7 @@ class Step:
 
     def __call__(
         self, primals: Sequence[torch.Tensor], fallback: Fallback | None,
-        sources: Sequence[torch.Tensor] | None = None,
+        sources: Sequence[torch.Tensor] | None = None, owners: Sequence[torch.Tensor] | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
         """Run the forward; gradients flow when `backward` is called on an output.
 
@@ -121,15 +128,19 @@ class Step:
             fallback: the backward from other outputs than planned for, or for gradients in another layout; without one
                 the first is refused, and the second are copied into the planned layout.
             sources: for each primal the tensor whose changes in place are changes of it, where that is another one.
+            owners: for each primal the tensor that it was made of by one op, where that is another one (a `DTensor`).
+                What this op's backward makes of a gradient goes to the owner as soon as the gradient is there: left to
+                autograd, it would run after all nodes of the chain, which are younger.
 
         Raises:
             PlannerError: under a transform of `torch.func`.
         """
         refuse_transform(primals)
-        run = _Run(self, fallback, primals, primals if sources is None else sources)
+        owners = primals if owners is None else owners
+        run = _Run(self, fallback, primals, primals if sources is None else sources, owners)
         token = run.token
         for place in reversed(range(len(run.owned))):
-            token = _Owner.apply(run, place, token, *(primals[i] for i in run.owned[place]))
+            token = _Owner.apply(run, place, token, *(owners[i] for i in run.owned[place]))
         results: tuple[Any, ...] = PlannedStep.apply(run, token)
         return results
 
@@ -168,20 +179,25 @@ class _Run:
         given: the primals as they came, without autograd: assigning to a parameter's `data` does not change them.
         replayed: all gradients, where the fallback found them.
         sources: of each primal the tensor whose version tells of changes.
+        owners: of each primal the tensor that its gradient goes to.
+        made_by: the nodes of the primals that were made of others.
     """
 
     def __init__(
-        self, step: Step, fallback: Fallback | None, primals: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-    ) -> None:
+        self, step: Step, fallback: Fallback | None, primals: Sequence[torch.Tensor], sources: Sequence[torch.Tensor],
+        owners: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
         self.step, self.fallback, self.primals, self.sources = step, fallback, primals, sources
-        self.others = tuple(i for i in step.others if not _has_listener(primals[i]))
+        self.made_by = {i: p.grad_fn for i, (p, own) in enumerate(zip(primals, owners, strict=True)) if p is not own}
+        self.owners = owners
+        self.others = tuple(i for i in step.others if not _has_listener(owners[i]))
         self.owned = (*step.leaves[:-1], (*step.leaves[-1], *self.others))
-        self.token = torch.empty(0, device=next((p.device for p in primals if p.requires_grad), None))
+        self.token = torch.empty(0, device=next((p.device for p in owners if p.requires_grad), None))
         ask_for(step.arena, self.token.device, step.forward)
         self.versions = [p._version for p in sources]
         self.settings = kernel_settings() if step.again else {}
         self.given: Sequence[torch.Tensor] = [p.detach() for p in primals]
-        self.sums = {i for i in step.sums if not primals[i]._backward_hooks}
+        self.sums = {i for i in step.sums if not owners[i]._backward_hooks}
         self.generators = {device: copy_generator(device) for device in step.rng_devices}
         self.overwritten = {i: old_value(primals[i]) for i in step.keep_primals}
         self.saved: list[torch.Tensor] | None = None
@@ -246,7 +262,7 @@ class _Run:
         self.program = step.backward.forward([*(self.saved or ()), *values, *tangents])
         if self.fallback is not None:
             self.fallback.not_needed()
-        self.saved, self.primals, self.sources, self.given, self.overwritten = None, (), (), (), {}
+        self.saved, self.primals, self.owners, self.sources, self.given, self.overwritten = None, (), (), (), (), {}
 
     def _check(self) -> None:
         if self.saved is None:
@@ -289,7 +305,7 @@ class _Run:
         found = self.fallback([old.get(i, p) for i, p in enumerate(self.primals)], self.generators, gradients)
         owned = {i for part in self.owned for i in part}
         for i, gradient in enumerate(found):
-            if (gradient is None) == (i in owned) and _has_listener(self.primals[i]):
+            if (gradient is None) == (i in owned) and _has_listener(self.owners[i]):
                 raise PlannerError(
                     f"{self.step.names[i]} has a hook, or comes from a custom autograd function, and whether it gets a "
                     "gradient depends on the outputs that the backward starts from. The plan expected others; call the "
@@ -389,6 +405,8 @@ class _Owner(torch.autograd.Function):
                 watch_sum(ctx.next_functions[1 + place], found[place], run.step.names[i])
             if found[place] is None:
                 _silence(ctx.next_functions[1 + place][0])
+            elif i in run.made_by:
+                found[place] = passed_back(run.made_by[i], found[place])
         return (None, None, token, *found)
 
 

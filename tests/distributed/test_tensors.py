@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from passes._torch import local_part
+from passes.memory import measure_peak
 from planner import CaptureError, auto_checkpoint
 
 from . import models
@@ -39,6 +40,30 @@ def test_gradients_are_spread_over_the_ranks_as_those_of_the_plain_step() -> Non
     for mine, own in pairs:
         assert torch.equal(local_part(mine.grad), local_part(own.grad))
         assert getattr(mine.grad, "placements", None) == getattr(own.grad, "placements", None)
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random")
+def test_gradients_leave_as_they_are_made() -> None:
+    model, batch = models.spread(models.language(2)), models.tokens(0, rows=1)
+    plan = auto_checkpoint(model, (batch, batch), "100%", gradients="consumed", **QUICK)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+    def step() -> None:
+        plan.module(batch, batch).backward()
+
+    step()
+    held = sum(local_part(t).untyped_storage().nbytes() for t in (*model.parameters(), batch))
+    assert held + measure_peak(step) == pytest.approx(plan.peak_bytes, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random")
+def test_a_sum_that_goes_on_outside_of_the_step_is_told_of() -> None:
+    model, batch = models.spread(models.language(1)), models.tokens(0)
+    model.head.weight = model.words.weight  # read twice
+    plan = auto_checkpoint(model, (batch, batch), "100%", **QUICK)
+    with pytest.warns(UserWarning, match=r"the gradient of words.weight is a sum"):
+        (plan.module(batch, batch) + model.words.weight.to_local().sum()).backward()
 
 
 def test_a_collective_that_cannot_be_traced_is_named() -> None:

@@ -53,6 +53,7 @@ from .arguments import (
     state_tensors,
 )
 from .buffers import refuse_needed, refuse_returned, refuse_with_gradient, write_back
+from .collectives import functional_collectives
 from .contexts import private_contexts
 from .custom_backward import used_in_backward
 from .failure import capture_error
@@ -265,7 +266,10 @@ def _with_settings(traced: Traced, tracer: StepTracer, model: nn.Module) -> Trac
 def export_step(tracer: StepTracer, fake: list[torch.Tensor]) -> JointGraph:
     tracer.runs = 0
     try:
-        with quiet_fake_errors(), eager_kernels(routes.kernels()), module_paths(tracer.model), tracer.in_backward:
+        with (
+            quiet_fake_errors(), eager_kernels(routes.kernels()), module_paths(tracer.model), tracer.in_backward,
+            functional_collectives(),
+        ):  # fmt: skip
             joint = export_joint(tracer, fake, tracer.layouts.get(BACKWARD_AUTOCAST, ()))
     except (Unsupported, CaptureError):
         raise

@@ -64,10 +64,16 @@ def _explain(kind: str, text: str) -> tuple[str, str] | None:
         return "A nested tensor is made here, whose shape depends on the data.", "Use a padded tensor and a mask."
     if "with_effects" in text:
         return (
-            "A collective of torch.distributed that changes tensors in place (dist.all_reduce), or another op with "
-            "effects besides its results, runs here, and cannot be traced.",
-            "Call it between the submodules that are to be planned: by regions it runs in eager there. Functional "
-            "collectives, which return new tensors, are planned.",
+            "A call of torch.distributed without a functional form (dist.reduce, scatter, send, barrier, "
+            "reduce_scatter of a list), or another op with effects besides its results, runs here, and cannot be "
+            "traced.",
+            "Call it between the submodules that are to be planned: by regions it runs in eager there. all_reduce, "
+            "all_gather, reduce_scatter_tensor, all_to_all_single and broadcast are planned.",
+        )
+    if "set the storage of a tensor" in text:
+        return (
+            "A tensor is given its own memory here (`set_`, or objects that ranks exchange, which are pickled).",
+            "Do it before forward, or between the submodules that are to be planned, where it runs in eager.",
         )
     if "fake impl" in text or kind == "UnsupportedOperatorException":
         return (

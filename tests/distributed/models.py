@@ -49,6 +49,55 @@ class Language(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class _Copied(torch.autograd.Function):
+    """As Megatron-LM's: what all ranks have, whose gradient is the sum of theirs, summed up in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(gradient, async_op=True).wait()
+        return gradient
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class ByHand(Language):
+    """Tensor parallel without DTensors, and statistics of all ranks by every collective that can be traced."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            hidden = F.gelu(block.wide(_Copied.apply(block.norm(x))))  # type: ignore[union-attr, operator]
+            x = x + block.drop(_Summed.apply(block.back(hidden)))  # type: ignore[union-attr, operator]
+        return F.cross_entropy(self.head(x + _statistics(x.detach())).flatten(0, 1), labels.flatten())
+
+
+def _statistics(x: torch.Tensor) -> torch.Tensor:
+    ranks, mine = dist.get_world_size(), x + dist.get_rank()
+    largest, first, sent = x.clone(), mine.clone(), torch.empty_like(x)
+    part, whole = x.new_empty(len(x) // ranks, *x.shape[1:]), torch.empty_like(x)
+    parts = [torch.empty_like(x) for _ in range(ranks)]
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    dist.broadcast(first, 0)
+    dist.all_to_all_single(sent, mine)
+    dist.all_gather(parts, mine)
+    dist.reduce_scatter_tensor(part, mine)
+    dist.all_gather_into_tensor(whole, part)
+    return (largest + first + sent + parts[-1] + whole) / 100
+
+
 class Scored(Language):
     """A model that returns its logits, too."""
 
@@ -92,6 +141,17 @@ def scored() -> Scored:
     """One block of it."""
     torch.manual_seed(0)
     return Scored(1)
+
+
+def by_hand(rank: int) -> ByHand:
+    """Each rank has other parts of the blocks' products, and the rest alike."""
+    torch.manual_seed(0)
+    model = ByHand()
+    torch.manual_seed(rank)
+    for block in model.blocks:
+        for product in (block.wide, block.back):
+            nn.init.normal_(product.weight, std=0.1)  # type: ignore[union-attr, arg-type]
+    return model
 
 
 def tokens(rank: int, rows: int = 8) -> torch.Tensor:

@@ -37,6 +37,7 @@ CASES: dict[str, Callable[[int], cases.Compared]] = {
     "DDP, first batch": partial(cases.first_batch, sharded=False),
     "FSDP2, first batch": partial(cases.first_batch, sharded=True),
     "tensor parallel": cases.tensor_parallel,
+    "tensor parallel, by hand": cases.by_hand,
     "pipeline, GPipe": partial(cases.pipeline, kind=ScheduleGPipe),
     "pipeline, 1F1B": partial(cases.pipeline, kind=Schedule1F1B),
 }

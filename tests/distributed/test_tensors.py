@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from passes._torch import local_part
 from passes.memory import measure_peak
 from planner import CaptureError, auto_checkpoint
 
 from . import models
-from .talking import QUICK, Talking
+from .talking import QUICK
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,6 +69,18 @@ def test_a_sum_that_goes_on_outside_of_the_step_is_told_of() -> None:
         (plan.module(batch, batch) + model.words.weight.to_local().sum()).backward()
 
 
-def test_a_collective_that_cannot_be_traced_is_named() -> None:
-    with pytest.raises(CaptureError, match=r"`dist.all_reduce\(mean\)`\. A collective of torch.distributed"):
-        auto_checkpoint(Talking("summed"), torch.randn(8, 16), regions="whole", **QUICK)
+@pytest.mark.parametrize(
+    ("call", "why"), [("reduce(x, 0)", "A call of torch.distr"), ("all_gather_object(every, 1)", "A tensor is given")]
+)
+def test_a_collective_that_cannot_be_traced_is_named(call: str, why: str) -> None:
+    class Calls(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            every: list[Any] = [None]
+            if "object" in call:
+                dist.all_gather_object(every, 1)
+            else:
+                dist.reduce(x, 0)
+            return super().forward(x).sum()
+
+    with pytest.raises(CaptureError, match=rf"`dist\.{re.escape(call)}`\. {why}"):
+        auto_checkpoint(Calls(16, 16), torch.randn(8, 16), regions="whole", **QUICK)

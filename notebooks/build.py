@@ -1,7 +1,7 @@
 """Makes the notebooks from their readable sources (`0*.py`, cells divided by `# %%`), executes and stores them.
 
-`python notebooks/build.py` writes the `.ipynb` beside each source; `--check` executes without writing;
-names of sources (`01_quick_start`) limit it to those.
+`python notebooks/build.py` writes the `.ipynb` beside each source; `--check` executes without writing, two at a time
+(timings that are stored have the machine to themselves); names of sources (`01_quick_start`) limit it to those.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import nbformat
@@ -69,6 +71,18 @@ def faults(notebook: NotebookNode) -> list[str]:
     return found + [f"prints nothing: {source[:200]!r}" for source in silent if "def " not in source]
 
 
+def build(source: Path, writes: bool) -> bool:
+    """Execute a notebook, and write it if asked to; whether it can be stored."""
+    start = time.perf_counter()
+    notebook = execute(source)
+    wrong = faults(notebook)
+    size = len(nbformat.writes(notebook))
+    print(f"{source.stem}: {time.perf_counter() - start:.0f} s, {size:,} bytes", *wrong, sep="\n  ", flush=True)
+    if writes and not wrong:
+        nbformat.write(notebook, source.with_suffix(".ipynb"))
+    return not wrong
+
+
 def main() -> int:
     """Build what the command line asks for; 1 when a notebook cannot be stored."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -77,17 +91,10 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that fight over few cores take far longer
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    failed = False
-    for source in [s for s in sources() if not arguments.names or s.stem in arguments.names]:
-        start = time.perf_counter()
-        notebook = execute(source)
-        wrong = faults(notebook)
-        failed = failed or bool(wrong)
-        size = len(nbformat.writes(notebook))
-        print(f"{source.stem}: {time.perf_counter() - start:.0f} s, {size:,} bytes", *wrong, sep="\n  ")
-        if not (arguments.check or wrong):
-            nbformat.write(notebook, source.with_suffix(".ipynb"))
-    return int(failed)
+    chosen = [s for s in sources() if not arguments.names or s.stem in arguments.names]
+    with ThreadPoolExecutor(2 if arguments.check else 1) as pool:
+        stored = list(pool.map(partial(build, writes=not arguments.check), chosen))
+    return int(not all(stored))
 
 
 if __name__ == "__main__":

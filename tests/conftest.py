@@ -1,4 +1,4 @@
-"""Shared by all tests: Hypothesis' examples, Ctrl-C, temporary files, and that no solver test is skipped unseen."""
+"""Shared by all tests: what runs by default, Ctrl-C, temporary files, and that no solver test is skipped unseen."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,6 +36,18 @@ def _settled() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `every(n)` each n-th case runs by default; the others are slow."""
+    seen = Counter[str]()
+    for item in items:
+        mark = item.get_closest_marker("every")
+        name = item.nodeid.partition("[")[0]
+        if mark is not None and seen[name] % mark.args[0]:
+            item.add_marker("slow")
+        seen[name] += 1
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -92,6 +92,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("regions", ["whole", "0"])
 @pytest.mark.parametrize("case", CASES)
 def test_what_forward_reads_of_an_argument_decides_which_plan_holds(case: str, regions: str) -> None:
@@ -452,6 +453,7 @@ SHARED: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", [Doing, AroundDoing])
 @pytest.mark.parametrize("case", SHARED)
 def test_things_are_the_same_ones_and_others_as_in_the_plain_step(case: str, kind: Any) -> None:

@@ -66,6 +66,7 @@ def test_a_right_plan_passes(built: Built, replaying: Built) -> None:
         assert checked(model, planned, sample).steps == 2
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", PLANTS)
 def test_planted_divergence(name: str, built: Built) -> None:
     model, sample, planned = built
@@ -318,6 +319,7 @@ def test_attributes_that_forward_sets_are_put_back() -> None:
     assert (model.seen, model.settings, model.record.calls, model.latest) == ([], {}, 0, None)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97])
 def test_it_is_after_an_interrupt(share: float) -> None:
     model, sample, fired = observed_model()

@@ -594,6 +594,7 @@ def planned(build: Callable[[], nn.Module]) -> tuple[Plan, nn.Module, torch.Tens
     return plan(model, x), model, x
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_never_stale(name: str) -> None:
     build, change = CHANGES[name]
@@ -658,6 +659,7 @@ def shifted(self: Any, h: torch.Tensor) -> torch.Tensor:
     return helper(h) * SCALE * TABLE["scale"] * SETTINGS.scale * Defaults.scale + TABLE["shift"]["by"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "change",
     [
@@ -937,6 +939,7 @@ HARMLESS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_is_not_read_changes_nothing(name: str) -> None:
     chosen, model, x = planned(everything)

@@ -25,6 +25,7 @@ MEANT = [fused for fused in records.FUSED if fused.meaning]
 BLOCKS = [(64, 512), (1, 1), (5000, 5000), (kernels.SMALLEST_BLOCK, kernels.NORM_BLOCK)]
 
 
+@pytest.mark.every(3)  # each kernel with some of the blocks
 @pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 @pytest.mark.parametrize("fused", MEANT, ids=lambda fused: fused.name)
 def test_a_kernel_has_the_bits_of_its_meaning(fused: Fused, blocks: tuple[int, int]) -> None:

@@ -7,7 +7,7 @@ to such a kernel is laid out as in eager first.
 
 And some of torch's shape rules lay results out in another way than the kernels do: a traced `view` of such a result
 would fail when it runs, a sum over it go another way, or a convolution choose another kernel. `EagerFakes` corrects
-them: batch norms and views by rules (`strides`), and whatever else profiling, which runs every op once, has found to be
+them: norms and views by rules (`strides`), and whatever else profiling, which runs every op once, has found to be
 laid out in another way or of another dtype (`learned`). The step is then traced again.
 """
 
@@ -33,7 +33,7 @@ from passes.ops import looks_at_values
 from .constants import Constants
 from .leaks import Remembered
 from .refuse import own_generator, part_drawn
-from .strides import BATCH_NORMS, VIEWS, Made, Strides, of_view
+from .strides import NORMS, VIEWS, Made, Strides, of_view
 
 aten = torch.ops.aten
 
@@ -156,8 +156,8 @@ class EagerFakes(FakeTensorMode):
             wanted = ((of_view(func, args), results[0].dtype),)
         elif self.layouts:
             wanted = self.layouts.get(call_key(func, args, kwargs), ())
-        if func in BATCH_NORMS and results[0].device.type == "cpu":
-            wanted = ((BATCH_NORMS[func](args), results[0].dtype), *wanted[1:])
+        if func in NORMS and results[0].device.type == "cpu":
+            wanted = ((NORMS[func](args), results[0].dtype), *wanted[1:])
         for i, (told, layout) in enumerate(zip(results, wanted, strict=False)):
             if layout is not None and isinstance(told, FakeTensor) and layout != (told.stride(), told.dtype):
                 results[i] = self._laid_out(types, told, *layout, is_view=func in VIEWS)

@@ -1,4 +1,4 @@
-"""In which strides kernels lay out what batch norms and views make."""
+"""In which strides kernels lay out what norms and views make."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ def _of_batch_norm_backward(args: Sequence[Any]) -> Strides:
     return _strides(values, _format(values) if alike else suggested)
 
 
+def of_layer_norm(args: Sequence[Any]) -> Strides:
+    """Contiguous, whatever the strides of the argument (layer_norm.cpp); the backward's rule keeps the argument's."""
+    return _strides(args[0], torch.contiguous_format)
+
+
 def of_view(func: Callable[..., torch.Tensor], args: Sequence[Any]) -> Strides:
     """The rules disagree where a dimension has one index; a convolution may look at its stride all the same."""
     source, *rest = args
@@ -61,12 +66,14 @@ def _strides_of_view(func: Callable[..., torch.Tensor], shape: Any, strides: Str
 
 
 # What the CPU's kernels do, for the first result.
-BATCH_NORMS: dict[Any, Callable[[Sequence[Any]], Strides]] = {
+NORMS: dict[Any, Callable[[Sequence[Any]], Strides]] = {
     aten.native_batch_norm.default: _of_batch_norm,
     aten._native_batch_norm_legit.default: _of_batch_norm,
     aten._native_batch_norm_legit.no_stats: _of_batch_norm,
     aten._native_batch_norm_legit_functional.default: _of_batch_norm,
     aten._native_batch_norm_legit_no_training.default: _of_batch_norm,
     aten.native_batch_norm_backward.default: _of_batch_norm_backward,
+    aten.native_layer_norm.default: of_layer_norm,
+    aten.native_layer_norm_backward.default: of_layer_norm,
 }
 VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.expand.default})

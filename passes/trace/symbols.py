@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from .isolate import isolated
 from .layouts import EagerFakes
 from .notation import Departed, Pinned
 from .script import Script
-from .strides import BATCH_NORMS, VIEWS
+from .strides import NORMS, VIEWS, of_layer_norm
 from .templates import shared
 from .value_guards import KnownValues
 
@@ -148,15 +150,19 @@ class _SizedFakes(EagerFakes):
                 place = result, result.size(), strides, result.storage_offset()
                 result = dispatch(self, aten.as_strided.default, types, place, {})
             self._check(func, made, result)
-        elif func in BATCH_NORMS and args[0].device.type == "cpu":
-            self._check(func, self._made(func, args), result[0])
+        elif func in NORMS and args[0].device.type == "cpu" and result[0] is not None:
+            made = self._made(func, args)
+            if made != self._strides(result[0]) and NORMS[func] is of_layer_norm:
+                strides = _contiguous(args[0].shape)
+                result = (self._laid_out(types, result[0], strides, result[0].dtype, is_view=False), *result[1:])
+            self._check(func, made, result[0])
         return result
 
     def _made(self, func: Any, args: Any) -> tuple[int, ...]:
         """The strides that the kernel makes in the sample."""
         with disable_current_modes(), native_kernels():
             stand_ins = pytree.tree_map(self._stand_in, args)
-            return tuple(BATCH_NORMS[func](stand_ins) if func in BATCH_NORMS else func(*stand_ins).stride())
+            return tuple(NORMS[func](stand_ins) if func in NORMS else func(*stand_ins).stride())
 
     def _check(self, func: Any, made: tuple[int, ...], result: Any) -> None:
         if made != self._strides(result):
@@ -174,6 +180,10 @@ class _SizedFakes(EagerFakes):
 
     def _plain(self, value: Any) -> Any:
         return plain(value, self.symbols)
+
+
+def _contiguous(shape: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1]
 
 
 def _of_expand(source: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:

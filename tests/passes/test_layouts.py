@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from passes._torch import FakeTensorMode
 from passes.errors import Unsupported
+from passes.trace.capture import capture
 from passes.trace.layouts import EagerFakes
 from planner import auto_checkpoint
 from tests.zoo.compare import differences, run_step, same_bits
@@ -53,6 +54,33 @@ def test_batch_norms_are_laid_out_as_the_kernels_do(shape: tuple[int, ...]) -> N
             with mode:
                 fake = aten.native_batch_norm_backward.default(*(fakes(mode, a) for a in arguments))[0]
             assert fake.stride() == real.stride(), (values.stride(), gradient.stride())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_norms_are_laid_out_as_the_kernels_do(shape: tuple[int, ...]) -> None:
+    mode, width = EagerFakes(), shape[-1:]
+    all_of_them, weight = list(layouts(shape)), torch.ones(width)
+    for values in all_of_them:
+        arguments = (values, width, weight, weight, 1e-5)
+        made = aten.native_layer_norm.default(*arguments)
+        with mode:
+            told = aten.native_layer_norm.default(*(fakes(mode, a) for a in arguments))
+        assert [t.stride() for t in told] == [t.stride() for t in made], values.stride()
+        for gradient in (all_of_them[0], all_of_them[-1]):
+            arguments = (gradient, values, width, *made[1:], weight, weight, [True, True, True])
+            real = aten.native_layer_norm_backward.default(*arguments)[0]
+            with mode:
+                fake = aten.native_layer_norm_backward.default(*(fakes(mode, a) for a in arguments))[0]
+            assert fake.stride() == real.stride(), (values.stride(), gradient.stride())
+
+
+def test_a_layer_norm_over_channels_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernels lay out in another way than traced is learned by running, and then traced again."""
+    traced = []
+    monkeypatch.setattr("planner.sizes.capture", lambda *a, **k: traced.append(a) or capture(*a, **k))
+    model = Sequences(nn.LayerNorm(10))
+    auto_checkpoint(model, torch.randn(4, 10, 8), progress=False, check=False)
+    assert len(traced) == 1
 
 
 def fakes(mode: FakeTensorMode, argument: object) -> object:

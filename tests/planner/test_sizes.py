@@ -151,7 +151,12 @@ def custom(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
     return Cubed.apply(h)
 
 
-MADE = (positions, mask, attention, halves, last, windows, in_place, dropped, noise, asked)
+def normalized(model: Any, h: torch.Tensor) -> torch.Tensor:
+    scaled = F.layer_norm(h.detach(), (WIDTH,), model.first.bias)  # its argument needs no gradient
+    return (torch.eye(WIDTH) @ F.layer_norm(h, (WIDTH,)).mT).mT + scaled  # the gradient comes transposed
+
+
+MADE = (normalized, positions, mask, attention, halves, last, windows, in_place, dropped, noise, asked)
 READS = (
     *MADE, convolution, whole_root, root, power, branch, branch_on_type, branch_on_values, name, constant, loop,
     divisible, custom,

@@ -35,9 +35,9 @@ def functional_collectives() -> Iterator[None]:
     group: Any = dist.ProcessGroup
     own = {name: method for name, method in vars(group).items() if any(part in name for part in _METHODS)}
     own = {name: method for name, method in own.items() if not name.startswith("__")}
-    for name, method in own.items():
-        setattr(group, name, _traced(method, threading.get_ident()))
     try:
+        for name, method in own.items():
+            setattr(group, name, _traced(method, threading.get_ident()))
         yield
     finally:
         for name, method in own.items():

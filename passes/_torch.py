@@ -64,6 +64,7 @@ from .run._torch import Autocast
 
 __all__ = [
     "AUTOGRAD_KEYS",
+    "FUNCTIONAL_COLLECTIVES",
     "TORCH_FOLDER",
     "TORCH_VERSION",
     "WAIT_FOR_COLLECTIVE",
@@ -130,7 +131,8 @@ __all__ = [
 TORCH_VERSION: str = torch.__version__
 TORCH_FOLDER = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 AUTOGRAD_KEYS = (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA)
-WAIT_FOR_COLLECTIVE: Any = torch.ops._c10d_functional.wait_tensor.default
+FUNCTIONAL_COLLECTIVES: Any = torch.ops._c10d_functional
+WAIT_FOR_COLLECTIVE: Any = FUNCTIONAL_COLLECTIVES.wait_tensor.default
 DisableTorchFunction: Any = torch._C.DisableTorchFunction
 skip_autograd: Any = torch._C._AutoDispatchBelowAutograd
 

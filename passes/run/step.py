@@ -18,14 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ._torch import (
-    Autocast,
-    active_autocast,
-    kernel_settings,
-    passed_back,
-    run_below_autograd,
-    under_transform,
-)  # fmt: skip
+from ._torch import Autocast, active_autocast, kernel_settings, passed_back, run_below_autograd, under_transform
 from .arena import Arena, ask_for
 from .errors import PlannerError
 from .mixing import Versions, warn_of_changed_view, watch_sum

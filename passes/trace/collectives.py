@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from passes._torch import FUNCTIONAL_COLLECTIVES as _functional
 from passes._torch import WAIT_FOR_COLLECTIVE as _wait
 from passes._torch import TorchDispatchMode, ended_work
 
-_functional: Any = torch.ops._c10d_functional
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _METHODS = ("gather", "reduce", "broadcast", "alltoall", "all_to_all")  # what the names of a group's have in them
 

@@ -25,6 +25,7 @@ from passes._torch import (
     compiling_flags,
     eager_kernels,
     export_joint,
+    is_dense,
     is_distributed,
     keep_gradient_spread,
     local_part,
@@ -67,7 +68,6 @@ from .layouts import (
     GivenGradient,
     Layouts,
     gradient_key,
-    likely_strides,
     settle_gradients,
 )
 from .leaks import Remembered
@@ -358,7 +358,7 @@ class StepTracer:
             elif same is None:
                 own = tensor.stride() if id(tensor) in aliased else None
                 if chosen:
-                    returned.append(self._started(paths[i], tensor, own is not None))
+                    returned.append(self._started(paths[i], tensor, own))
                 else:
                     returned.append(tensor.detach() if own is None else LAID_OUT(tensor.detach(), own))
         if self.runs:  # torch goes on with the backward
@@ -428,10 +428,16 @@ class StepTracer:
         self.watch = watch
         return result
 
-    def _started(self, path: str, tensor: torch.Tensor, is_shared: bool) -> torch.Tensor:
-        """One that shares memory with another has its own gradient: torch would ask for that of both together."""
-        other = is_shared or (tensor.layout is torch.strided and not tensor.is_contiguous())
-        strides = self.layouts.get(gradient_key(path, tensor), likely_strides(tensor) if other else None)
+    def _started(self, path: str, tensor: torch.Tensor, aliased: Sequence[int] | None) -> torch.Tensor:
+        """A gradient comes in its output's strides until another is seen (torch 2.11 expects it contiguous).
+
+        One that shares memory with another output has its own gradient: torch would ask for that of both together.
+        """
+        dense = tensor.layout is torch.strided and is_dense(tensor)
+        own = tuple(tensor.stride()) if dense and not tensor.is_contiguous() else None
+        if aliased is not None and own is None:
+            own = tuple(aliased) if dense else torch.empty(tensor.shape, device="meta").stride()
+        strides = self.layouts.get(gradient_key(path, tensor), own) if self.layouts else own
         return tensor if strides is None else GivenGradient.apply(tensor, strides)
 
 

@@ -202,13 +202,6 @@ def gradient_key(path: str, output: torch.Tensor) -> Any:
     return "gradient of", path, tuple(output.shape)
 
 
-def likely_strides(output: torch.Tensor) -> tuple[int, ...]:
-    """The strides in which an output's gradient is taken to come until another is seen: contiguous, as most losses
-    make it of any output (mean, `mse_loss`, `cross_entropy`). Torch would take it to come as its output is laid out.
-    """
-    return output.stride() if output.is_contiguous() else torch.empty(output.shape, device="meta").stride()
-
-
 def settle_gradients(graph: fx.Graph) -> None:
     """Let each gradient that comes in strides of its own be an input of the graph in those."""
     for node in graph.find_nodes(op="call_function", target=LAID_OUT):

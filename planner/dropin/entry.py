@@ -13,7 +13,7 @@ from torch import nn
 
 from passes._torch import is_distributed
 from passes.trace.capture import Traced
-from passes.trace.layouts import Layouts, gradient_key, likely_strides
+from passes.trace.layouts import Layouts, gradient_key
 from passes.trace.matching import Differs, match, match_arguments
 from passes.trace.overlaps import overlaps
 from passes.trace.reads import Matched, Reads
@@ -189,7 +189,7 @@ class Watched:
         self.paths, self.seen = [leaf.path for leaf in traced.outputs], set[str]()
         for path, tensor in zip(self.paths, outputs, strict=False):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._note, path, tuple(likely_strides(tensor))))
+                tensor.register_hook(partial(self._note, path, tuple(tensor.stride())))
 
     def _note(self, path: str, expected: tuple[int, ...], gradient: torch.Tensor | None) -> None:
         if gradient is None:  # another output of the same region has one

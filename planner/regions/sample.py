@@ -30,7 +30,7 @@ from passes.trace.arguments import (
 )
 from passes.trace.capture import OutputLeaf, casts_kept, choose_differentiated
 from passes.trace.given import left_alone
-from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key, likely_strides
+from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.refuse import has_sharded, is_sharded, refuse_sparse
 from passes.trace.state import Snapshot as Reached
 from passes.trace.structure import Bound, flatten, held_objects, unflatten
@@ -223,9 +223,11 @@ def _start_of_backward(output: torch.Tensor, path: str, layouts: Layouts) -> tor
     """The gradient that the backward starts from, in the strides in which one was seen to come."""
     if output.dim() == 0:
         return None
-    strides = layouts.get(gradient_key(path, output)) or likely_strides(output)
+    strides = layouts.get(gradient_key(path, output))
+    if strides is None:
+        return torch.ones_like(output)
     last = sum((size - 1) * stride for size, stride in zip(output.shape, strides, strict=True))
-    return output.new_ones(max(0, last + 1)).as_strided(output.shape, strides)
+    return output.new_ones(last + 1).as_strided(output.shape, strides)
 
 
 OTHER_SUM = (

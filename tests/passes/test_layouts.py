@@ -290,36 +290,3 @@ def test_gradients_in_strides_that_change_are_right_and_planned_for_once() -> No
                 warnings.simplefilter("ignore")
                 module(x).backward(given)
         assert same_bits(plain.bias.grad, model.bias.grad) and same_bits(plain.weight.grad, model.weight.grad)
-
-
-LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "mean": lambda y: y.pow(2).mean(), "mse": lambda y: F.mse_loss(y, torch.ones(2, 5, 6)),
-    "cross entropy": lambda y: F.cross_entropy(y.flatten(0, 1), torch.arange(10) % 6),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("regions", ["whole", ["0"], ["1"]], ids=str)
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_a_loss_outside_of_an_output_in_other_strides_is_planned_for_at_once(
-    loss: Callable[[torch.Tensor], torch.Tensor], regions: Any
-) -> None:
-    """Most losses make a contiguous gradient of a transposed output."""
-    model, x = nn.Sequential(nn.Linear(4, 5), Transposed()), torch.randn(2, 6, 4)
-    plain = copy.deepcopy(model)
-    module = auto_checkpoint(model, x, progress=False, regions=regions).module
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            loss(module(x)).backward()
-    for _ in range(2):
-        loss(plain(x)).backward()
-    assert same_bits(plain[0].weight.grad, model[0].weight.grad)
-
-
-class Transposed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.scale).sigmoid().transpose(1, 2)

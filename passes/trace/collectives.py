@@ -33,8 +33,10 @@ def functional_collectives() -> Iterator[None]:
         yield
         return
     group: Any = dist.ProcessGroup
-    own = {name: method for name, method in vars(group).items() if any(part in name for part in _METHODS)}
-    own = {name: method for name, method in own.items() if not name.startswith("__")}
+    own = {
+        name: method for name, method in vars(group).items()
+        if not name.startswith("__") and any(part in name for part in _METHODS)
+    }  # fmt: skip
     try:
         for name, method in own.items():
             setattr(group, name, _traced(method, threading.get_ident()))

@@ -243,16 +243,16 @@ def tensor_parallel(rank: int, share: str = "80%", spread: Call = models.spread)
     return compared(spread(models.language()), model, plan, plan.module, batch)
 
 
-# Pipelines ------------------------------------------------------------------------------------------------------------
-
-MICRO_BATCHES = 4
-
-
 def by_hand(rank: int, share: str = "80%") -> Compared:
     """Collectives that write into their arguments, in the forward and the backward of custom functions."""
     batch, model = models.tokens(0), models.by_hand(rank)
     plan = auto_checkpoint(model, (batch, batch), share, regions="whole", **QUICK)
     return compared(models.by_hand(rank), model, plan, plan.module, batch)
+
+
+# Pipelines ------------------------------------------------------------------------------------------------------------
+
+MICRO_BATCHES = 4
 
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -56,12 +56,8 @@ def run_all(rank: int, names: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def answers(request: pytest.FixtureRequest) -> list[Any]:
-    chosen = [item.callspec.params["name"] for item in request.session.items if "answers" in _fixtures(item)]
-    return try_ranks(run_all, chosen, seconds=600.0)
-
-
-def _fixtures(item: Any) -> list[str]:
-    return getattr(item, "fixturenames", [])
+    items: list[Any] = [i for i in request.session.items if "answers" in getattr(i, "fixturenames", ())]
+    return try_ranks(run_all, [item.callspec.params["name"] for item in items], seconds=600.0)
 
 
 @pytest.mark.every(2)

@@ -1001,6 +1001,16 @@ def test_a_budget_that_a_later_backward_breaks_is_said_with_what_it_starts_from(
         chosen.module(x)
 
 
+def test_a_model_without_a_forward_is_told_what_can_be_planned() -> None:
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.actor = linear()
+
+    with pytest.raises(CaptureError, match=r'\[Agent\] is missing .*"forward" function\. .*plan the modules that its'):
+        plan(Agent(), batch())
+
+
 def test_frozen_and_thawed_parameters_are_noticed() -> None:
     model, plain = twins(nn.Sequential(linear(), nn.Tanh(), linear()))
     x = batch()

@@ -24,7 +24,9 @@ def capture_error(error: BaseException) -> CaptureError:
         construct = linecache.getline(last.filename, last.lineno or 0).strip()
     kind = type(error).__name__
     explained = _explain(kind, str(error))
-    own = f"{kind}: {_first_line(str(error)) or kind}.", "Check that the model runs on the sample."
+    own = f"{kind}: {_first_line(str(error)).rstrip('.') or kind}.", "Check that the model runs on the sample."
+    if 'missing the required "forward"' in str(error):
+        own = own[0], "Give it one, or plan the modules that its methods call: a plan is for a forward."
     reason, remedy = explained or own
     found = CaptureError if explained else ForwardFailed
     where = f" at {location}: `{construct}`" if location else ""

@@ -172,12 +172,25 @@ def _structure(plain: Template, planned: Template) -> str:
             return ""
         case Constant(a), Constant(b):
             return "" if _same_value(a, b) else f"{b!r:.60}, plain {a!r:.60}"
-        case Tree(a, ours), Tree(b, theirs) if a == b and len(ours) == len(theirs):
+        case Tree(a, ours), Tree(b, theirs) if _same_container(a, b) and len(ours) == len(theirs):
             return next(filter(None, map(_structure, ours, theirs)), "")
-        case Opaque(a, ours), Opaque(b, theirs) if type(a) is type(b):
+        case Opaque(a, ours), Opaque(b, theirs) if _same_class(type(a), type(b)):
             pairs = zip(ours, theirs, strict=False)
             return _opaque(a, b) or next(filter(None, (_structure(x, y) for (_, x), (_, y) in pairs)), "")
     return f"{_shown(planned)}, plain {_shown(plain)}"
+
+
+def _same_container(a: Any, b: Any) -> bool:
+    if a == b:
+        return True
+    return isinstance(a.context, type) and isinstance(b.context, type) and _same_class(a.context, b.context)
+
+
+def _same_class(a: type, b: type) -> bool:
+    """Whether two classes are one; a definition within forward (of a named tuple) makes another at each call."""
+    return a is b or all(
+        getattr(a, name, None) == getattr(b, name, None) for name in ("__module__", "__qualname__", "_fields")
+    )
 
 
 def _opaque(a: Any, b: Any) -> str:
@@ -188,7 +201,7 @@ def _opaque(a: Any, b: Any) -> str:
 
 def _same_value(a: Any, b: Any) -> bool:
     """Whether two values that are not tensors agree; of what Python cannot compare by value, only the type counts."""
-    if type(a) is not type(b):
+    if not _same_class(type(a), type(b)):
         return False
     return not isinstance(a, PLAIN_TYPES) or a == b or (a != a and b != b)
 

@@ -98,6 +98,11 @@ def _what_it_runs(current: Any) -> str:
 
 def _check_same_step(state: PlanState, model: nn.Module, sample: Any) -> None:
     """Capture the model's step and compare it with the plan's, op by op."""
+    if state.first.planned.runs:
+        raise PlannerError(
+            "a plan by regions is applied to the model that was planned. For another instance write it with "
+            "plan.save(path), and read it with Plan.load(path, model, sample)."
+        )
     prepared = state.first.planned.prepared
     own = prepared.traced
     refuse(model)

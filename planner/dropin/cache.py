@@ -36,7 +36,7 @@ from planner.pipeline import Replan
 from planner.ranks.sharded import Gathers, gathered_aside, input_dtype
 from solvers.errors import BudgetError, PlannerError
 
-from .entry import Entry, Losses, Watched, are_trained, starts_of
+from .entry import Entry, Losses, Watched, are_trained, describe_starts, starts_of
 from .fallback import Fallback
 from .notices import SLOW_REPLANS, Notices, user_frame
 from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
@@ -164,12 +164,26 @@ class PlanState:
                 warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=user_frame())
                 return None, []
             except BudgetError as error:
-                if entry is None:
-                    error.args = (f"{error}. This call is not as the sample: {self.difference(key, tensors, bound)}",)
+                error.args = (f"{error}. {self._why_anew(entry, starts, key, tensors, bound)}",)
                 if entry is None or not entry.planned.runs:
                     raise
                 self._go_on(entry, error)
         return entry, state
+
+    def _why_anew(
+        self, entry: Entry | None, starts: tuple[str, ...] | None, key: Key, inputs: Sequence[torch.Tensor],
+        bound: Mapping[str, Any],
+    ) -> str:  # fmt: skip
+        """Why a call is planned anew, for whom no plan within the budget was found."""
+        if entry is None:
+            return f"This call is not as the sample: {self.difference(key, inputs, bound)}"
+        if self._sharded_since(entry):
+            return "fully_shard was called since the last plan."
+        return (
+            "This call is planned for such a backward as the last one was, from "
+            f"{describe_starts(starts or entry.starts)} with gradients in its strides; the plan so far is for another, "
+            f"from {describe_starts(entry.starts)}. With loss_fn= the loss is part of the plan from the start."
+        )
 
     def _sharded_since(self, entry: Entry) -> bool:
         """Whether `fully_shard` was called since a plan by regions was made, which changes what the step holds."""

@@ -177,6 +177,10 @@ def starts_of(traced: Traced) -> tuple[str, ...]:
     return tuple(leaf.path for leaf in traced.outputs if leaf.differentiated)
 
 
+def describe_starts(paths: Iterable[str]) -> str:
+    return ", ".join(path or "the output" for path in paths)
+
+
 class Watched:
     """What the backward of one call of a model planned by regions starts from, seen at its outputs.
 

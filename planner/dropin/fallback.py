@@ -25,7 +25,7 @@ from passes.trace.settings import set_aside
 from passes.trace.structure import Bound, held_objects, unflatten
 from solvers.errors import PlannerError
 
-from .entry import Entry, Losses, starts_of
+from .entry import Entry, Losses, describe_starts, starts_of
 from .plan_key import describe_autocast, torch_defaults
 
 _OTHER_DRAWS = (
@@ -90,8 +90,7 @@ class Fallback:
         new = bool(learned) or not expected
         how = f" under {describe_autocast(active_autocast())}" if autocast else _OTHER_STRIDES if expected else ""
         self.state.replayed(active_autocast())
-        where = ", ".join(p or "the output" for p in paths)
-        started = f"backward started from {where}{how}, which the plan did not expect"
+        started = f"backward started from {describe_starts(paths)}{how}, which the plan did not expect"
         try:
             if self.compiled and generators:
                 raise PlannerError(f"{started}{_OTHER_DRAWS}")

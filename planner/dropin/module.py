@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -55,6 +57,8 @@ class PlannedModule(fx.GraphModule):
             del own["_is_full_backward_hook"]  # which the model then answers
         own["_plan_state"] = PlanState(inner, loss_fn, replan, on_new_shape, call_signature(inner, loss_fn))
         own["planned_step"] = _StepCall(self)
+        for name in _own_methods(model):
+            setattr(type(self), name, _of_the_model(name))
         self._plan_state.start(sample, planned)
         refer_weakly(self)  # the empty graph
         self.graph = _call_graph(self._plan_state.signature, planned.prepared.traced)
@@ -115,7 +119,28 @@ class PlannedModule(fx.GraphModule):
             model = self.__dict__.get("_plan_model")
             if model is None or name.startswith("__"):
                 raise
-            return getattr(model, name)
+            return self._within_plan(getattr(model, name))
+
+    def _within_plan(self, found: Any) -> Any:
+        """What the model has; a method of it runs with the plan in place, for the calls of `self` that it makes."""
+        model, state = self.__dict__["_plan_model"], self.__dict__.get("_plan_state")
+        if not inspect.ismethod(found) or found.__self__ is not model:
+            return found
+
+        @functools.wraps(found)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with self._in_place(state):
+                result = found(*args, **kwargs)
+            return self if result is model else result
+
+        return method
+
+    def _in_place(self, state: PlanState | None) -> AbstractContextManager[None]:
+        """Let the model's own calls of itself in the block run the plan, where it is one of the model alone."""
+        model = self.__dict__["_plan_model"]
+        if state is None or state.model is not model or runs_hooks(model, state.loss_fn):
+            return nullcontext()
+        return PlannedForward(self, model, model.__dict__.get("forward"), state).in_place()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Settings are the model's, which reads them; what makes a graph module one is this object's."""
@@ -135,20 +160,6 @@ class PlannedModule(fx.GraphModule):
         if model is None or name in self.__dict__ or hasattr(type(self), name):
             return False
         return hasattr(model, name) or not name.startswith("_")
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._plan_model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._plan_model.load_state_dict(*args, **kwargs)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> PlannedModule:
-        self._plan_model._apply(fn, recurse)
-        return self
-
-    def train(self, mode: bool = True) -> PlannedModule:
-        self._plan_model.train(mode)
-        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedModule:
         new = self._around(copy.deepcopy(self._plan_model, memo))
@@ -192,6 +203,27 @@ class PlannedModule(fx.GraphModule):
         if print_output:
             print(text)
         return text
+
+
+_ALWAYS = ("state_dict", "load_state_dict", "_apply", "train")  # which reach more than parameters and submodules
+_CONTAINERS = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
+
+
+def _own_methods(model: nn.Module) -> list[str]:
+    """Methods that every module has and the model's class has its own of (`parameters`, `eval`), and containers'."""
+    public = [name for name in dir(nn.Module) if not name.startswith("_") and name != "forward"]
+    own = [n for n in public if getattr(type(model), n) is not getattr(nn.Module, n) and callable(getattr(model, n))]
+    return [*_ALWAYS, *own, *(name for name in _CONTAINERS if hasattr(type(model), name))]
+
+
+def _of_the_model(name: str) -> Callable[..., Any]:
+    """A method that is the model's."""
+
+    def method(self: PlannedModule, *args: Any, **kwargs: Any) -> Any:
+        return self._within_plan(getattr(self._plan_model, name))(*args, **kwargs)
+
+    method.__name__ = name
+    return method
 
 
 def _with_signature(signature: inspect.Signature) -> Callable[..., Any]:

@@ -984,6 +984,33 @@ def test_a_budget_that_a_later_call_breaks_is_said_then() -> None:
     assert caught.value.budget_bytes == chosen.budget_bytes
 
 
+def test_a_budget_that_a_later_backward_breaks_is_said_with_what_it_starts_from() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = linear(64), linear(64)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            h = torch.tanh(self.a(x))
+            return self.b(h), self.b(h) * h
+
+    chosen, x = tight(Two(), batch(128, 64), 0.0), batch(128, 64)
+    with pytest.warns(UserWarning, match="in other strides"):
+        sum(out.sum() for out in chosen.module(x)).backward()
+    with pytest.raises(BudgetError, match=r"as the last one was, from \[0\], \[1\] with gradients in its strides"):
+        chosen.module(x)
+
+
+def test_a_model_without_a_forward_is_told_what_can_be_planned() -> None:
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.actor = linear()
+
+    with pytest.raises(CaptureError, match=r'\[Agent\] is missing .*"forward" function\. .*plan the modules that its'):
+        plan(Agent(), batch())
+
+
 def test_frozen_and_thawed_parameters_are_noticed() -> None:
     model, plain = twins(nn.Sequential(linear(), nn.Tanh(), linear()))
     x = batch()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
+import dataclasses
 import itertools
 import random
 import re
@@ -224,6 +226,19 @@ def test_state_that_forward_changes_is_named() -> None:
         warnings.simplefilter("ignore")
         with pytest.raises(PlannerError, match="calls"):
             plan(model, batch(), check=True)
+
+
+@pytest.mark.parametrize("regions", ["whole", "inner"])
+@pytest.mark.parametrize("named", [True, False])
+def test_results_of_a_class_that_forward_defines(named: bool, regions: str) -> None:
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        if named:
+            return collections.namedtuple("Out", ["h", "y"])(x.sin(), self.inner(x))
+        return dataclasses.make_dataclass("Out", ["h", "y"])(x.sin(), self.inner(x))
+
+    made = plan(Wrap(forward, inner=linear()), batch(), check=True, regions=regions)
+    assert made.checked.steps == 2
+    assert type(made.module(batch())).__name__ == "Out"
 
 
 def test_a_plain_step_that_does_not_repeat_itself_is_no_false_alarm() -> None:

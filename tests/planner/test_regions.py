@@ -319,6 +319,8 @@ def test_applied_to_the_model_itself() -> None:
     assert_same_gradients(model, plain)
     assert list(model.state_dict()) == keys
     assert plan.remove() is model
+    with pytest.raises(PlannerError, match=r"a plan by regions is applied to the model that was planned.*Plan\.load"):
+        plan.apply(plain)
 
 
 def test_the_check_runs_over_regions() -> None:

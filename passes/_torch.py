@@ -23,6 +23,7 @@ import torch._meta_registrations
 from torch import fx, nn
 
 try:
+    from torch._C._dynamo.guards import TensorGuards
     from torch._functorch import config as functorch_config
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._ops import HigherOrderOperator, OpOverload
@@ -106,6 +107,7 @@ __all__ = [
     "keep_gradient_spread",
     "local_part",
     "local_parts",
+    "look_alike",
     "mutation_count",
     "native_kernels",
     "number_of",
@@ -410,6 +412,17 @@ def keep_gradient_spread(made: Any, like: Any, note: Callable[[Any], None]) -> N
 
     if is_distributed(like) and made.requires_grad:
         made.register_hook(keep)
+
+
+def look_alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """What tells of as many tensors whether they are as these: type, sizes, strides, dtype, device, `requires_grad`.
+
+    The tensor guards of `torch.compile`, in C++; None for tensors of other kinds than they look at.
+    """
+    if any(type(t) not in (torch.Tensor, nn.Parameter, nn.Buffer) or t.layout is not torch.strided for t in tensors):
+        return None
+    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
 
 
 def mutation_count(tensor: torch.Tensor) -> int:

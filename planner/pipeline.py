@@ -52,7 +52,7 @@ def replanner(first: Decided) -> Replan:
     starts from what was decided before.
     """
     prepared, budget_bytes = first.prepared, first.budget_bytes
-    options, layouts, sizes = prepared.options, prepared.layouts, prepared.sizes
+    options, layouts, sizes = prepared.options, prepared.layouts, prepared.sizes or Sizes(is_first=False)
     draws = prepared.regions.draws if prepared.regions is not None else None
     starts = Starts()
     starts.add(first)

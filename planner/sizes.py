@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from passes._torch import local_part
 from passes.trace.capture import Traced, capture
+from passes.trace.first_call import FirstCall
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts
 from passes.trace.notation import Pinned
 from passes.trace.refuse import storage_kind
@@ -28,10 +30,15 @@ class Sizes:
 
     Two kinds of call differ in more than sizes. The first two sizes of a kind are traced; the third is traced with
     symbols (`passes.trace.sizes`), and what comes of that serves it and all sizes after it for which it holds.
+
+    Args:
+        is_first: whether the model is planned for the first time: what its forward remembers at its first call, it
+            then remembers before it is traced. Later on this would put an end to the plans before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_first: bool = True) -> None:
         self.kinds: dict[Any, _Kind] = {}
+        self.is_first = is_first
 
     def capture(
         self, model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None, *,
@@ -50,9 +57,14 @@ class Sizes:
             made = kind.made(model, bound, loss_fn, tensors, differentiated, keep_outputs, layouts)
             if made is not None:
                 return made
-        traced = capture(
-            model, bound, loss_fn, differentiated=differentiated, keep_outputs=keep_outputs, layouts=layouts
-        )
+        is_first, self.is_first = self.is_first, False
+        options: dict[str, Any] = {"differentiated": differentiated, "keep_outputs": keep_outputs, "layouts": layouts}
+        try:
+            traced = capture(model, bound, loss_fn, is_first=is_first, **options)
+        except FirstCall as first:
+            notes = first.make(model, bound, loss_fn)
+            traced = capture(model, bound, loss_fn, **options)
+            traced = replace(traced, notes=(*traced.notes, *notes))
         kind.add(tensors, traced)
         return traced
 

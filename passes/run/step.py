@@ -23,7 +23,7 @@ from .arena import Arena, ask_for
 from .errors import PlannerError
 from .mixing import Versions, warn_of_changed_view, watch_sum
 from .replay import as_tensor, copy_generator, old_value
-from .tensors import alone, apart, distinct, is_laid_out, laid_out, memory_of
+from .tensors import alone, apart, distinct, is_laid_out, laid_out
 
 
 class BackwardTwice(PlannerError, RuntimeError):
@@ -311,7 +311,7 @@ class _Run:
             primal, given = self.primals[i], self.given[i]
             if self.sources[i]._version != self.versions[i]:
                 how = "changed in place"
-            elif memory_of(primal) != memory_of(given) and not torch.equal(primal, given):
+            elif primal.data_ptr() != given.data_ptr() and not torch.equal(primal, given):
                 how = "given other data (.data = ...)"
             else:
                 continue

@@ -57,6 +57,7 @@ from .collectives import functional_collectives
 from .contexts import private_contexts
 from .custom_backward import used_in_backward
 from .failure import capture_error
+from .first_call import FirstCall
 from .given import Changed, Given, Place, Returned, changed_slots, left_alone
 from .hidden import refuse_hidden
 from .isolate import isolated
@@ -191,6 +192,7 @@ def capture(
     keep_outputs: bool = True,
     keep_inputs: bool = True,
     layouts: Layouts | None = None,
+    is_first: bool = False,
 ) -> Traced:
     """Trace the training step of `model`.
 
@@ -204,6 +206,7 @@ def capture(
         layouts: how kernels lay out what they make, where another trace had it otherwise (`layouts.learned`), and in
             which strides the gradients of outputs come (`gradient_key`), and under which autocast
             (`BACKWARD_AUTOCAST`).
+        is_first: whether to raise `FirstCall` where the forward would remember something, as at its first call.
 
     Raises:
         CaptureError: the forward cannot be traced; carries the user's file and line.
@@ -219,7 +222,7 @@ def capture(
     for entry, tensor in zip(entries, given, strict=False):
         refuse_not_dense(tensor, entry.name)
     tracer = StepTracer(model, loss_fn, signature, entries, input_template, differentiated, given, layouts or {},
-                        names_given(bound))  # fmt: skip
+                        names_given(bound), is_first)  # fmt: skip
     tensors = [local_part(t) for t in given]
     alone = isolated(model, loss_fn, shared(input_template))
     with exclusive(), alone as tracer.before, private_contexts(), without_sources():
@@ -271,7 +274,7 @@ def export_step(tracer: StepTracer, fake: list[torch.Tensor]) -> JointGraph:
             functional_collectives(),
         ):  # fmt: skip
             joint = export_joint(tracer, fake, tracer.layouts.get(BACKWARD_AUTOCAST, ()))
-    except (Unsupported, CaptureError):
+    except (Unsupported, CaptureError, FirstCall):
         raise
     except Exception as error:
         _refuse_overlaps(error, tracer)
@@ -300,9 +303,10 @@ class StepTracer:
         given: list[torch.Tensor],
         layouts: Layouts,
         by_name: frozenset[str],
+        is_first: bool,
     ) -> None:
         self.model, self.loss_fn, self.signature, self.by_name = model, loss_fn, signature, by_name
-        self.given = given
+        self.given, self.is_first = given, is_first
         self.entries, self.input_template, self.differentiated = entries, input_template, differentiated
         self.recorder = Recorder(model, loss_fn, entries)
         self.output_template: Template = Tree(None, ())
@@ -408,10 +412,12 @@ class StepTracer:
         def changes() -> dict[str, int]:
             return {name: mutation_count(t) for name, t in buffers.items()}
 
-        counts, given = changes(), self.given_now  # the tracer itself would be a reference cycle
+        counts, written = changes(), list(map(mutation_count, flat))
+        given = self.given_now  # the tracer itself would be a reference cycle
         count = len(self.entries)
         watch = Watch(lambda: changes() | given[0].changed(), flat[:count], flat[count:])
         result = self._run(flat, watch)
+        filled = watch.fills_containers
         refuse_hidden(result.template, "the output")
         steady = frozenset(name for name, count in changes().items() if count == counts[name])
         names = [*(e.name for e in self.entries), *(f"input {i}" for i in range(len(flat) - len(self.entries)))]
@@ -424,6 +430,10 @@ class StepTracer:
         )
         self.judged = judged(self.before)
         self.left = notice(self.before, watch, rerun)
+        kept = [left.holder for left in self.left if left.is_kept]
+        if self.is_first and (kept or filled):
+            now = zip(self.entries, flat, written, strict=False)
+            raise FirstCall(kept, [entry.name for entry, t, then in now if mutation_count(t) != then])
         self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes)))
         self.watch = watch
         return result

@@ -59,13 +59,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Change:
-    """One place whose value differs from the snapshot's."""
+    """One place whose value differs from the snapshot's; `key` is where the node holds it (`MISSING`: it is all)."""
 
     node: Node
     path: str
     name: str
     before: Any
     after: Any
+    key: Any = MISSING
 
 
 def refill(container: Any, content: Any) -> None:
@@ -144,11 +145,11 @@ def node_changes(node: Node, alike: Callable[[Any, Any], bool]) -> Iterator[Chan
 
 def _change(node: Node, key: Any, before: Any, after: Any) -> Change:
     if node.name in ("_modules", "_parameters", "_buffers"):
-        return Change(node, f"{node.path.rpartition('.')[0]}.{key}", str(key), before, after)
+        return Change(node, f"{node.path.rpartition('.')[0]}.{key}", str(key), before, after, key)
     if node.kind == "items":
-        return Change(node, f"{node.path}[{key!r}]", node.name, before, after)
+        return Change(node, f"{node.path}[{key!r}]", node.name, before, after, key)
     path = f"{node.path}{key}" if node.kind == "variable" else f"{node.path}.{key}"
-    return Change(node, path, str(key), before, after)
+    return Change(node, path, str(key), before, after, key)
 
 
 def kept_by_torch(owner: Any) -> tuple[str, ...]:

@@ -73,6 +73,7 @@ class Left:
 
     Attributes:
         value: what it leaves there, if that is plain.
+        holder: what the place is in, if that is a container, whose keys may be of the trace; else the place.
         is_kept: whether it does so at its first call alone, and reads what is there.
         is_of_hook: whether it is an attribute of a module with hooks before its forward, which set it for the forward.
     """
@@ -81,6 +82,7 @@ class Left:
     value: Any
     is_kept: bool
     is_of_hook: bool
+    holder: str = ""
 
 
 def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[Left, ...]:
@@ -125,9 +127,15 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[Left, ...]:
         Left(
             c.path, c.after if is_plain(c.after) else None,
             is_kept=c.path not in written_again and bool(reads(watch.codes, c.name)), is_of_hook=_is_of_hook(c),
+            holder=holder(c),
         )
         for c in others
     )  # fmt: skip
+
+
+def holder(change: Change) -> str:
+    """The path of the container that a changed place is in, or of the place itself where it is an attribute."""
+    return change.node.path if change.node.kind == "items" else change.path
 
 
 def _is_of_hook(change: Change) -> bool:

@@ -61,6 +61,7 @@ class Watch(TorchFunctionMode):
         notes: what the plan takes as given, in words.
         custom_backward: whether a custom `autograd.Function` ran.
         codes: the user's code objects that ran.
+        held: the containers that its globals name, as they were before it ran, and their lengths then.
         checkpoints: per call of `torch.utils.checkpoint` in which buffers changed, its place and their names.
     """
 
@@ -73,6 +74,7 @@ class Watch(TorchFunctionMode):
         self.inputs = frozenset(id(tensor) for tensor in inputs if tensor.requires_grad)
         self.codes: dict[types.CodeType, None] = {}
         self.error: Unsupported | None = None
+        self.held: dict[int, tuple[Any, int]] = {}
         self._before: Any = None
         self._running = self.custom_backward = False
         self.notes: tuple[str, ...] = ()
@@ -141,6 +143,7 @@ class Watch(TorchFunctionMode):
                 return
             if is_users_file(code.co_filename):
                 self.codes[code] = None
+                self._note_containers(frame)
                 if line := compares_types_of_tensors(code):
                     self.error = Unsupported(TYPES.what, place_at(code.co_filename, line), TYPES.why, TYPES.remedy)
                     raise self.error
@@ -151,6 +154,17 @@ class Watch(TorchFunctionMode):
             changed = tuple(name for name, value in self.updates().items() if value != before.get(name))
             if changed:
                 self.checkpoints.append((where, changed))
+
+    def _note_containers(self, frame: types.FrameType) -> None:
+        named: Iterable[Any] = map(frame.f_globals.get, frame.f_code.co_names)
+        for value in named:
+            if type(value) in (dict, list, set):
+                self.held.setdefault(id(value), (value, len(value)))
+
+    @property
+    def fills_containers(self) -> bool:
+        """Whether containers that globals name hold more now, or less: a library has remembered something."""
+        return any(len(container) != length for container, length in self.held.values())
 
     def _python_call(self, frame: types.FrameType, code: types.CodeType) -> None:
         caller = _caller(frame.f_back)

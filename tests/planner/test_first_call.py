@@ -1,0 +1,203 @@
+"""What a forward remembers at its first call is remembered when it is planned: no later forward ends the plan."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from planner import auto_checkpoint
+from tests.zoo.compare import same_bits
+
+
+class Remembers(nn.Module):
+    """Scales what it computes by something that it makes once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(6), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.drop(self.linear(x).tanh()) * self.scale(x.shape[1])).sin()
+
+    def scale(self, length: int) -> Any:
+        raise NotImplementedError
+
+
+class Number(Remembers):
+    value = None
+
+    def scale(self, length: int) -> Any:
+        if self.value is None:
+            self.value = 0.5
+        return self.value
+
+
+class Flag(Remembers):
+    is_new = True
+
+    def scale(self, length: int) -> Any:
+        if self.is_new:
+            self.is_new = False
+        return 0.5
+
+
+class Table(Remembers):
+    table = None
+
+    def scale(self, length: int) -> Any:
+        if self.table is None or len(self.table) < length:
+            self.table = torch.arange(1.0, length + 1)[:, None]
+        return self.table[:length]
+
+
+class Buffer(Remembers):
+    scale = Table.scale
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None, persistent=False)
+
+
+class ByLength(Remembers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, torch.Tensor] = {}
+
+    def scale(self, length: int) -> Any:
+        if length not in self.tables:
+            self.tables[length] = torch.arange(1.0, length + 1)[:, None]
+        return self.tables[length]
+
+
+class OfClass(Remembers):
+    known: ClassVar[dict[str, float]] = {}
+
+    def scale(self, length: int) -> Any:
+        if "scale" not in self.known:
+            self.known["scale"] = 0.5
+        return self.known["scale"]
+
+
+class Helper:
+    factor = 0.5
+
+
+class Lazy(Remembers):
+    helper = None
+
+    def scale(self, length: int) -> Any:
+        if self.helper is None:
+            self.helper = Helper()
+        return self.helper.factor
+
+
+def _step(model: nn.Module, called: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    called(x).pow(2).sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _evaluate(model: nn.Module, x: torch.Tensor) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    model.train()
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    OfClass.known.clear()
+
+
+@pytest.mark.parametrize("kind", [Number, Flag, Table, Buffer, ByLength, OfClass, Lazy])
+def test_evaluation_does_not_end_the_plan(kind: type[Remembers]) -> None:
+    model, x = kind(), torch.randn(4, 6, 8)
+    plain, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    seed = torch.get_rng_state()
+    plan = auto_checkpoint(model, x, progress=False)
+    assert torch.equal(seed, torch.get_rng_state())
+    assert all(torch.equal(t, model.state_dict()[name]) for name, t in before.items())
+    assert any("called once" in note for note in plan.notes)
+    plan.apply()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            assert all(map(same_bits, _step(model, model, x), _step(plain, plain, x)))
+            _evaluate(model, x)
+            _evaluate(plain, x)
+    assert all(map(same_bits, model.buffers(), plain.buffers()))
+
+
+def test_lengths_that_grow_in_training_are_planned_once_each() -> None:
+    model, batches = Table(), [torch.randn(4, 6, 8)[:, :n] for n in (3, 6)]
+    model.norm = nn.Identity()
+    plan = auto_checkpoint(model, batches[0], progress=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for x in batches:
+                _step(model, plan.module, x)
+    assert len([w for w in said if "planning anew" in str(w.message)]) == 1
+
+
+class FromTheBatch(Remembers):
+    mean = None
+
+    def scale(self, length: int) -> Any:
+        return 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mean is None:
+            self.mean = x.mean()
+        return super().forward(x - self.mean)
+
+
+def test_what_depends_on_the_batch_is_refused_and_not_remembered() -> None:
+    model = FromTheBatch()
+    with pytest.raises(Exception, match="state that forward changes and reads"):
+        auto_checkpoint(model, torch.randn(4, 6, 8), progress=False, regions="whole")
+    assert model.mean is None
+
+
+LIBRARY = """
+_backends = {}
+
+class Backend:
+    scale = 0.5
+
+def backend_of(tensor):
+    if type(tensor) not in _backends:
+        _backends[type(tensor)] = Backend()
+    return _backends[type(tensor)]
+"""
+
+
+@pytest.mark.parametrize("regions", ["whole", ["*"]], ids=["whole", "regions"])
+def test_what_an_installed_library_remembers_does_not_end_the_plan(
+    regions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As einops does, by the type of the first tensor."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "remembering_library.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(str(folder))
+    library = importlib.import_module("remembering_library")
+    monkeypatch.setattr(Remembers, "scale", lambda self, length: library.backend_of(self.linear.weight).scale)
+    model, x = nn.Sequential(Remembers(), nn.Linear(8, 1)), torch.randn(4, 6, 8)
+    plan = auto_checkpoint(model, x, progress=False, regions=regions)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            _step(model, plan.module, x)
+    del sys.modules["remembering_library"]

@@ -230,6 +230,7 @@ def test_the_largest_batch_is_found(most: int) -> None:
     assert batch.largest(lambda size: size <= most, 32) == min(most, 32)
 
 
+@pytest.mark.slow
 def test_ours_trains_a_larger_batch_under_the_same_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(size: int) -> tuple[nn.Module, Any]:
         return stack()[0], torch.randn(64 * size, WIDTH)

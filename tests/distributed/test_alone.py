@@ -290,9 +290,9 @@ def test_what_a_wrapper_does_is_looked_at_on_the_first_batch() -> None:
         wrapped(torch.ones(64, 16))
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("first", [150_346, 150_352])
+@pytest.mark.every(4)
+@pytest.mark.parametrize("first", range(150_346, 150_358, 3))
 @pytest.mark.parametrize("way", RANKS)
 @pytest.mark.filterwarnings("ignore")
 def test_random_models_train_for_random_steps(way: str, first: int) -> None:
-    assert sum(run(seed, way=way).steps for seed in range(first, first + 6)) > 4
+    assert sum(run(seed, way=way).steps for seed in range(first, first + 3)) > 2

@@ -107,6 +107,7 @@ def after_a_step(model: nn.Module, module: nn.Module) -> list[torch.Tensor]:
     return values
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_planned_step_is_the_plain_one(kind: str, share: float) -> None:

@@ -138,6 +138,7 @@ class Tied(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", ["plain", "twice", "other rate"])
 def test_tied_weights_and_dropout_need_no_second_table_and_no_mask_of_numbers(kind: str) -> None:
     torch.manual_seed(0)

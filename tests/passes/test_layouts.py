@@ -36,6 +36,7 @@ def layouts(shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
     yield torch.randn(*shape[:-1], 1).expand(shape)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_batch_norms_are_laid_out_as_the_kernels_do(shape: tuple[int, ...]) -> None:
     mode, channels = EagerFakes(), shape[1]

@@ -56,6 +56,7 @@ def test_random_programs_under_a_budget(data: Any) -> None:
         assume(False)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("first", range(0, 20, 10))
 def test_random_programs_with_merges_whatever_their_size(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in zip(("SMALLEST_BLOCK", "NORM_BLOCK"), SMALL_BLOCKS, strict=True):

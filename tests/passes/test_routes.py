@@ -54,6 +54,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("x", [values(7, 9), with_zeros(7, 9), torch.ones(7, 9)], ids=["values", "zeros", "ties"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_formula_is_eager_s(name: str, x: torch.Tensor) -> None:

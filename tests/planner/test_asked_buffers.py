@@ -94,6 +94,7 @@ class OtherNumber(Asking):
         return h
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", [Numbers, Listed, FillValues, StartsFromData, Counts])
 @pytest.mark.parametrize("loss", [torch.Tensor.sum, lambda y: y.pow(2).mean()], ids=["replayed", "as planned"])
 def test_a_question_about_a_buffer_is_answered_and_its_change_followed(kind: type[Asking], loss: Any) -> None:

@@ -184,6 +184,7 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str], verb: str) -> N
     assert code == 0 and f"checkpoint-planner {verb}" in out
 
 
+@pytest.mark.slow
 def test_what_is_set_aside_counts_everywhere(factory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def sizes(*options: str) -> dict[str, int]:
         return dict(json.loads(run(capsys, "min-budget", "mine:smaller", "--json", *options)[1]))

@@ -269,6 +269,7 @@ def _called_twice() -> tuple[nn.Module, torch.Tensor, Any, torch.Tensor, list[to
     return model, x, both, loss, expected, options
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("around", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
 def test_a_step_settled_where_gradients_are_off_is_compiled_for_training(around: Any) -> None:
     """Of two calls a step, the second is a surprise: the call after the first step has both planned anew.
@@ -286,6 +287,7 @@ def test_a_step_settled_where_gradients_are_off_is_compiled_for_training(around:
     assert plans(options)[0].overhead > 0
 
 
+@pytest.mark.slow
 def test_an_interrupted_compilation_leaves_what_ran_before_and_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while the second step's call has both halves planned anew, after the decision."""
     model, x, both, loss, expected, options = _called_twice()
@@ -308,6 +310,7 @@ def test_an_interrupted_compilation_leaves_what_ran_before_and_is_made_up_for(mo
     assert peak <= options["budget_mb"] * MIB
 
 
+@pytest.mark.slow
 def test_what_is_dropped_before_any_backward_costs_the_step_nothing() -> None:
     """An evaluation with gradients on, between steps: its graph holds nothing for a backward."""
     torch.manual_seed(0)
@@ -695,6 +698,7 @@ def _assert_close(model: nn.Module, exact: list[torch.Tensor]) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_inductor_keeps_budgets_that_it_does_not_keep_by_itself() -> None:
     """Two budgets in one process, recomputes in the backward: two programs, both within what was asked for."""
     torch.manual_seed(0)
@@ -791,6 +795,7 @@ def test_what_inductor_cannot_compile_is_said() -> None:
         plan.compile()
 
 
+@pytest.mark.slow
 def test_hints_hold_for_a_compiled_plan() -> None:
     torch.manual_seed(0)
     model, x = Net(64, 3), torch.randn(512, 64)

@@ -274,6 +274,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_the_same_plan_in_every_process() -> None:
     outputs = []
     for seed in ("0", "1234"):

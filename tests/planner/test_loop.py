@@ -68,6 +68,7 @@ def open_loop(model: nn.Module, x: torch.Tensor, optimizer: Any, micro_batches: 
 # The optimizer's step -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("batch", [8, 512])  # where the update peaks, and where the activations do
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -305,6 +306,7 @@ def test_losses_that_alternate_keep_a_plan_each(pattern: str) -> None:
     assert len(made) == 2
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("lengths", "most"), [((6,), 0), ((6, 4, 5), 0), ((130,), 10)])
 def test_a_cell_in_a_loop_is_planned_for_both_of_its_backwards(lengths: tuple[int, ...], most: int) -> None:
     """The last backward starts from `h` alone, all others from `h` and `c`; all calls come before any of them."""

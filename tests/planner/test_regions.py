@@ -162,6 +162,7 @@ class Stack(nn.Module):
         return F.cross_entropy(self.head(h).flatten(0, 1), x.flatten()) * (1 if lengths[0] >= 0 else 2)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("between", ["a list", "isfinite", "a hook", "twice"])
 def test_auto_goes_around_what_cannot_be_traced(between: str) -> None:
     torch.manual_seed(0)
@@ -610,6 +611,7 @@ def assert_learned(
         assert i < quiet_from or not caught, [str(w.message) for w in caught]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("courses", "quiet_from"), [([(0, 1)], 3), ([(1,)], 3), ([(0,), (1,)], 7)])
 def test_other_starts_of_a_backward_are_learned(courses: list[tuple[int, ...]], quiet_from: int) -> None:
     torch.manual_seed(0)
@@ -653,7 +655,8 @@ def test_a_backward_under_autocast_is_learned() -> None:
 
 @pytest.mark.parametrize(
     ("regions", "autocast"),
-    [("auto", False), pytest.param("auto", True, marks=pytest.mark.slow), ("whole", False), ("whole", True)],
+    [pytest.param("auto", False, marks=pytest.mark.slow), pytest.param("auto", True, marks=pytest.mark.slow),
+     ("whole", False), ("whole", True)],
 )
 def test_what_one_plan_of_a_step_learned_others_learn_too(regions: str, autocast: bool) -> None:
     torch.manual_seed(0)

@@ -51,6 +51,7 @@ def decided_for(chosen: Plan, model: SmallGPT, length: int) -> Decided:
     return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("regions", ["whole", "blocks.*"])
 def test_a_larger_size_s_decision_is_shared(regions: str) -> None:
     model, chosen = planned(32, on_new_shape="bucket", regions=regions)

@@ -78,6 +78,7 @@ def four_threads_plan(rounds: int) -> None:
         assert [left_behind(m, b) for (m, _), b in zip(given, before, strict=True)] == [[]] * len(given)
 
 
+@pytest.mark.slow
 def test_four_threads_plan_at_once() -> None:
     four_threads_plan(2)
 

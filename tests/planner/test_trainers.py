@@ -137,6 +137,7 @@ def callback(budget: str = "75%", **options: Any) -> Any:
     return PlanCallback(budget_mb=budget, **QUICK, **options)
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings("error:planning anew")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1], ids=["", "label smoothing"])
 def test_trainer_with_the_callback(tmp_path: Path, smoothing: float) -> None:
@@ -157,6 +158,7 @@ def test_trainer_with_the_callback(tmp_path: Path, smoothing: float) -> None:
     assert plans_made(planning.plan) == 1
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("way", [by_module, by_apply])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1], ids=["", "label smoothing"])
 def test_trainer_with_a_plan_made_before(tmp_path: Path, way: Ways, smoothing: float) -> None:
@@ -298,6 +300,7 @@ def test_a_model_waits_once(accelerator: Any) -> None:
         model(SAMPLE["input_ids"])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("when", ["module", "apply", "apply after prepare"])
 def test_accelerate_with_a_plan_made_before(accelerator: Any, when: str) -> None:
     torch.manual_seed(0)
@@ -312,6 +315,7 @@ def test_accelerate_with_a_plan_made_before(accelerator: Any, when: str) -> None
     assert_same_state(model, plain)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("way", ["apply", "wait", "wait after prepare"])
 @pytest.mark.parametrize("before", [0, 1], ids=["", "planned"])
 def test_accelerates_model_is_unwrapped_and_copied(accelerator: Any, way: str, before: int) -> None:
@@ -419,6 +423,7 @@ def fit(model: Any, folder: Path, *callbacks: Any, steps: int = 10, resume: str 
     return str(folder / f"{steps}.ckpt")
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings("ignore:.*(num_workers|weights_only|GPU|TPU|checkpoint directory).*")
 @pytest.mark.filterwarnings("error:planning anew")
 @pytest.mark.parametrize("kind", ["forward", "submodule"])

@@ -13,6 +13,7 @@ from tests.zoo.hazards import HAZARDS
 from tests.zoo.layers import LAYERS
 
 ENTRIES = {**HAZARDS, **LAYERS}
+LONG = ("siamese_of_three", "siamese_in_blocks", "gru_bidirectional")
 
 
 def build(name: str) -> tuple[nn.Module, Any]:
@@ -21,7 +22,8 @@ def build(name: str) -> tuple[nn.Module, Any]:
     return model.train(), sample
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.every(2)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in ENTRIES])
 def test_same_numbers_and_memory(name: str) -> None:
     check(name, (80, 60, 40) if name in HAZARDS else (60,))
 

@@ -11,8 +11,9 @@ from torch import nn
 
 from passes._torch import local_part
 from passes.trace.capture import Traced, capture
-from passes.trace.first_call import FirstCall
+from passes.trace.first_call import FirstCall, remembered
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts
+from passes.trace.nodes import Change
 from passes.trace.notation import Pinned
 from passes.trace.refuse import storage_kind
 from passes.trace.sizes import Pattern, pattern
@@ -32,13 +33,13 @@ class Sizes:
     symbols (`passes.trace.sizes`), and what comes of that serves it and all sizes after it for which it holds.
 
     Args:
-        is_first: whether the model is planned for the first time: what its forward remembers at its first call, it
-            then remembers before it is traced. Later on this would put an end to the plans before.
+        is_first: whether the model is planned for the first time: it is then traced with what its forward remembers at
+            its first call in place. Later on, in the place of what it remembers, this would put an end to the plans.
     """
 
     def __init__(self, is_first: bool = True) -> None:
         self.kinds: dict[Any, _Kind] = {}
-        self.is_first = is_first
+        self.is_first, self.first_call = is_first, tuple[Change, ...]()
 
     def capture(
         self, model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None, *,
@@ -60,11 +61,14 @@ class Sizes:
         is_first, self.is_first = self.is_first, False
         options: dict[str, Any] = {"differentiated": differentiated, "keep_outputs": keep_outputs, "layouts": layouts}
         try:
-            traced = capture(model, bound, loss_fn, is_first=is_first, **options)
+            with remembered(self.first_call):
+                traced = capture(model, bound, loss_fn, is_first=is_first, **options)
         except FirstCall as first:
-            notes = first.make(model, bound, loss_fn)
-            traced = capture(model, bound, loss_fn, **options)
-            traced = replace(traced, notes=(*traced.notes, *notes))
+            self.first_call = first.make(model, bound, loss_fn)
+            with remembered(self.first_call):
+                traced = capture(model, bound, loss_fn, **options)
+        said = (f"the first planned call leaves {change.path}, as a plain one does" for change in self.first_call)
+        traced = replace(traced, first_call=self.first_call, notes=(*traced.notes, *said))
         kind.add(tensors, traced)
         return traced
 

@@ -73,6 +73,7 @@ from .layouts import (
 )
 from .leaks import Remembered
 from .modules import fill_forward_paths, module_path, module_paths
+from .nodes import Change
 from .notice import Left, Rerun, check_backward, judged, notice, say_what_is_left
 from .overlaps import Overlaps, overlaps
 from .reads import Reads
@@ -129,7 +130,8 @@ class Traced:
     places elsewhere that forward sets and does not read, which a planned step leaves as they are; `settings` are the
     attributes of the model's modules that it sets to plain values, as a planned step does, too. `within` are the
     parameters by which the backward of a custom function differentiates: they may have no hooks. `spread` are the
-    placements of the gradients of `DTensor`s, by the numbers of the primals.
+    placements of the gradients of `DTensor`s, by the numbers of the primals. `first_call` is what a first call of
+    forward remembers and was in place.
     """
 
     graph_module: fx.GraphModule
@@ -154,6 +156,7 @@ class Traced:
     settings: tuple[Setting, ...] = ()
     within: tuple[int, ...] = ()
     spread: Mapping[int, Any] = field(default_factory=dict)
+    first_call: tuple[Change, ...] = ()
 
     @property
     def num_primals(self) -> int:
@@ -303,7 +306,7 @@ class StepTracer:
         given: list[torch.Tensor],
         layouts: Layouts,
         by_name: frozenset[str],
-        is_first: bool,
+        is_first: bool = False,
     ) -> None:
         self.model, self.loss_fn, self.signature, self.by_name = model, loss_fn, signature, by_name
         self.given, self.is_first = given, is_first
@@ -430,7 +433,7 @@ class StepTracer:
         )
         self.judged = judged(self.before)
         self.left = notice(self.before, watch, rerun)
-        kept = [left.holder for left in self.left if left.is_kept]
+        kept = [left.holder for left in self.left if left.is_kept and left.holder]
         if self.is_first and (kept or filled):
             now = zip(self.entries, flat, written, strict=False)
             raise FirstCall(kept, [entry.name for entry, t, then in now if mutation_count(t) != then])

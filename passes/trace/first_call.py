@@ -1,12 +1,14 @@
-"""What a forward remembers at its first call (a mask, a table, a library's choice): remembered before it is traced.
+"""What a forward remembers at its first call (a mask, a table, a library's choice): a step is traced with it in place.
 
-A step that was traced without it holds until some other forward, in evaluation for one, has remembered it.
+A step that was traced without it would hold until some other forward, in evaluation for one, has remembered it.
+Planning leaves it on no model; the first planned call does, as a plain first call would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +22,9 @@ from ..ops import COLLECTIVES
 from .arguments import call_signature, names_given, run_model
 from .given import left_alone
 from .isolate import isolated
-from .nodes import MISSING, Change, identical
+from .nodes import MISSING, Change, identical, node_changes
 from .notice import holder
+from .state import Snapshot
 from .structure import Bound, flatten, unflatten
 from .templates import shared
 
@@ -38,12 +41,14 @@ class FirstCall(Exception):
         super().__init__()
         self.paths, self.changed = tuple(paths), tuple(changed)
 
-    def make(self, model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None) -> tuple[str, ...]:
-        """Call the forward, and leave what it remembers; everything else is put back.
+    def make(
+        self, model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None
+    ) -> tuple[Change, ...]:
+        """Call the forward, and put back all that it changes.
 
         Returns:
-            What is left, in words for the plan; nothing where the forward cannot run: without data, where other threads
-            run, which would draw the same random numbers, or where other ranks would have to run it, too.
+            What it remembers; nothing where it cannot run: without data, where other threads run, which would draw the
+            same random numbers, or where other ranks would have to run it, too.
         """
         tensors, template = flatten(dict(bound))
         if not alone() or any(t.is_meta for t in (*model.parameters(), *model.buffers(), *tensors)):
@@ -60,9 +65,34 @@ class FirstCall(Exception):
         ):  # fmt: skip
             run_model(model, loss_fn, call_signature(model, loss_fn), copies)
             left = [change for change in before.changes(identical) if holder(change) in self.paths]
-        for change in left:
-            _put(change)
-        return tuple(f"forward was called once for {change.path}, which its first call remembers" for change in left)
+        return tuple(left)
+
+
+def remember(changes: Iterable[Change]) -> list[Change]:
+    """Leave in these places what a first call leaves, where they are as before it; returns where that was done."""
+    fresh = [c for c in changes if not any(c.path == other.path for other in node_changes(c.node, identical))]
+    for change in fresh:
+        _put(change, change.after)
+    return fresh
+
+
+def relocated(changes: Iterable[Change], model: nn.Module, loss_fn: Callable[..., Any] | None) -> tuple[Change, ...]:
+    """The same places of another instance of the model, as far as it has them and has remembered nothing there."""
+    changes = tuple(changes)
+    nodes = {node.path: node for node in Snapshot(model, loss_fn).nodes} if changes else {}
+    moved = [replace(c, node=nodes[c.node.path]) for c in changes if c.node.path in nodes and c.key is not MISSING]
+    return tuple(c for c in moved if identical(c.node.content.get(c.key, MISSING), c.before))
+
+
+@contextmanager
+def remembered(changes: Iterable[Change]) -> Iterator[None]:
+    """`remember` for the time of the block."""
+    done = remember(changes)
+    try:
+        yield
+    finally:
+        for change in reversed(done):
+            _put(change, change.before)
 
 
 def _twin(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,13 +108,12 @@ class _Silent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _put(change: Change) -> None:
-    """Let the place be as after the change."""
-    content = change.after
+def _put(change: Change, value: Any) -> None:
+    content = value
     if change.key is not MISSING:
         content = change.node.take()
-        content[change.key] = change.after
-        if change.after is MISSING:
+        content[change.key] = value
+        if value is MISSING:
             del content[change.key]
     change.node.give(content)
 

@@ -134,7 +134,12 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[Left, ...]:
 
 
 def holder(change: Change) -> str:
-    """The path of the container that a changed place is in, or of the place itself where it is an attribute."""
+    """The path of the container that a changed place is in, or of the place itself where it is an attribute.
+
+    Empty where it is a buffer or a submodule: a plan is for those that the model has.
+    """
+    if change.node.kind == "names":
+        return ""
     return change.node.path if change.node.kind == "items" else change.path
 
 

@@ -22,12 +22,14 @@ from passes.trace.arguments import (
     state_entries,
     state_tensors,
 )
-from passes.trace.capture import Traced, capture
+from passes.trace.capture import Traced
+from passes.trace.nodes import Change
 from passes.trace.refuse import has_sharded, refuse
 from passes.trace.structure import Bound, unflatten
 from planner.errors import ModelMismatch
 from planner.files.fingerprint import describe_value, fingerprint, node_lines, tensor_lines
 from planner.ranks.wrapper import inner_module
+from planner.sizes import Sizes
 from solvers.errors import PlannerError
 
 from .cache import PlanState
@@ -49,8 +51,9 @@ def apply(planned: PlannedModule, model: nn.Module | None = None, sample: Any = 
             return given
         raise PlannerError(f"this {type(model).__name__} runs another plan: call that plan's remove(model) first.")
     if model is not state.model:
-        _check_same_step(state, model, sample)
+        first_call = _check_same_step(state, model, sample)
         state = state.around(model)
+        state.first_call = first_call
     elif current is not state.traced_forward and not _wraps(current, state):
         raise _mismatch("its forward was replaced after planning")
     refuse_repeated_hooks(model, state.loss_fn)
@@ -96,8 +99,8 @@ def _what_it_runs(current: Any) -> str:
 # Another instance of the planned model --------------------------------------------------------------------------------
 
 
-def _check_same_step(state: PlanState, model: nn.Module, sample: Any) -> None:
-    """Capture the model's step and compare it with the plan's, op by op."""
+def _check_same_step(state: PlanState, model: nn.Module, sample: Any) -> tuple[Change, ...]:
+    """Capture the model's step and compare it with the plan's, op by op; what its first call will leave."""
     if state.first.planned.runs:
         raise PlannerError(
             "a plan by regions is applied to the model that was planned. For another instance write it with "
@@ -116,12 +119,13 @@ def _check_same_step(state: PlanState, model: nn.Module, sample: Any) -> None:
     bound = blank_sample(state) if sample is None else bind_sample(model, sample, state.loss_fn)
     expected = tuple(leaf.path for leaf in own.outputs if leaf.differentiated)
     with under_autocast(state.first.key.autocast):
-        other = capture(
+        other = Sizes().capture(
             model, bound, state.loss_fn, differentiated=expected, keep_outputs=prepared.options.keep_outputs,
             layouts=own.layouts,
         )  # fmt: skip
     if fingerprint(other) != fingerprint(own):
         raise _mismatch(_difference(own, other))
+    return other.first_call
 
 
 def _mismatch(differs: str) -> ModelMismatch:

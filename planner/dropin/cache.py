@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -22,8 +23,10 @@ from passes.run._torch import Autocast
 from passes.run.arena import ask_for
 from passes.run.step import refuse_tracing
 from passes.trace.arguments import argument_names, bind_call, run_model, set_forward, state_tensors
+from passes.trace.first_call import relocated, remember
 from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match, match_arguments
+from passes.trace.nodes import Change
 from passes.trace.overlaps import overlaps
 from passes.trace.reads import Matched, Reads
 from passes.trace.refuse import cached_parametrizations, has_sharded, is_sharded
@@ -67,6 +70,8 @@ class PlanState:
         self.applied: Any = None  # the `PlannedForward` that is being called
         self.notices = Notices(model)
         self.replans = Counter[str]()
+        self.first_call: tuple[Change, ...] = ()  # what the first call leaves on the model
+        self.waiting = WeakSet[Fallback]()  # of the calls whose steps are not over
         self.before_hooks: Any = None  # the hook that plans before those of `fully_shard` gather parameters
         self.looking = False  # whether that runs
         self.gathers: Gathers | None = None  # of a model with sharded modules
@@ -77,7 +82,7 @@ class PlanState:
         self.notices.still_eval = not self.model.training
         self.gathers = Gathers() if has_sharded(self.model) else None
         self.look_at_gathers()
-        self.traced_forward = self.model.__dict__.get("forward")
+        self.traced_forward, self.first_call = self.model.__dict__.get("forward"), planned.prepared.traced.first_call
         self.first = replace(self._add(self.key_of(*flatten(dict(bound))), planned))  # a copy, never bound to the model
 
     def around(self, model: nn.Module) -> PlanState:
@@ -86,6 +91,9 @@ class PlanState:
         new.cache = [replace(entry, matched=None, regions=None) for entry in self.cache]
         new.first, new.latest, new.traced_forward = self.first, self.latest, None
         new.losses.expected = self.losses.expected
+        new.first_call = self.first_call
+        if model is not self.model:
+            new.first_call = relocated(self.first_call, model, self.loss_fn)
         new.gathers = Gathers() if self.gathers is not None else None
         return new
 
@@ -135,6 +143,10 @@ class PlanState:
         self._look_back()
         key, starts = self.key_of(tensors, template), self.losses.predict()
         entry, state = self.find(key, tensors, bound, starts)
+        if entry is None and self.first_call:
+            first, self.first_call = self.first_call, ()
+            remember(first)
+            entry, state = self.find(key, tensors, bound, starts)
         if entry is None or entry.outdated or entry.starts != (starts or entry.starts) or self._sharded_since(entry):
             trained = [t.requires_grad for t in (*self.model.parameters(), *tensors)]
             if not any(trained) or (key, trained) in self.idle:
@@ -344,7 +356,9 @@ class PlanState:
             _check_cast_leaves(primals, planned)
         self.notices.saving_hooks()
         self.notices.gradients(planned, primals)
+        self.notices.waiting(planned, self.waiting)
         fallback = Fallback(self, entry, bound, partial(self.through, self.applied))
+        self.waiting.add(fallback)
         return planned.run(self.model, primals, fallback, bound)
 
     def difference(

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +36,7 @@ class Notices:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.noticed_hooks = self.noticed_global_hooks = self.noticed_gradients = self.noticed_outdated = False
+        self.noticed_waiting = False
         self.still_eval = False
         self.replan_seconds, self.next_slow = 0.0, SLOW_REPLANS
 
@@ -74,6 +76,19 @@ class Notices:
         warnings.warn(
             f"this step holds {extra / MIB:.3f} MiB of {what} that the plan did not count: "
             f"{f'plan with {reserved}' if kept else remedy}.",
+            stacklevel=user_frame(),
+        )
+
+    def waiting(self, planned: Decided, calls: Iterable[Any]) -> None:
+        """Say once that a call whose backward has not begun holds what the plan of the next one does not count."""
+        counted = planned.budget_bytes is None or planned.prepared.options.flight is not None
+        if self.noticed_waiting or counted or all(call.started.seen for call in calls):
+            return
+        self.noticed_waiting = True
+        warnings.warn(
+            "an earlier call waits for its backward, and holds what it needs there: a budget is for one call and its "
+            "backward. Call backward() after each, plan a module whose forward makes all of these calls, or leave "
+            "room with reserve_mb.",
             stacklevel=user_frame(),
         )
 

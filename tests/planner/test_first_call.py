@@ -59,14 +59,6 @@ class Table(Remembers):
         return self.table[:length]
 
 
-class Buffer(Remembers):
-    scale = Table.scale
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", None, persistent=False)
-
-
 class ByLength(Remembers):
     def __init__(self) -> None:
         super().__init__()
@@ -120,15 +112,19 @@ def _forget() -> Iterator[None]:
     OfClass.known.clear()
 
 
-@pytest.mark.parametrize("kind", [Number, Flag, Table, Buffer, ByLength, OfClass, Lazy])
+@pytest.mark.parametrize("kind", [Number, Flag, Table, ByLength, OfClass, Lazy])
 def test_evaluation_does_not_end_the_plan(kind: type[Remembers]) -> None:
     model, x = kind(), torch.randn(4, 6, 8)
     plain, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
     seed = torch.get_rng_state()
+    attributes = dict(vars(model))
     plan = auto_checkpoint(model, x, progress=False)
     assert torch.equal(seed, torch.get_rng_state())
     assert all(torch.equal(t, model.state_dict()[name]) for name, t in before.items())
-    assert any("called once" in note for note in plan.notes)
+    assert all(vars(model)[name] is value for name, value in attributes.items())
+    assert vars(model).keys() == attributes.keys() and not OfClass.known and not getattr(model, "tables", None)
+    assert any("the first planned call leaves" in note for note in plan.notes)
+    others = plan.apply(kind(), x), copy.deepcopy(plan.module)
     plan.apply()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -136,7 +132,10 @@ def test_evaluation_does_not_end_the_plan(kind: type[Remembers]) -> None:
             assert all(map(same_bits, _step(model, model, x), _step(plain, plain, x)))
             _evaluate(model, x)
             _evaluate(plain, x)
+        for other in others:
+            _step(other, other, x)
     assert all(map(same_bits, model.buffers(), plain.buffers()))
+    assert vars(model).keys() - {"forward"} == vars(plain).keys()
 
 
 def test_lengths_that_grow_in_training_are_planned_once_each() -> None:

@@ -348,3 +348,20 @@ def test_a_harmless_change_does_not_replan() -> None:
         model.history = [step]  # type: ignore[assignment]
         plan.module(x.clone()).backward()
     assert not made
+
+
+@pytest.mark.parametrize(("budget", "said"), [("70%", 1), (None, 0)])
+def test_calls_that_wait_for_one_backward_are_told_of_once(budget: Any, said: int) -> None:
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))), torch.randn(128, 32)
+    module = auto_checkpoint(model, x, budget, loss_fn=lambda y: y.pow(2).mean(), progress=False, check=False).module
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            module(x).backward()
+            model.zero_grad()
+        module(x)  # without a backward: nothing is held
+        assert not found
+        for _ in range(2):
+            sum(module(x) for _ in range(3)).backward()
+            model.zero_grad()
+    assert [str(w.message).partition(",")[0] for w in found] == ["an earlier call waits for its backward"] * said

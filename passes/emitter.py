@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -22,6 +22,13 @@ from .run.random import get_rng_state, run_with_rng_state
 
 Leaving = dict[int, tuple[tuple[int, fx.Node], ...]]  # after a step of the schedule: gradients, by primal
 NOTHING: Leaving = {}
+
+
+class Held(NamedTuple):
+    """What is held while a node runs: all in all, and its workspace."""
+
+    bytes: int
+    workspace: int
 
 
 def _mark() -> None:
@@ -130,6 +137,7 @@ class Emitter:
             self._write_over(moment.donated, node, new)
         self._copy_meta(new, node)
         new.meta["recompute_of"] = node.name if again else None
+        new.meta["moment"] = Held(moment.moment_bytes, self.lowered.problem.ops[i].workspace)
         for t in moment.born:  # what was live keeps its copy, as simulated
             if t not in dropped:  # a result that nobody reads
                 storage = self.lowered.storages[t]

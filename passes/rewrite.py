@@ -4,7 +4,7 @@ Each compute of the schedule becomes one node (its in-place twin where the sched
 is taken from its base, in as few steps as give it, right before its first use; fx's generated code drops every value
 after its last use. What is executed is what was simulated. Two computes are one node where a batch norm's statistics
 and its result are found one after the other (`passes.fuse.rules.join_batch_norms`): what they need besides inputs and
-results is the same.
+results is the same. So are the halves of a convolution's backward where there is room (`join_convolutions`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .alias import Aliases, is_view
 from .codegen import Handover, boxed, resumed
 from .emitter import Emitter, Leaving
 from .errors import VerificationError
-from .fuse.rules import join_batch_norms
+from .fuse.rules import join_batch_norms, join_convolutions
 from .lower import Lowered
 from .trace.capture import Traced
 
@@ -82,6 +82,7 @@ def rewrite(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedu
     backward.emit(schedule, moments, range(boundary + 1, len(schedule)), leaving)
     backward.output([backward.resolve(n) for n in traced.gradients])
     join_batch_norms(backward.graph)
+    join_convolutions(backward.graph, max(moment.moment_bytes for moment in moments))
     handovers = backward.handovers()
     root = traced.graph_module
     return Rewritten(

@@ -188,6 +188,42 @@ def split_convolutions(graph: fx.Graph) -> None:
             match.take_apart(node, records.halves(*node.args), partial(_half, node), stand_in)
 
 
+def join_convolutions(graph: fx.Graph, peak_bytes: int) -> None:
+    """Let ATen's one op run where a convolution's halves follow each other on the CPU: it prepares less.
+
+    All that either of them holds is then held at once, which has to be below the peak.
+    """
+    found = graph.find_nodes(op="call_function", target=records.CONVOLUTION_BACKWARD)
+    for others in [node for node in found if not records.has_input_half(*node.args)]:
+        half = next(match.computes_after(others), None)
+        if half is not None and _are_halves(half, others):
+            moment, workspace = others.meta["moment"], half.meta["moment"].workspace
+            values = half.meta["val"][0]
+            held = moment.bytes + workspace + values.numel() * values.element_size()
+            if values.device.type == "cpu" and held <= peak_bytes:
+                _run_at_once(half, others)
+
+
+def _are_halves(half: fx.Node, others: fx.Node) -> bool:
+    """Whether `half` computes the gradient of the input alone, and `others` of the same convolution the other ones."""
+    if half.target is not others.target:
+        return False
+    (gradient, values, *rest, mask), (other_gradient, other_values, *other_rest, _) = half.args, others.args
+    same = gradient is other_gradient and rest == other_rest
+    alike = values.meta["val"].stride() == other_values.meta["val"].stride()  # type: ignore[union-attr]
+    return same and alike and list(mask) == [True, False, False]  # type: ignore[arg-type]
+
+
+def _run_at_once(half: fx.Node, others: fx.Node) -> None:
+    graph, mask = half.graph, others.args[records.MASK]
+    with graph.inserting_before(others):
+        whole = graph.call_function(others.target, (*others.args[: records.MASK], [True, *mask[1:]]))  # type: ignore
+    whole.meta = {**others.meta, "val": (half.meta["val"][0], *others.meta["val"][1:])}
+    for node in (half, others):
+        node.replace_all_uses_with(whole)
+        graph.erase_node(node)
+
+
 def _half(node: fx.Node, part: Call) -> str:
     return f"{node.name}_{'input' if part.args[records.MASK][0] else 'weight'}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from passes.fuse.records import CONVOLUTION_BACKWARD, INPUT, MASK
+from passes.memory import measure_peak
 from passes.trace.arguments import bind_sample
 from passes.trace.capture import capture
 from tests.zoo.compare import measured_peak_bytes, plan_at, same_bits
@@ -53,6 +55,8 @@ def test_halves_have_the_bits_of_the_whole(shape: Any, dtype: torch.dtype, layou
     assert whole[0].stride() == of_input[0].stride()
     assert same_bits(whole[1], rest[1])
     assert not bias or same_bits(whole[2], rest[2])
+    held = [measure_peak(partial(backward, m)) for m in ([True, True, bias], [False, True, bias], [True, False, False])]
+    assert held[0] <= held[1] + held[2]  # what `join_convolutions` takes for granted
 
 
 class Total(nn.Module):
@@ -79,12 +83,28 @@ def test_the_input_is_let_go_where_something_can_stand_for_it() -> None:
     assert [target is aten.as_strided.default for target in inputs] == [False, False, True, False, True, False]
 
 
-def test_a_planned_step_is_the_plain_one() -> None:
-    model, sample = network()
-    plan = plan_at(model, sample, 80)
+def narrow_and_wide() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    """At its highest point it computes the gradient of the widest convolution's input."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(8, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 64, 3, padding=1), nn.GELU(),
+              nn.Conv2d(64, 8, 3, padding=1), nn.GELU(), Total()]  # fmt: skip
+    return nn.Sequential(*layers), (torch.randn(1, 8, 32, 32),)
+
+
+@pytest.mark.parametrize("share", [100, 80])
+@pytest.mark.parametrize(
+    ("build", "whole"), [(network, [True, True, True, False]), (narrow_and_wide, [False, False, True, False])]
+)
+def test_halves_run_at_once_where_there_is_room_and_bits_and_peak_are_the_same(
+    build: Any, whole: list[bool], share: int
+) -> None:
+    model, sample = build()
+    plan = plan_at(model, sample, share)
     model(*sample).backward()
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     plan.module(*sample).backward()
     assert all(same_bits(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
-    assert measured_peak_bytes(plan.module, model, sample, plan.static_bytes) <= plan.peak_bytes
+    assert measured_peak_bytes(plan.module, model, sample, plan.static_bytes) == plan.peak_bytes
+    nodes = plan.rewritten.backward.graph.find_nodes(op="call_function", target=CONVOLUTION_BACKWARD)
+    assert [all(n.args[MASK]) for n in nodes] == whole

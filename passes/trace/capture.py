@@ -540,7 +540,7 @@ def _check(joint: JointGraph, names: list[str], num_state: int) -> None:
     if any(g is not None and g.meta["val"].layout is not torch.strided for g in gradients):
         raise Unsupported(
             "sparse gradient", "the backward", "its memory depends on the batch",
-            'Use sparse=False, or plan by regions (regions="auto", or patterns): code between them may have some.',
+            'Use sparse=False, or name submodules to plan that have none (regions=["encoder.*"]): others may.',
         )  # fmt: skip
     for node in joint.graph_module.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):

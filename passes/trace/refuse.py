@@ -102,8 +102,8 @@ def refuse_not_dense(tensor: torch.Tensor, place: str) -> None:
     if kind := storage_kind(tensor):
         raise Unsupported(
             f"{kind} tensor", place, "its memory is not one dense block",
-            "Use a dense tensor (to_dense(), dequantize(), padding with a mask), or, if it is sparse, plan by regions "
-            '(regions="auto", or patterns): code between them may read it.',
+            "Use a dense tensor (to_dense(), dequantize(), padding with a mask), or, if it is sparse, name submodules "
+            'to plan that take none (regions=["encoder.*"]): code between them may read it.',
         )  # fmt: skip
 
 

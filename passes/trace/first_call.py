@@ -22,8 +22,8 @@ from ..ops import COLLECTIVES
 from .arguments import call_signature, names_given, run_model
 from .given import left_alone
 from .isolate import isolated
-from .nodes import MISSING, Change, identical, node_changes
-from .notice import holder
+from .nodes import MISSING, Change, identical
+from .notice import holder, twin
 from .state import Snapshot
 from .structure import Bound, flatten, unflatten
 from .templates import shared
@@ -53,13 +53,12 @@ class FirstCall(Exception):
         tensors, template = flatten(dict(bound))
         if not alone() or any(t.is_meta for t in (*model.parameters(), *model.buffers(), *tensors)):
             return ()
-        devices = sorted({t.device.index or 0 for t in (*model.parameters(), *tensors) if t.device.type == "cuda"})
-        copies = Bound(unflatten(template, list(map(_twin, tensors))), names_given(bound))
+        copies = Bound(unflatten(template, list(map(twin, tensors))), names_given(bound))
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        own = {name: _twin(named[name]) for name in self.changed}
+        own = {name: twin(named[name]) for name in self.changed}
         left: list[Change] = []
         with (
-            exclusive(), torch.random.fork_rng(devices=devices), isolated(model, loss_fn, shared(template)) as before,
+            exclusive(), torch.random.fork_rng(devices=[]), isolated(model, loss_fn, shared(template)) as before,
             suppress(Exception), swapped_state(model, own), left_alone(copies), _save_nothing(),
             _Silent() if dist.is_available() and dist.is_initialized() else nullcontext(),
         ):  # fmt: skip
@@ -70,18 +69,17 @@ class FirstCall(Exception):
 
 def remember(changes: Iterable[Change]) -> list[Change]:
     """Leave in these places what a first call leaves, where they are as before it; returns where that was done."""
-    fresh = [c for c in changes if not any(c.path == other.path for other in node_changes(c.node, identical))]
+    fresh = [change for change in changes if _is_as_before(change)]
     for change in fresh:
         _put(change, change.after)
     return fresh
 
 
 def relocated(changes: Iterable[Change], model: nn.Module, loss_fn: Callable[..., Any] | None) -> tuple[Change, ...]:
-    """The same places of another instance of the model, as far as it has them and has remembered nothing there."""
+    """The same places of another instance of the model, as far as it has them."""
     changes = tuple(changes)
     nodes = {node.path: node for node in Snapshot(model, loss_fn).nodes} if changes else {}
-    moved = [replace(c, node=nodes[c.node.path]) for c in changes if c.node.path in nodes and c.key is not MISSING]
-    return tuple(c for c in moved if identical(c.node.content.get(c.key, MISSING), c.before))
+    return tuple(replace(c, node=nodes[c.node.path]) for c in changes if c.node.path in nodes)
 
 
 @contextmanager
@@ -95,10 +93,6 @@ def remembered(changes: Iterable[Change]) -> Iterator[None]:
             _put(change, change.before)
 
 
-def _twin(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
 class _Silent(TorchDispatchMode):
     """Ends a forward that talks to other ranks, which may not run one now."""
 
@@ -106,6 +100,13 @@ class _Silent(TorchDispatchMode):
         if func.namespace in COLLECTIVES:
             raise RuntimeError(f"{func} waits for other ranks")
         return func(*args, **(kwargs or {}))
+
+
+def _is_as_before(change: Change) -> bool:
+    now = change.node.take()
+    if change.key is not MISSING:
+        return identical(now.get(change.key, MISSING), change.before)
+    return len(now) == len(change.before) and all(map(identical, now, change.before))
 
 
 def _put(change: Change, value: Any) -> None:

@@ -31,6 +31,11 @@ _REMEDY_STATE = (
 )
 
 
+def twin(tensor: torch.Tensor) -> torch.Tensor:
+    """A leaf with the same data."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
 @dataclass(frozen=True)
 class Rerun:
     """The forward, to be run again while tracing.
@@ -55,7 +60,7 @@ class Rerun:
 
     def copies(self) -> list[torch.Tensor]:
         with torch.no_grad():
-            return [t.detach().clone().requires_grad_(t.requires_grad) for t in self.flat]
+            return list(map(twin, self.flat))
 
     def script(self, earlier: Script | None = None) -> Script:
         """What it asks of torch, from the state as it is now."""

@@ -23,7 +23,6 @@ from passes.trace.arguments import (
     state_tensors,
 )
 from passes.trace.capture import Traced
-from passes.trace.nodes import Change
 from passes.trace.refuse import has_sharded, refuse
 from passes.trace.structure import Bound, unflatten
 from planner.errors import ModelMismatch
@@ -51,9 +50,8 @@ def apply(planned: PlannedModule, model: nn.Module | None = None, sample: Any = 
             return given
         raise PlannerError(f"this {type(model).__name__} runs another plan: call that plan's remove(model) first.")
     if model is not state.model:
-        first_call = _check_same_step(state, model, sample)
+        _check_same_step(state, model, sample)
         state = state.around(model)
-        state.first_call = first_call
     elif current is not state.traced_forward and not _wraps(current, state):
         raise _mismatch("its forward was replaced after planning")
     refuse_repeated_hooks(model, state.loss_fn)
@@ -99,8 +97,8 @@ def _what_it_runs(current: Any) -> str:
 # Another instance of the planned model --------------------------------------------------------------------------------
 
 
-def _check_same_step(state: PlanState, model: nn.Module, sample: Any) -> tuple[Change, ...]:
-    """Capture the model's step and compare it with the plan's, op by op; what its first call will leave."""
+def _check_same_step(state: PlanState, model: nn.Module, sample: Any) -> None:
+    """Capture the model's step and compare it with the plan's, op by op."""
     if state.first.planned.runs:
         raise PlannerError(
             "a plan by regions is applied to the model that was planned. For another instance write it with "
@@ -125,7 +123,6 @@ def _check_same_step(state: PlanState, model: nn.Module, sample: Any) -> tuple[C
         )  # fmt: skip
     if fingerprint(other) != fingerprint(own):
         raise _mismatch(_difference(own, other))
-    return other.first_call
 
 
 def _mismatch(differs: str) -> ModelMismatch:

@@ -91,9 +91,7 @@ class PlanState:
         new.cache = [replace(entry, matched=None, regions=None) for entry in self.cache]
         new.first, new.latest, new.traced_forward = self.first, self.latest, None
         new.losses.expected = self.losses.expected
-        new.first_call = self.first_call
-        if model is not self.model:
-            new.first_call = relocated(self.first_call, model, self.loss_fn)
+        new.first_call = relocated(self.first.planned.prepared.traced.first_call, model, self.loss_fn)
         new.gathers = Gathers() if self.gathers is not None else None
         return new
 

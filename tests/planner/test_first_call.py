@@ -1,4 +1,4 @@
-"""What a forward remembers at its first call is remembered when it is planned: no later forward ends the plan."""
+"""What a forward remembers at its first call is in place when it is traced: no later forward ends the plan."""
 
 from __future__ import annotations
 
@@ -70,6 +70,17 @@ class ByLength(Remembers):
         return self.tables[length]
 
 
+class Listed(Remembers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[float] = []
+
+    def scale(self, length: int) -> Any:
+        if not self.made:
+            self.made.append(0.5)
+        return self.made[0]
+
+
 class OfClass(Remembers):
     known: ClassVar[dict[str, float]] = {}
 
@@ -112,7 +123,7 @@ def _forget() -> Iterator[None]:
     OfClass.known.clear()
 
 
-@pytest.mark.parametrize("kind", [Number, Flag, Table, ByLength, OfClass, Lazy])
+@pytest.mark.parametrize("kind", [Number, Flag, Table, ByLength, Listed, OfClass, Lazy])
 def test_evaluation_does_not_end_the_plan(kind: type[Remembers]) -> None:
     model, x = kind(), torch.randn(4, 6, 8)
     plain, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())

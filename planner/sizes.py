@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from passes._torch import local_part
+from passes.printable import brief
 from passes.trace.capture import Traced, capture
 from passes.trace.first_call import FirstCall, remembered
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts
@@ -67,8 +68,10 @@ class Sizes:
             self.first_call = first.make(model, bound, loss_fn)
             with remembered(self.first_call):
                 traced = capture(model, bound, loss_fn, **options)
-        said = (f"the first planned call leaves {change.path}, as a plain one does" for change in self.first_call)
-        traced = replace(traced, first_call=self.first_call, notes=(*traced.notes, *said))
+        if self.first_call:
+            places = brief(", ".join(change.path for change in self.first_call))
+            note = f"the first planned call leaves, as a plain one does, {places}"
+            traced = replace(traced, first_call=self.first_call, notes=(*traced.notes, note))
         kind.add(tensors, traced)
         return traced
 

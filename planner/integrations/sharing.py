@@ -45,17 +45,19 @@ class Share(RunningStep):
         super().__init__()
         self.settings = settings
         self.programs: list[Program] = []
-        self.watching = True
-        self.attempts = self.steps = 0
+        self.watching, self.attempts, self.steps = True, 0, 0
         self.target: int | None = None
         self.exhausted = False
         self.lowest = 0
+        self.plain_bytes = 0  # the highest peak without recompute of a step that has run
 
     # Compiling ------------------------------------------------------------------------------------------------------
 
     def add(self, program: Program) -> None:
         """Compile a new program within what the step that is running leaves of the budget."""
         if self.backward_ran:
+            self._note_plain_peak()
+            self.attempts, self.target, self.exhausted, self.lowest = 0, None, False, 0  # other sizes, say
             self.begin()
         self.look()
         program.backward_ran = self._note_backward
@@ -79,8 +81,12 @@ class Share(RunningStep):
 
     def _budget(self, plain_peak_bytes: int) -> int | None:
         settings = self.settings
-        budget = settings.budget.to_bytes(plain_peak_bytes) or settings.room_bytes
+        budget = settings.budget.to_bytes(max(plain_peak_bytes, self.plain_bytes)) or settings.room_bytes
         return None if budget is None else budget - settings.reserve_bytes
+
+    def _note_plain_peak(self) -> None:
+        plain = self.figures(lambda p: _there(p.ready).figures(_there(p.ready).plain))
+        self.plain_bytes = max(self.plain_bytes, self.peak(plain) if plain else 0)
 
     def _decide(self, ready: Ready, budget: int | None, between: int = 0, after: int = 0) -> Schedule:
         settings = self.settings
@@ -162,7 +168,8 @@ class Share(RunningStep):
         """The step that has run fits, or its graphs are planned anew."""
         sequence = [call.program for call in self.sequence]
         kept = [p for p in dict.fromkeys(sequence) if p.kept and p.count_outputs(True)]
-        budget = self._budget(self.peak(self.figures(lambda p: _there(p.ready).figures(_there(p.ready).plain))))
+        self._note_plain_peak()
+        budget = self._budget(0)
         peak = self.peak(self.figures(lambda p: _there(p.figures)))
         self.lowest = min(self.lowest or peak, peak) if not kept else peak
         if budget is None or not sequence:

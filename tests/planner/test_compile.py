@@ -436,6 +436,39 @@ def test_sizes_that_vary_are_planned_for_in_ranges_without_recompiling_in_dynamo
     assert len(planned) == len({str(s) for s in planned}) <= 6
 
 
+class Wide(Net):
+    """What goes through its graph break is most of what it holds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        y = torch.cat([self.norm(x).sin()] * 8, 1)
+        torch._dynamo.graph_break()
+        return (y * 2).square().mean()
+
+
+def test_each_size_may_be_planned_anew_and_a_share_is_of_the_largest_step() -> None:
+    torch.manual_seed(0)
+    model, options = Wide(blocks=1), {"budget_mb": "80%", "inner": "eager", "time_limit": 0.2}
+    compiled, budgets = torch.compile(model, backend=checkpoint_planner, options=options), []
+    for size in (64, 128, 256, 512, 1024, 2048, 4096, 16):
+        x = torch.randn(size, 32)
+        budgets.append(max([0, *budgets, int(0.8 * _plain_here(model, x))]))
+        for _ in range(3):
+            _step(compiled, x)
+            model.zero_grad()
+        assert measure_peak(lambda: _step(compiled, x)) + _static(model, x) <= budgets[-1]  # noqa: B023
+        model.zero_grad()
+    assert max(p.overhead for p in plans(options)) > 0
+
+
+def _plain_here(model: nn.Module, x: torch.Tensor) -> int:
+    """The peak op by op, without Dynamo."""
+    peak = measure_peak(lambda: _step(model, x)) + _static(model, x)
+    model.zero_grad()
+    return peak
+
+
 class Doubled(nn.Module):
     """Sizes of its intermediate results are sums of its input's."""
 

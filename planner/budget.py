@@ -27,6 +27,11 @@ class Budget:
     def __post_init__(self) -> None:
         self.to_bytes(MIB)
 
+    @property
+    def is_share(self) -> bool:
+        """Whether it is a share of the plain peak."""
+        return isinstance(self.value, str) and "%" in self.value
+
     def to_bytes(self, plain_peak_bytes: int | None) -> int | None:
         """Bytes, rounded down; None sets no limit but the device's own.
 

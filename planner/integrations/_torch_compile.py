@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -90,9 +91,12 @@ def tracing_context() -> TracingContext | None:
 
 
 def reentered(context: TracingContext | None) -> contextlib.AbstractContextManager[Any]:
-    """That context once more, when the same graph is compiled again later."""
-    present = TracingContext.try_get()
-    return contextlib.nullcontext() if context is None or present is context else tracing(context)
+    """That context once more, when the same graph is compiled again later, without others of `DDPOptimizer`."""
+    if context is None or TracingContext.try_get() is context:
+        return contextlib.nullcontext()
+    own = copy.copy(context)  # each graph's backward may be compiled later, with what was noted of its own forward
+    own.ddp_optimizer_ctx = None
+    return tracing(own)
 
 
 class Ambient:

@@ -148,6 +148,14 @@ class Program:
             return 0.0
         return self.ready.overhead(self.schedule)
 
+    def run_unwatched(self, args: Sequence[Any]) -> Any:
+        """Run it without being measured, on tensors without data, say."""
+        before, self.watching = self.watching, False
+        try:
+            return self.run(*args)
+        finally:
+            self.watching = before
+
     # Running the halves ---------------------------------------------------------------------------------------------
 
     def _op_by_op(self, half: fx.GraphModule, is_backward: bool) -> Callable[..., Any]:

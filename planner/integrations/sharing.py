@@ -49,7 +49,7 @@ class Share(RunningStep):
         self.target: int | None = None
         self.exhausted = False
         self.lowest = 0
-        self.plain_bytes = 0  # the highest peak without recompute of a step that has run
+        self.plain: dict[tuple[Program, ...], int] = {}  # the peaks without recompute of steps that have run
 
     # Compiling ------------------------------------------------------------------------------------------------------
 
@@ -74,19 +74,19 @@ class Share(RunningStep):
         try:
             return self._decide(ready, budget - others)
         except BudgetError:
-            if self.leaves:  # of which this graph may have some, too: they are counted twice here
-                return self._hold(ready, 0.0)
+            if self.leaves or (self.settings.budget.is_share and not self.plain):
+                return self._hold(ready, 0.0)  # it may have some of these leaves, too, or be a part of the step only
             program.count_outputs(False)  # a first step shows whether the caller drops them before the backward
             return self._decide(_there(program.ready), budget - others)
 
     def _budget(self, plain_peak_bytes: int) -> int | None:
         settings = self.settings
-        budget = settings.budget.to_bytes(max(plain_peak_bytes, self.plain_bytes)) or settings.room_bytes
+        budget = settings.budget.to_bytes(max([plain_peak_bytes, *self.plain.values()])) or settings.room_bytes
         return None if budget is None else budget - settings.reserve_bytes
 
     def _note_plain_peak(self) -> None:
-        plain = self.figures(lambda p: _there(p.ready).figures(_there(p.ready).plain))
-        self.plain_bytes = max(self.plain_bytes, self.peak(plain) if plain else 0)
+        if plain := self.figures(lambda p: _there(p.ready).figures(_there(p.ready).plain)):
+            self.plain[tuple(call.program for call in self.sequence)] = self.peak(plain)
 
     def _decide(self, ready: Ready, budget: int | None, between: int = 0, after: int = 0) -> Schedule:
         settings = self.settings

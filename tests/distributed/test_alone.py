@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,9 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from passes._torch import local_part
 from passes.errors import Unsupported
+from passes.memory import measure_peak
 from passes.run.step import ChangedInPlace
 from planner import Plan, auto_checkpoint
 from planner.integrations import plan_on_first_batch
+from planner.integrations.compile import checkpoint_planner, plans
 from tests.planner.histories import RANKS, run
 
 QUICK: dict[str, Any] = {"solver": "greedy", "time_limit": 2, "progress": False}
@@ -288,6 +290,59 @@ def test_what_a_wrapper_does_is_looked_at_on_the_first_batch() -> None:
     wrapped.register_comm_hook(None, noop_hook)
     with pytest.warns(UserWarning, match="what the communication hook .* holds is not known"):
         wrapped(torch.ones(64, 16))
+
+
+class Wide(nn.Module):
+    """Of a class that Dynamo looks into, unlike torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Wider(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Wide() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("way", ["ddp", pytest.param("fully_shard", marks=pytest.mark.slow)])
+def test_a_wrapped_model_compiled_under_a_budget_trains_as_uncompiled(way: str) -> None:
+    """DDP's buckets and hooks of sharded modules cut it into graphs, which share the budget."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Wider()
+    plain, options = copy.deepcopy(model), {"budget_mb": "80%", "inner": "eager", "time_limit": 0.2}
+    if way == "ddp":
+        wrapped: nn.Module = DistributedDataParallel(model, bucket_cap_mb=2)
+    else:
+        wrapped = model
+        sharded(model=cast(Any, model.blocks), root=False)
+    compiled: Any = torch.compile(wrapped, backend=checkpoint_planner, options=options)
+    sizes = (2048, 2048, 2048)
+    assert_same_training(compiled, model, plain, [torch.randn(size, 256) for size in sizes])
+    assert 0 < max(program.overhead for program in plans(options)) < 1
+    x = torch.randn(2048, 256)
+
+    def peak(run: Any) -> int:
+        for _ in range(3):
+            run.zero_grad()
+            run(x).backward()
+        run.zero_grad()
+        return measure_peak(lambda: run(x).backward())
+
+    if way == "ddp":  # between sharded blocks the model's own code runs, which is not planned
+        resident = sum(p.nbytes for p in plain.parameters()) + x.nbytes
+        unplanned: Any = torch.compile(plain, backend="aot_eager")
+        assert peak(compiled) + resident <= 0.8 * (peak(unplanned) + resident)
 
 
 @pytest.mark.every(4)

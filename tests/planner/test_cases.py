@@ -254,6 +254,33 @@ def test_python_that_reads_data_is_located(forward: Callable[..., Any], why: str
     assert why in str(caught.value) and remedy in str(caught.value)
 
 
+ASSERTS = hasattr(torch.distributions.distribution, "_all_true_or_runtime_assert")  # torch 2.15
+
+
+def asserted(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.layer(x).exp()
+    torch._assert_async((y < 1e4).all(), "y is too large")
+    return y.square().mean()
+
+
+def asserted_distribution(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.distributions.Normal(self.layer(x), 1.0, validate_args=True).log_prob(x.abs()).square().mean()
+
+
+@pytest.mark.parametrize("forward", [
+    asserted, pytest.param(asserted_distribution, marks=pytest.mark.skipif(not ASSERTS, reason="it asks for values")),
+])  # fmt: skip
+def test_an_assertion_of_the_forward_is_asserted_in_every_step(forward: Any) -> None:
+    made = plan(model := Wrap(forward, layer=linear()), x := batch())
+    assert not made.regions
+    plain = copy.deepcopy(model)
+    for run in (made.module, plain):
+        run(x).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    with pytest.raises(RuntimeError, match="y is too large|satisfy its distribution"):
+        made.module(x * math.nan)
+
+
 def gaussian_loss(self: Any, x: torch.Tensor) -> torch.Tensor:
     return F.gaussian_nll_loss(self.layer(x), x, self.layer(x).exp())
 
@@ -266,7 +293,10 @@ def checked_distribution(self: Any, x: torch.Tensor) -> torch.Tensor:
     ("forward", "words"),
     [
         (gaussian_loss, r"functional\.py:\d+ `elif torch.any\(var < 0\):`\).*move it out of forward"),
-        (checked_distribution, r"distributions.\w+\.py:\d+ `.*valid.*Pass validate_args=False to the distribution"),
+        pytest.param(
+            checked_distribution, r"distributions.\w+\.py:\d+ `.*valid.*Pass validate_args=False to the distribution",
+            marks=pytest.mark.skipif(ASSERTS, reason="this torch asserts them where it is compiled"),
+        ),
     ],
 )
 def test_what_torchs_own_code_asks_is_not_said_of_the_users_line_alone(forward: Any, words: str) -> None:

@@ -144,6 +144,7 @@ class CompiledGraph:
     def program(self, sizes: dict[str, int]) -> Program:
         """A new program, planned for these sizes."""
         made = Program(self.gm, self.inputs, sizes, self.share.settings)
+        made.keeps_outputs = not self.programs or self.programs[-1].keeps_outputs  # their callers are the same
         self.share.add(made)
         self.programs.append(made)
         return made

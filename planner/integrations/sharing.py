@@ -74,7 +74,7 @@ class Share(RunningStep):
         try:
             return self._decide(ready, budget - others)
         except BudgetError:
-            if self.leaves or (self.settings.budget.is_share and not self.plain):
+            if self.leaves or self.settings.budget.is_share:
                 return self._hold(ready, 0.0)  # it may have some of these leaves, too, or be a part of the step only
             program.count_outputs(False)  # a first step shows whether the caller drops them before the backward
             return self._decide(_there(program.ready), budget - others)

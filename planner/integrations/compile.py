@@ -3,8 +3,8 @@
 Dynamo captures, AOT autograd traces forward and backward, the planner splits them under the budget, and Inductor
 compiles both halves (or, with `"inner": "eager"`, they run op by op, with the bits of AOT autograd's graphs). Options:
 
-    budget_mb    MiB of the whole step's peak, a size ("12GB"), or a share of its plain peak ("50%"); None recomputes
-                 nothing
+    budget_mb    MiB of the whole step's peak, a size ("12GB"), or a share of its plain peak ("50%": of the largest
+                 step's so far); None recomputes nothing
     inner        "inductor" (default) or "eager"
     solver, time_limit, gap, cost    as in `auto_checkpoint`; the default cost is that of compiled code under Inductor
     reserve_mb   MiB to leave free, for what the graphs do not hold: optimizer state, tensors made between graphs
@@ -133,7 +133,7 @@ class CompiledGraph:
 
     def __call__(self, *args: Any) -> Any:
         if any(isinstance(value, FakeTensor) for value in args):  # `DDPOptimizer` asks for the strides of the results
-            return self.programs[-1].run_unwatched(args)
+            return self.programs[-1].run(*args)
         program = self.programs[-1] if not self.symbols else self._for(args)
         return self.share.call(program, args)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes._torch import StorageWeakRef
+from passes._torch import FakeTensor, StorageWeakRef
 from passes.alias import device_of
 from passes.codegen import boxed
 from passes.exclusive import exclusive, interruptible
@@ -148,14 +148,6 @@ class Program:
             return 0.0
         return self.ready.overhead(self.schedule)
 
-    def run_unwatched(self, args: Sequence[Any]) -> Any:
-        """Run it without being measured, on tensors without data, say."""
-        before, self.watching = self.watching, False
-        try:
-            return self.run(*args)
-        finally:
-            self.watching = before
-
     # Running the halves ---------------------------------------------------------------------------------------------
 
     def _op_by_op(self, half: fx.GraphModule, is_backward: bool) -> Callable[..., Any]:
@@ -184,6 +176,8 @@ class Program:
     def _measure(self, half: Callable[..., Any], values: list[Any], is_backward: bool) -> Any:
         if not self.settings.inductor or self.predicted is None or is_profiling():
             return half(values)
+        if any(isinstance(v, FakeTensor) for v in values):
+            return half(values)  # nothing is allocated
         if any(isinstance(v, torch.Tensor) and v.device.type != "cpu" for v in values):
             return half(values)  # an accelerator's peak cannot be read without disturbing the user's own statistics
         dropped = sum(size for storage, size in self.returned if storage.expired()) if is_backward else 0

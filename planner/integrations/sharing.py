@@ -79,7 +79,7 @@ class Share(RunningStep):
             program.count_outputs(False)  # a first step shows whether the caller drops them before the backward
             return self._decide(_there(program.ready), budget - others)
 
-    def _budget(self, plain_peak_bytes: int) -> int | None:
+    def _budget(self, plain_peak_bytes: int = 0) -> int | None:
         settings = self.settings
         budget = settings.budget.to_bytes(max([plain_peak_bytes, *self.plain.values()])) or settings.room_bytes
         return None if budget is None else budget - settings.reserve_bytes
@@ -169,7 +169,7 @@ class Share(RunningStep):
         sequence = [call.program for call in self.sequence]
         kept = [p for p in dict.fromkeys(sequence) if p.kept and p.count_outputs(True)]
         self._note_plain_peak()
-        budget = self._budget(0)
+        budget = self._budget()
         peak = self.peak(self.figures(lambda p: _there(p.figures)))
         self.lowest = min(self.lowest or peak, peak) if not kept else peak
         if budget is None or not sequence:

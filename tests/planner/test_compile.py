@@ -89,9 +89,14 @@ def _plain_peak(model: nn.Module, *inputs: torch.Tensor, run: Any = None) -> int
     compiled = torch.compile(run or model, backend="aot_eager")
     _step(compiled, *inputs)
     model.zero_grad()
-    peak = measure_peak(lambda: _step(compiled, *inputs)) + _static(model, *inputs)
-    model.zero_grad()
+    peak = _peak(compiled, model, *inputs)
     torch._dynamo.reset()
+    return peak
+
+
+def _peak(run: Any, model: nn.Module, *inputs: torch.Tensor) -> int:
+    peak = measure_peak(lambda: _step(run, *inputs)) + _static(model, *inputs)
+    model.zero_grad()
     return peak
 
 
@@ -453,20 +458,12 @@ def test_each_size_may_be_planned_anew_and_a_share_is_of_the_largest_step() -> N
     compiled, budgets = torch.compile(model, backend=checkpoint_planner, options=options), []
     for size in (64, 128, 256, 512, 1024, 2048, 4096, 16):
         x = torch.randn(size, 32)
-        budgets.append(max([0, *budgets, int(0.8 * _plain_here(model, x))]))
+        budgets.append(max([0, *budgets, int(0.8 * _peak(model, model, x))]))
         for _ in range(3):
             _step(compiled, x)
             model.zero_grad()
-        assert measure_peak(lambda: _step(compiled, x)) + _static(model, x) <= budgets[-1]  # noqa: B023
-        model.zero_grad()
+        assert _peak(compiled, model, x) <= budgets[-1]
     assert max(p.overhead for p in plans(options)) > 0
-
-
-def _plain_here(model: nn.Module, x: torch.Tensor) -> int:
-    """The peak op by op, without Dynamo."""
-    peak = measure_peak(lambda: _step(model, x)) + _static(model, x)
-    model.zero_grad()
-    return peak
 
 
 class Doubled(nn.Module):

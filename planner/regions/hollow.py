@@ -23,6 +23,7 @@ from passes.memory import place
 from passes.profile import Counting
 from passes.run.mixing import Versions
 from passes.trace.capture import OutputLeaf
+from passes.trace.given import Given
 
 from .parts import Part, Parts
 
@@ -102,6 +103,7 @@ class Hollow:
         outputs: what the model returned, and each of those tensors without its data.
         descend: whether the children of what cannot be a region are tried in its place.
         thread: the one that runs it, which alone may capture, and whose memory is measured.
+        nodes, given: the contexts of its autograd nodes, and what regions were called with, as it was then.
     """
 
     def __init__(
@@ -124,6 +126,8 @@ class Hollow:
         self.outputs: list[tuple[OutputLeaf, torch.Tensor]] = []
         self.sizes: set[int] = set()
         self.latest: dict[int, int] = {}  # the last size that was given to what is that large
+        self.nodes: list[Any] = []
+        self.given: list[Given] = []
 
     @property
     def imagined(self) -> bool:
@@ -142,6 +146,14 @@ class Hollow:
         self.marks.append(Mark(kind, run, size))
         if self.counting is None:
             self._memory(size)
+
+    def close(self) -> None:
+        """Let nothing of it live on in what regions were called with (a cache of keys), which their parts hold."""
+        self.late = True
+        while self.nodes:
+            self.nodes.pop().__dict__.clear()
+        while self.given:
+            self.given.pop().restore()
 
     @contextmanager
     def within(self) -> Iterator[None]:

@@ -24,9 +24,9 @@ from passes.trace.arguments import (
     state_tensors,
 )
 from passes.trace.capture import Traced
-from passes.trace.given import all_outputs, deliver, left_alone, targets_of
+from passes.trace.given import Given, all_outputs, deliver, left_alone, targets_of
 from passes.trace.settings import set_again
-from passes.trace.structure import flatten
+from passes.trace.structure import flatten, held_objects
 
 from .find import children
 from .hollow import Hollow, Run
@@ -61,6 +61,8 @@ class HollowForward:
             inner = dict(children(self.module, path)) if hollow.descend else {}
             with hollowed(hollow, inner):
                 return self.original(*args, **kwargs)
+        if held_objects(bound):
+            hollow.given.append(Given(bound))
         run = Run(path, number, part, [])
         hollow.runs.append(run)
         state = [local_part(t) for t in state_tensors(self.module, part.traced.state)]
@@ -116,6 +118,7 @@ class _HollowOwner(torch.autograd.Function):
     def forward(ctx: Any, hollow: Hollow, run: Run, token: torch.Tensor, *primals: torch.Tensor) -> torch.Tensor:
         ctx.hollow, ctx.owner, ctx.index = hollow, run, len(hollow.runs) - 1
         ctx.primals = primals if run.part.returns_primals else None
+        hollow.nodes.append(ctx)
         return token.new_empty(0)
 
     @staticmethod
@@ -145,6 +148,7 @@ class _HollowResult(torch.autograd.Function):
                 if storage is not None:
                     outputs[leaf.index] = _moved(tensor, hollow, index, storage, made)
         ctx.hollow, ctx.run, ctx.index, ctx.token = hollow, run, index, token
+        hollow.nodes.append(ctx)
         run.views = Versions(outputs[i] for i in run.part.views)
         returned = [leaf for leaf in traced.outputs if leaf.input is None]
         ctx.mark_non_differentiable(*(outputs[leaf.index] for leaf in returned if not leaf.requires_grad))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -139,17 +139,16 @@ class Sample:
             elif self.gradients == "accumulated":
                 first = Hollow(self.model, given, parts, self.device, candidates.descend)
                 hollow.sizes |= self._first_sizes(first, step, modules)
-            with hollowed(hollow, modules), looking_at_losses(modules.get(LOSS)):
+            with closing(hollow), hollowed(hollow, modules), looking_at_losses(modules.get(LOSS)):
                 self._observe(hollow, step, counting)
             for parameter in own.values():
                 parameter.grad = None
         return hollow
 
-    def _first_sizes(
-        self, first: Hollow, step: Callable[[Hollow], None], modules: Mapping[str, nn.Module]
-    ) -> set[int]:
+    def _first_sizes(self, first: Hollow, step: Callable[[Hollow], None], modules: Mapping[str, nn.Module]) -> set[int]:
         """Sizes in a micro-batch before this one: what is left of it is told by them from what this one makes."""
-        with hollowed(first, modules), looking_at_losses(modules.get(LOSS)), without_reducing(self.model):
+        alone = without_reducing(self.model)
+        with closing(first), hollowed(first, modules), looking_at_losses(modules.get(LOSS)), alone:
             kind_of(self.device).allocations(lambda: step(first), self.device)
         return set(first.sizes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import random
 import warnings
@@ -704,6 +705,16 @@ def test_planning_leaves_an_argument_that_forward_changes_as_it_was(filled: bool
     auto_checkpoint(Remembering(), (torch.randn(4, 16), cache), progress=False, regions="whole")
     assert cache.keys is held
     assert cache.notes == []
+
+
+def test_planning_keeps_nothing_of_what_regions_were_handed() -> None:
+    """A cache of keys holds what regions return, and that their nodes in autograd's graph: no collector sees them."""
+    x = torch.randn(5, 16)
+    plan = auto_checkpoint(UsesCache(), x, regions="layers.*", progress=False, check=False)
+    assert plan.runs
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.device.type == "cpu"]
+    assert [t for t in tensors if t.shape[-1:] == (16,) and len(t) % 5 == 0 and t is not x] == []
 
 
 def test_a_returned_view_may_be_changed_in_place() -> None:

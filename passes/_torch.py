@@ -651,7 +651,7 @@ _CHECKED: Any = torch._library.simple_registry.singleton.find("aten::_linalg_che
 _EFFECT_OF_CHECKS = getattr(getattr(_CHECKED, "effect", None), "effect", None)
 
 # Python decompositions that tracing needs: without them the update of running statistics would be lost.
-_KEPT_DECOMPOSITIONS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "broadcast_tensors"})
+_KEPT_DECOMPOSITIONS = frozenset({"native_batch_norm", "miopen_batch_norm", "broadcast_tensors"})
 
 
 @contextlib.contextmanager

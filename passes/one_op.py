@@ -65,7 +65,7 @@ def on_made_up(node: fx.Node, make_up: Callable[[Any], Any]) -> Callable[[], Any
     target: Any = node.target
     made: dict[fx.Node, Any] = {}
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made, make_up))
-    args = _full_bags(node, _even_lengths(node, _even_groups(node, args)))
+    args = _rows_apart(node, _full_bags(node, _even_lengths(node, _even_groups(node, args))))
     if not is_random(node):  # attention without dropout, which carries the tag all the same
         return partial(target, *args, **kwargs)
     return drawing_privately(target, args, kwargs, device_of(node))
@@ -79,6 +79,13 @@ def _full_bags(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 _BAG_SIZES = 4
+
+
+def _rows_apart(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The gradient of an embedding takes memory for each row that is looked up: made up, all would be the first."""
+    if node.target is aten.embedding_dense_backward.default:
+        args[1].copy_((torch.arange(args[1].numel(), device=args[1].device) % args[2]).reshape(args[1].shape))
+    return args
 
 
 def _even_groups(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:

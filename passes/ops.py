@@ -32,9 +32,15 @@ IGNORED_ARGUMENTS: dict[Any, IgnoredArguments] = {
 
 # Ops one of whose results is a blob that only their own backward understands: made-up bytes there can crash it, so
 # when such a backward is measured its forward is really run.
+# Attention on a GPU leaves where its generator stood in the host's memory, which no rule of shapes tells.
 OPAQUE_RESULTS = frozenset(
-    {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_thnn_fused_lstm_cell", "_cudnn_ctc_loss", "_embedding_bag"}
-)
+    {
+        "mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_thnn_fused_lstm_cell", "_cudnn_ctc_loss", "_embedding_bag",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_cudnn_attention", "_efficient_attention_forward", "_flash_attention_forward",
+        "_cudnn_attention_forward",
+    }
+)  # fmt: skip
 
 
 

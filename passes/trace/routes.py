@@ -86,7 +86,7 @@ def kernels() -> dict[tuple[Any, Any], Callable[..., Any]]:
     """What stands for each op on each of autograd's keys while tracing."""
     found = {op: _kernel(op) for op in (*REROUTED, *IN_PLACE)}
     found |= {aten.ctc_loss.IntList: _ctc_loss, aten.cross_entropy_loss.default: _cross_entropy_loss}
-    found |= {aten.affine_grid_generator.default: _affine_grid}
+    found |= {aten.affine_grid_generator.default: _affine_grid, aten.cudnn_batch_norm.default: _cudnn_batch_norm}
     return {(op, key): kernel for op, kernel in found.items() for key in AUTOGRAD_KEYS}
 
 
@@ -174,6 +174,19 @@ def _affine_grid(theta: torch.Tensor, size: list[int], align_corners: bool) -> A
         with native_kernels():
             return aten.affine_grid_generator.default(theta, size, align_corners)
     return _AffineGrid.apply(theta, size, align_corners, dtype)
+
+
+def _cudnn_batch_norm(
+    values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None, training: bool, momentum: float, eps: float,
+) -> Any:  # fmt: skip
+    """cuDNN's kernel by an op whose schema tells that the running statistics change; torch traces one of ATen's."""
+    with native_kernels():
+        if not training:
+            return aten.cudnn_batch_norm.default(values, weight, bias, running_mean, running_var, False, momentum, eps)
+        mean = torch.zeros_like(weight) if running_mean is None else running_mean
+        var = torch.ones_like(weight) if running_var is None else running_var
+        return aten._batch_norm_with_update.default(values, weight, bias, mean, var, momentum, eps)
 
 
 def _positional(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -33,9 +33,14 @@ REPORT = "This is a defect of the plan: please report it"
 Known = set[bytes]
 
 
-def explain(case: Case, planned: Decided, plain: list[Observed], found: list[Difference]) -> str:
-    """What to add to the record where the plain step differs from itself as much; raises CheckError otherwise."""
-    noise = differences(plain, case.take(case.plain, len(plain)))
+def explain(
+    case: Case, planned: Decided, plain: list[Observed], found: list[Difference], noise: list[Difference]
+) -> str:
+    """What to add to the record where the plain step differs from itself as much; raises CheckError otherwise.
+
+    Args:
+        noise: what differs between two runs of the plain step.
+    """
     changed = case.changed
     if noise and _within(found, noise):
         worst = max(d.size or 0.0 for d in noise)

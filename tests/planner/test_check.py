@@ -248,16 +248,37 @@ def test_a_plain_step_that_does_not_repeat_itself_is_no_false_alarm() -> None:
     assert "does not repeat itself" in str(found)
 
 
+def test_a_step_that_repeats_itself_by_deterministic_algorithms_alone_is_compared_by_them() -> None:
+    """cuDNN's gradients of convolutions differ from run to run by more than roundings unless it is told not to."""
+    model = Wrap(lambda self, x: noisy(self.inner(x), 1e4).pow(2).sum(), inner=linear())
+    found = plan(model, batch(), check=True).checked
+    assert found.steps == 2
+    assert "by deterministic algorithms of torch" in str(found)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_wrong_step_is_told_though_the_plain_one_does_not_repeat_itself() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        traced = type(x).__name__ != "Tensor"
+        return noisy(self.inner(x) * (1.5 if traced else 1.0), 1e4).pow(2).sum()
+
+    model = Wrap(forward, inner=linear())
+    with pytest.raises(CheckError, match="does not repeat itself"):
+        plan(model, batch(), check=True)
+
+
 NOISE = itertools.cycle((0.0, 1e-6, 2e-6))
 
 
 @torch.library.custom_op("check_tests::noisy", mutates_args=())
-def noisy(x: torch.Tensor) -> torch.Tensor:
-    return x * (1 + next(NOISE))
+def noisy(x: torch.Tensor, times: float = 1.0) -> torch.Tensor:
+    """Repeats itself where torch is told to use deterministic algorithms, and `times` is given."""
+    steady = times != 1.0 and torch.are_deterministic_algorithms_enabled()
+    return x * (1 + (0.0 if steady else times * next(NOISE)))
 
 
-noisy.register_fake(torch.empty_like)
-noisy.register_autograd(lambda ctx, gradient: gradient)
+noisy.register_fake(lambda x, times=1.0: torch.empty_like(x))
+noisy.register_autograd(lambda ctx, gradient: (gradient, None))
 
 
 # That it leaves everything as it was ----------------------------------------------------------------------------------

@@ -7,10 +7,21 @@ from typing import Any
 
 import torch
 
+from .errors import PlannerError
+
 
 def get_rng_state(device: str) -> torch.Tensor:
-    """The state of `device`'s default generator, as a byte tensor on the CPU."""
+    """The state of `device`'s default generator, as a byte tensor on the CPU.
+
+    Raises:
+        PlannerError: a CUDA graph is captured, during which nobody may ask for it.
+    """
     if device.startswith("cuda"):
+        if torch.cuda.is_current_stream_capturing():
+            raise PlannerError(
+                "a CUDA graph cannot capture this plan, which repeats draws of random numbers in the backward: plan "
+                'with never_recompute= naming the ops that draw ("aten.native_dropout").'
+            )
         return torch.cuda.get_rng_state(device)
     return torch.get_rng_state()
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import torch
 
 
-def copy_generator(device: str) -> torch.Generator:
-    """A generator in the state of `device`'s default one, which is left as it is."""
+def copy_generator(device: str) -> torch.Generator | None:
+    """A generator in the state of `device`'s default one, which is left as it is; None while a graph is captured."""
     if not device.startswith("cuda"):
         return torch.default_generator.clone_state()
+    if torch.cuda.is_current_stream_capturing():  # no generator has a state then
+        return None
     index = torch.device(device).index
     torch.cuda.init()
     generator: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]

@@ -32,6 +32,10 @@ _OTHER_DRAWS = (
     ": the plain forward would be replayed, and does not draw the random numbers that compiled code has drawn. Call "
     "the model again, which is then planned for such a backward; or use the plan uncompiled."
 )
+_CAPTURED = (
+    ": the plain forward would be replayed, and a CUDA graph that is captured keeps no generator's state. Run some "
+    "steps before the capture, which are then planned for such a backward."
+)
 _IRREPLAYABLE = (
     ": the plain forward would be replayed, but {}. Call the model again, which is then planned for such a backward."
 )
@@ -79,7 +83,7 @@ class Fallback:
     def __call__(
         self,
         primals: Sequence[torch.Tensor],
-        generators: dict[str, torch.Generator],
+        generators: dict[str, torch.Generator | None],
         gradients: dict[int, torch.Tensor],
     ) -> list[Any]:
         wanted = {leaf.index: leaf for leaf in self.traced.outputs if leaf.index in gradients}
@@ -92,8 +96,11 @@ class Fallback:
         self.state.replayed(active_autocast())
         started = f"backward started from {describe_starts(paths)}{how}, which the plan did not expect"
         try:
+            known = {device: generator for device, generator in generators.items() if generator is not None}
             if self.compiled and generators:
                 raise PlannerError(f"{started}{_OTHER_DRAWS}")
+            if len(known) < len(generators):
+                raise PlannerError(f"{started}{_CAPTURED}")
             if why := self._irreplayable(primals):
                 raise ChangedInPlace(f"{started}{_IRREPLAYABLE.format(why)}")
             warnings.warn(
@@ -102,7 +109,7 @@ class Fallback:
                 stacklevel=2,
             )
             with self.as_called():
-                return self._replay(primals, generators, gradients)
+                return self._replay(primals, known, gradients)
         finally:
             if learned:
                 for entry in self.state.cache:

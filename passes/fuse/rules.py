@@ -189,7 +189,7 @@ def split_convolutions(graph: fx.Graph) -> None:
 
 
 def join_convolutions(graph: fx.Graph, peak_bytes: int) -> None:
-    """Let ATen's one op run where a convolution's halves follow each other on the CPU: it prepares less.
+    """Let ATen's one op run where a convolution's halves follow each other: it prepares less, and is one call.
 
     All that either of them holds is then held at once, which has to be below the peak.
     """
@@ -200,7 +200,7 @@ def join_convolutions(graph: fx.Graph, peak_bytes: int) -> None:
             moment, workspace = others.meta["moment"], half.meta["moment"].workspace
             values = half.meta["val"][0]
             held = moment.bytes + workspace + values.numel() * values.element_size()
-            if values.device.type == "cpu" and held <= peak_bytes:
+            if held <= peak_bytes:
                 _run_at_once(half, others)
 
 

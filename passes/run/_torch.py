@@ -12,7 +12,7 @@ from torch.utils._pytree import register_pytree_node
 
 __all__ = [
     "TORCH_VERSION", "Autocast", "active_autocast", "after_backward", "backward_number", "below_autograd",
-    "kernel_settings", "like_lazily", "num_owners", "own_part", "passed_back", "register_pytree_node",
+    "kernel_settings", "like_lazily", "num_owners", "overwrite", "own_part", "passed_back", "register_pytree_node",
     "run_below_autograd", "segments_that_do_not_grow", "under_autocast", "under_transform", "with_autograd",
 ]  # fmt: skip
 
@@ -128,6 +128,12 @@ def backward_number() -> int:
 def after_backward(call: Callable[[], None]) -> None:
     """Call this once the backward that is running is over."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def overwrite(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copy each value to its tensor: a batch norm has three of a few bytes, and on a GPU each copy is a launch."""
+    if tensors:
+        torch._foreach_copy_(tensors, values)
 
 
 def num_owners(storage: torch.UntypedStorage) -> int | None:

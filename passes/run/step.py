@@ -18,7 +18,15 @@ from typing import Any, Protocol
 
 import torch
 
-from ._torch import Autocast, active_autocast, kernel_settings, passed_back, run_below_autograd, under_transform
+from ._torch import (
+    Autocast,
+    active_autocast,
+    kernel_settings,
+    overwrite,
+    passed_back,
+    run_below_autograd,
+    under_transform,
+)
 from .arena import Arena, ask_for
 from .errors import PlannerError
 from .mixing import Versions, warn_of_changed_view, watch_sum
@@ -49,7 +57,7 @@ class Fallback(Protocol):
     """What one call of a step asks for, should its backward be another one than planned."""
 
     def __call__(
-        self, primals: Sequence[torch.Tensor], generators: dict[str, torch.Generator],
+        self, primals: Sequence[torch.Tensor], generators: dict[str, torch.Generator | None],
         gradients: dict[int, torch.Tensor], /,
     ) -> list[Any]:  # fmt: skip
         """The gradients of the primals, or None, from the generators before the forward and the outputs' gradients."""
@@ -207,9 +215,9 @@ class _Run:
         results = run_below_autograd(step.forward.forward, list(self.given))
         count = len(step.mutated)
         with torch.no_grad():
-            for i, value in zip(step.mutated, results[:count], strict=True):
-                primals[i].copy_(value)
-                self.versions[i] = self.sources[i]._version
+            overwrite([primals[i] for i in step.mutated], results[:count])
+        for i in step.mutated:
+            self.versions[i] = self.sources[i]._version
         outputs = distinct(results[count : count + step.num_outputs])
         callers = [(t, t.untyped_storage().data_ptr()) for t in (*outputs, *primals)]
         held = {place for _, place in callers}

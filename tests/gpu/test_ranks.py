@@ -51,7 +51,7 @@ def test_a_sharded_model(share: int | None) -> None:
     mesh = init_device_mesh("cuda", (1,))
     for module in (*model.blocks, model):  # type: ignore[misc]
         fully_shard(module, mesh=mesh)
-    plan = plan_for(model, sample, share, time_limit=3.0)
+    plan = plan_for(model, sample, share, time_limit=3.0, check=False)
     found = measure(plan, model, sample)
     assert plan.runs
     assert found.allocated_bytes <= plan.peak_bytes * (1 if is_expandable() else 1 + LOW)

@@ -71,7 +71,7 @@ def run_step(module: nn.Module, state_of: nn.Module, sample: Any, seed: int = 1)
         [t.detach().clone() for t in tensors],
         {n: None if p.grad is None else p.grad.clone() for n, p in state_of.named_parameters()},
         {n: b.clone() for n, b in state_of.named_buffers()},
-        torch.get_rng_state(),
+        torch.cat([torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]),
     )
 
 

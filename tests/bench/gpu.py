@@ -176,12 +176,12 @@ class Bench:
         print(f"{self.name}: {name}: {way.allocated / MIB:.1f} MiB; {way.note}", file=sys.stderr, flush=True)
         return way
 
-    def prepare(self, names: list[str], time_limit: float) -> None:
+    def prepare(self, names: list[str], **options: Any) -> None:
         """The plain step and the named ways, and after each a plan under its peak."""
         self.add("plain", lambda: Way("", self.model, self.model))
         begun = time.perf_counter()
         with self.mode():
-            session = open_session(self.model, self.sample, time_limit=time_limit, progress=False, keep_outputs=False)
+            session = open_session(self.model, self.sample, progress=False, keep_outputs=False, **options)
         print(f"{self.name}: captured in {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
         static, plain = session.problem.static_bytes, session.plain_peak_bytes
         for name in names:
@@ -262,7 +262,7 @@ def work(name: str, options: argparse.Namespace, ready: Any, turn: Any, failed: 
     try:
         with patient_dynamo():
             bench = Bench(name, options.batch, options.seconds)
-            bench.prepare(options.ways.split(","), options.time_limit)
+            bench.prepare(options.ways.split(","), time_limit=options.time_limit, cost=options.cost)
     finally:
         empty_cache(CUDA)
         ready.wait()
@@ -281,6 +281,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--ways", default=WAYS)
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds of each solve")
+    parser.add_argument("--cost", default="roofline", help="what ours are planned by, as in auto_checkpoint")
     parser.add_argument("--seconds", type=float, default=600.0, help="no further way of a model is begun after them")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()

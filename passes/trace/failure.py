@@ -51,6 +51,13 @@ def _explain(kind: str, text: str) -> tuple[str, str] | None:
             "The value of a tensor is needed here to know a shape or a position (torch.tensor_split by a tensor).",
             "Give it as Python numbers, as `tensor_split(x, [1, 2])` does: a plan holds for every batch.",
         )
+    if "Cannot access data pointer" in text:
+        return (
+            "The address of a tensor's memory is needed here, which a trace does not have: cuDNN's recurrent layers ask "
+            "for those of their weights.",
+            "Plan the submodules beside them (regions=), which leaves them in eager, or plan and train under "
+            "torch.backends.cudnn.flags(enabled=False).",
+        )
     if "mutating a non-functional tensor" in text:
         return (
             "A tensor that the model does not register is changed in place here, and a plan would take it as constant.",

@@ -344,7 +344,7 @@ def test_a_wrapped_model_compiled_under_a_budget_trains_as_uncompiled(way: str) 
         assert peak(compiled) + resident <= 0.8 * (peak(unplanned) + resident)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("first", range(150_346, 150_358, 3))
 @pytest.mark.parametrize("way", RANKS)
 @pytest.mark.filterwarnings("ignore")

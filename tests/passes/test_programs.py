@@ -36,7 +36,7 @@ def picker(draw: st.DrawFn) -> Pick:
     return lambda low, high: draw(st.integers(low, high))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.data())
 def test_random_programs_under_random_schedules(data: Any) -> None:
     pick = picker(data.draw)

@@ -750,6 +750,7 @@ def test_inductor_keeps_budgets_that_it_does_not_keep_by_itself() -> None:
     assert schedules[0] != schedules[1]
 
 
+@pytest.mark.slow
 def test_a_plan_compiles_within_its_budget() -> None:
     torch.manual_seed(0)
     model, x = Net(64, 3), torch.randn(512, 64)

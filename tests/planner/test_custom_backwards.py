@@ -66,6 +66,7 @@ class Stack(nn.Module):
         return sum((block(x * (i + 1)) for i, block in enumerate(self.blocks)), torch.zeros(()))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("regions", ["whole", "blocks.*"])
 def test_a_backward_that_runs_the_models_modules_is_planned(regions: str) -> None:
     model, plain = twins(Stack())

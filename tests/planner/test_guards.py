@@ -1180,6 +1180,7 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(config).train()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("change", "stays"),
     [

@@ -7,7 +7,7 @@ import pytest
 from tests.planner.histories import COMPILED, WAYS, run
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("way", range(len(WAYS)), ids=WAYS)
 @pytest.mark.filterwarnings("ignore")
 def test_random_models_train_for_random_steps(way: int) -> None:

@@ -727,6 +727,7 @@ class Speaks(nn.Module):
         return {"loss": F.cross_entropy(logits.view(-1, 9000), x.flatten()), "logits": logits}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("regions", ["blocks.*", "whole"])
 def test_logits_that_nobody_holds_become_their_gradient(regions: str, cap: float | None) -> None:

@@ -49,6 +49,7 @@ def forget(model: nn.Module) -> None:
             module.rows, module.shape, module.seen = -1, None, ""
 
 
+@pytest.mark.every(3)
 @pytest.mark.filterwarnings("ignore:planning anew", "ignore:.*calls were planned anew", "ignore:backward started")
 @pytest.mark.parametrize("stale", [False, True])
 @pytest.mark.parametrize("regions", ["whole", "blocks.*"])

@@ -212,7 +212,7 @@ def made_and_traced(model: nn.Module, samples: list[Any], monkeypatch: pytest.Mo
     return len(traced), found
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("read", MADE, ids=lambda r: r.__name__)
 def test_a_trace_at_another_length_is_the_one_that_tracing_makes(
     read: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -267,7 +267,7 @@ def test_so_it_is_for_real_models(build: Callable[..., Any], monkeypatch: pytest
     assert traced == 2 or TORCH_VERSION < "2.12"
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("read", READS, ids=lambda r: r.__name__)
 def test_every_length_trains_as_without_a_plan(read: Callable[..., Any]) -> None:
     torch.manual_seed(0)

@@ -913,6 +913,7 @@ class Fails(nn.Module):
         return y * y.sum().item() if self.fails else y
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("mode", ["train", "eval", "mixed"])
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.filterwarnings("ignore:forward sets self")

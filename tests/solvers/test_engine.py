@@ -51,6 +51,7 @@ def hard_model(stages: int = 40) -> StagedModel:
     return StagedModel(problem, budget_bytes, first_ends(problem, 12, budget_bytes))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("program", ["", "no such program", "/bin/false"])
 def test_without_its_process_the_relaxation_answers_and_says_so(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Valid, within the budget, labelled, and its bound holds for the optimum that the rotor knows."""
@@ -210,6 +211,7 @@ def assert_in_time(problem: Problem, name: str, time_limit: float) -> None:
     assert any(taken < (1 + LATE_SHARE) * time_limit + LATE_SECONDS for taken in tries)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["auto", "chen", "greedy", "ilp"])
 def test_no_time_at_all(name: str) -> None:
     """A plan that exists is used; without one the refusal says that the clock did it, and names what works."""

@@ -32,6 +32,7 @@ def test_what_is_ruled_out_is_no_more_than_the_truth(seed: int, monkeypatch: pyt
         assert not exact_schedule(problem, best.minimum_bytes - 1).schedule
 
 
+@pytest.mark.slow
 def test_the_minimum_of_a_transformer_block_is_its_floor() -> None:
     """No descent gets below 47.24 % of the plain peak; 44.47 % is the floor, and a schedule reaches it."""
     problem = transformer(1)

@@ -93,6 +93,7 @@ def test_figures_of_options_are_those_of_a_naive_replay(name: str) -> None:
             assert told == [int(peaks[ops.start : ops.stop].max()) for ops in (run.forward, run.backward)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "share"), [("transformer", 60), ("lstm", 45)])
 def test_a_composed_plan_is_close_to_its_bound(name: str, share: int) -> None:
     problem = small(name)

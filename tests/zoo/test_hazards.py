@@ -22,7 +22,7 @@ def build(name: str) -> tuple[nn.Module, Any]:
     return model.train(), sample
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in ENTRIES])
 def test_same_numbers_and_memory(name: str) -> None:
     check(name, (80, 60, 40) if name in HAZARDS else (60,))

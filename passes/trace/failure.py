@@ -53,8 +53,8 @@ def _explain(kind: str, text: str) -> tuple[str, str] | None:
         )
     if "Cannot access data pointer" in text:
         return (
-            "The address of a tensor's memory is needed here, which a trace does not have: cuDNN's recurrent layers ask "
-            "for those of their weights.",
+            "The address of a tensor's memory is needed here, which a trace does not have: cuDNN's recurrent layers "
+            "ask for those of their weights.",
             "Plan the submodules beside them (regions=), which leaves them in eager, or plan and train under "
             "torch.backends.cudnn.flags(enabled=False).",
         )

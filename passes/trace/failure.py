@@ -53,10 +53,10 @@ def _explain(kind: str, text: str) -> tuple[str, str] | None:
         )
     if "Cannot access data pointer" in text:
         return (
-            "The address of a tensor's memory is needed here, which a trace does not have: cuDNN's recurrent layers "
-            "ask for those of their weights.",
-            "Plan the submodules beside them (regions=), which leaves them in eager, or plan and train under "
-            "torch.backends.cudnn.flags(enabled=False).",
+            "The address of a tensor's memory is needed here (data_ptr), which a trace does not have; on a GPU cuDNN's "
+            "recurrent layers ask for those of their weights.",
+            "Do without it. Such a layer can be left in eager by planning the submodules beside it (regions=), or "
+            "planned under torch.backends.cudnn.flags(enabled=False), in which training has to be, too.",
         )
     if "mutating a non-functional tensor" in text:
         return (

@@ -215,3 +215,29 @@ def test_autocast_reaches_into_an_affine_grid(shape: tuple[int, ...], align_corn
     found.backward()
     assert same_bits(expected, found)
     assert same_bits(plain.theta.grad, model.theta.grad)
+
+
+class OfCudnn(nn.Module):
+    """A batch norm as `F.batch_norm` calls it on a GPU, or as it does here."""
+
+    def __init__(self, *, on_a_gpu: bool, tracked: bool) -> None:
+        super().__init__()
+        self.norm, self.on_a_gpu = nn.BatchNorm2d(4, track_running_stats=tracked), on_a_gpu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norm, x = self.norm, x.sin()
+        given = (x, norm.weight, norm.bias, norm.running_mean, norm.running_var)
+        if self.on_a_gpu:
+            return torch.ops.aten.cudnn_batch_norm(*given, True, 0.1, 1e-5)[0].cos().sum()
+        return F.batch_norm(x, *given[3:], *given[1:3], True, 0.1, 1e-5).cos().sum()
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_a_batch_norm_of_cudnn_is_one_op_that_updates_its_statistics(tracked: bool) -> None:
+    """On a GPU it is cuDNN's kernel, on a CPU ATen's; torch traces the latter on both (tests/gpu compares bits)."""
+    x = torch.randn(2, 4, 8, 8)
+    model, twin = OfCudnn(on_a_gpu=True, tracked=tracked), OfCudnn(on_a_gpu=False, tracked=tracked)
+    plan = auto_checkpoint(model, x, check=False, progress=False)
+    ops = [str(node.target) for node in plan.step.forward.graph.nodes]
+    assert "aten._batch_norm_with_update_functional.default" in ops
+    assert differences(run_step(twin, twin, x), run_step(plan.module, model, x)) == []

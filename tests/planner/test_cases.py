@@ -226,6 +226,10 @@ def to_numpy(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.layer(x) + torch.from_numpy(x.numpy())
 
 
+def address(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.layer(x) * (x.data_ptr() % 2)
+
+
 def numpy_mean(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.layer(x) * float(np.mean(x.detach().numpy()))
 
@@ -241,6 +245,7 @@ def data_shape(self: Any, x: torch.Tensor) -> torch.Tensor:
         (branch, "The value of a tensor is needed in Python here", "the branch must not depend on data"),
         (to_numpy, "turned into a numpy array", "Use torch functions instead"),
         (numpy_mean, "turned into a numpy array", "Use torch functions instead"),
+        (address, "address of a tensor's memory", "torch.backends.cudnn.flags(enabled=False)"),
         (data_shape, "The shape of this result depends on data", "Use a mask with torch.where, or a fixed capacity"),
     ],
 )  # fmt: skip

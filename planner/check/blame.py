@@ -31,16 +31,11 @@ SPREAD = 4  # times as far from the plain step as the plain step is from itself
 SHOWN = 3
 REPORT = "This is a defect of the plan: please report it"
 Known = set[bytes]
+Differences = list[Difference]
 
 
-def explain(
-    case: Case, planned: Decided, plain: list[Observed], found: list[Difference], noise: list[Difference]
-) -> str:
-    """What to add to the record where the plain step differs from itself as much; raises CheckError otherwise.
-
-    Args:
-        noise: what differs between two runs of the plain step.
-    """
+def explain(case: Case, planned: Decided, plain: list[Observed], found: Differences, noise: Differences) -> str:
+    """What to add to the record where the plain step differs from itself as much (`noise`); CheckError otherwise."""
     changed = case.changed
     if noise and _within(found, noise):
         worst = max(d.size or 0.0 for d in noise)
@@ -62,18 +57,18 @@ def explain(
     raise _error(case, found, node, cause)
 
 
-def _within(found: list[Difference], noise: list[Difference]) -> bool:
+def _within(found: Differences, noise: Differences) -> bool:
     """Whether all that differs are roundings, and none is much larger than those between two plain runs."""
     spread = {(d.step, d.what): d.size or 0.0 for d in noise}
     return all(d.rounding and (d.size or 0.0) <= SPREAD * spread.get((d.step, d.what), 0.0) for d in found)
 
 
-def _few(found: list[Difference]) -> str:
+def _few(found: Differences) -> str:
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return "; ".join(map(str, found[:SHOWN])) + more
 
 
-def _error(case: Case, found: list[Difference], node: fx.Node | None, cause: str) -> CheckError:
+def _error(case: Case, found: Differences, node: fx.Node | None, cause: str) -> CheckError:
     first = found[0]
     here = [d for d in found if d.step == first.step]
     earlier = "" if first.step == 1 else ", though the first one is equal"
@@ -99,7 +94,7 @@ def _place(case: Case, node: fx.Node) -> str:
 
 
 def _cause(
-    values: _Values, plain: list[Observed], found: list[Difference], changed: list[str]
+    values: _Values, plain: list[Observed], found: Differences, changed: list[str]
 ) -> tuple[fx.Node | None, str]:
     wrong, of_trace, first = values.of_rewrite(), values.of_model(), found[0]
     if wrong is not None:

@@ -65,7 +65,8 @@ def on_made_up(node: fx.Node, make_up: Callable[[Any], Any]) -> Callable[[], Any
     target: Any = node.target
     made: dict[fx.Node, Any] = {}
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made, make_up))
-    args = _rows_apart(node, _full_bags(node, _even_lengths(node, _even_groups(node, args))))
+    for fit in (_even_groups, _even_lengths, _full_bags, _rows_apart):
+        args = fit(node, args)
     if not is_random(node):  # attention without dropout, which carries the tag all the same
         return partial(target, *args, **kwargs)
     return drawing_privately(target, args, kwargs, device_of(node))

@@ -149,7 +149,6 @@ class Hollow:
 
     def close(self) -> None:
         """Let nothing of it live on in what regions were called with (a cache of keys), which their parts hold."""
-        self.late = True
         while self.nodes:
             self.nodes.pop().__dict__.clear()
         while self.given:

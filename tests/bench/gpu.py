@@ -37,11 +37,10 @@ from planner import Plan, PlannerError
 from planner.session import Session, open_session
 from tests.bench.peers import selective
 from tests.bench.peers.blocks import Blocks, checkpoint_each
-from tests.bench.peers.measure import clear
-from tests.bench.peers.methods import quoted
+from tests.bench.peers.measure import Subject, clear, interleaved_seconds, step
+from tests.bench.peers.methods import Failure, quoted
 from tests.bench.peers.mincut import patient_dynamo
 from tests.gpu.device import CUDA, MIB
-from tests.zoo.compare import scalar_loss
 from tests.zoo.models import gpt2, resnet50
 
 WAYS = "plain,blocks,selective,60%,40%,least,compile,compile 0.5,compile 0.1"
@@ -105,16 +104,30 @@ CASES = {
 class Way:
     """One way to run a model's step, and what it was measured to take."""
 
-    name: str
-    module: nn.Module
-    owner: nn.Module
+    subject: Subject
+    name: str = ""
     plan: Plan | None = None
     allocated: int = 0
     reserved: int = 0
     note: str = ""
 
 
-FAILURES = (PlannerError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError)
+class Under(nn.Module):
+    """A module whose forward runs in a mode, as a training loop's does."""
+
+    def __init__(self, mode: Callable[[], contextlib.AbstractContextManager[Any]], module: nn.Module) -> None:
+        super().__init__()
+        self.mode, self.module = mode, module
+
+    def forward(self, **sample: Any) -> Any:
+        with self.mode():
+            return self.module(**sample)
+
+
+def now() -> float:
+    """Seconds, with everything done on the device that was asked of it."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 class Bench:
@@ -136,24 +149,22 @@ class Bench:
         """What the forward runs under."""
         return torch.autocast("cuda", torch.bfloat16) if self.case.autocast else contextlib.nullcontext()
 
-    def step(self, way: Way) -> None:
-        """A forward and backward as a training loop writes it."""
-        with self.mode():
-            loss = scalar_loss(way.module(**self.sample))
-        loss.backward()
+    def way(self, module: nn.Module, **told: Any) -> Way:
+        """One that acts on the model's own parameters and buffers."""
+        return Way(Subject(Under(self.mode, module), self.model), **told)
 
     def measure(self, way: Way) -> None:
         """Memory of three steps, each from cleared gradients, after one that compiles what it compiles."""
-        self.step(way)
-        clear(way.owner)
+        step(way.subject.module, self.sample)
+        clear(self.model)
         gc.collect()
         torch.cuda.synchronize()
         empty_cache(CUDA)
         torch.cuda.reset_peak_memory_stats()
         strays = torch.cuda.memory_allocated() - self.resident  # of ways measured before
         for _ in range(3):
-            self.step(way)
-            clear(way.owner)
+            step(way.subject.module, self.sample)
+            clear(self.model)
         torch.cuda.synchronize()
         way.allocated = torch.cuda.max_memory_allocated() - strays
         way.reserved = torch.cuda.max_memory_reserved()
@@ -168,7 +179,7 @@ class Bench:
             way = make()
             way.name = name
             self.measure(way)
-        except FAILURES as error:
+        except (PlannerError, *Failure) as error:
             self.failures.append(f"| {self.name} | {name} | {quoted(error)} |")
             return None
         way.note = f"{time.perf_counter() - begun:.0f} s to prepare; {way.note}"
@@ -178,7 +189,7 @@ class Bench:
 
     def prepare(self, names: list[str], **options: Any) -> None:
         """The plain step and the named ways, and after each a plan under its peak."""
-        self.add("plain", lambda: Way("", self.model, self.model))
+        self.add("plain", lambda: self.way(self.model))
         begun = time.perf_counter()
         with self.mode():
             session = open_session(self.model, self.sample, progress=False, keep_outputs=False, **options)
@@ -209,35 +220,26 @@ class Bench:
         twin = self.twin()
         names = tuple(name for name, module in twin.named_modules() if type(module).__name__ == self.case.block)
         checkpoint_each(twin, Blocks(self.case.block, names, ()), **options)
-        return Way("", twin, self.model, note=f"{len(names)} {self.case.block}")
+        return self.way(twin, note=f"{len(names)} {self.case.block}")
 
     def compiled(self, budget: float) -> Way:
         from torch._functorch import config
 
         twin = self.twin()
-        way = Way("", torch.compile(twin), self.model)  # type: ignore[arg-type]
+        way = self.way(torch.compile(twin))  # type: ignore[arg-type]
         with config.patch(activation_memory_budget=budget):
-            self.step(way)
+            step(way.subject.module, self.sample)
         return way
 
     def planned(self, session: Session, budget: int) -> Way:
         with self.mode():
             plan = session.plan(budget)
-        return Way("", plan.module, self.model, plan, note=f"recompute {plan.overhead:.2%}")
+        return self.way(plan.module, plan=plan, note=f"recompute {plan.overhead:.2%}")
 
     def time(self, rounds: int) -> list[list[float]]:
         """Milliseconds of each way's steps, taking turns."""
-        taken: list[list[float]] = [[] for _ in self.ways]
-        for r in range(rounds + WARM_UP):
-            turn = list(zip(self.ways, taken, strict=True))
-            for way, times in turn if r % 2 else turn[::-1]:
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                self.step(way)
-                torch.cuda.synchronize()
-                times.append(1000 * (time.perf_counter() - start))
-                clear(way.owner)
-        return [times[WARM_UP:] for times in taken]
+        taken = interleaved_seconds([way.subject for way in self.ways], self.sample, WARM_UP + rounds, now)
+        return [[1000 * seconds for seconds in times[WARM_UP:]] for times in taken]
 
     def table(self, taken: list[list[float]]) -> Iterator[tuple[str, bool]]:
         """The lines, and whether they hold."""

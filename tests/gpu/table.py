@@ -22,9 +22,10 @@ from torch import nn
 
 from passes.device import empty_cache
 from planner import Plan, PlannerError
+from tests.bench.peers.measure import Subject, compare, reference
 from tests.bench.step_time import BLOCKS
 from tests.gpu.device import CUDA, HOLLOW, MIB, is_expandable, measure, on_device, plan_for
-from tests.zoo.compare import StepResult, differences, loss_bytes, run_step
+from tests.zoo.compare import loss_bytes
 from tests.zoo.models import gpt2
 from tests.zoo.table import ENTRIES
 
@@ -44,17 +45,10 @@ def most_reserved(allocated_bytes: int) -> float:
 
 def different(plan: Plan, model: nn.Module, sample: Any) -> list[str]:
     """What two plain steps agree about, and the planned one does not, by name."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-
-    def result(module: nn.Module) -> StepResult:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
-        return run_step(module, model, sample)
-
-    plain, again = result(model), result(model)
-    unsteady = differences(plain, again)
-    return [name for name in differences(plain, result(plan.module)) if name not in unsteady]
+    plain = reference(model, sample)
+    unsteady, _ = compare(Subject(model, model), sample, plain)
+    planned, _ = compare(Subject(plan.module, model), sample, plain)
+    return [name for name in planned if name not in unsteady]
 
 
 def line(name: str, share: int | None, blocks: bool) -> tuple[str, bool]:

@@ -56,8 +56,14 @@ class Rewritten:
         return (*groups, tuple(i for i, g in enumerate(gradients) if g is not None and i not in early))
 
 
-def rewrite(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedule) -> Rewritten:
-    """Emit `schedule` as two GraphModules."""
+def rewrite(
+    traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedule, peak_bytes: int | None = None
+) -> Rewritten:
+    """Emit `schedule` as two GraphModules.
+
+    Args:
+        peak_bytes: what may be held at once, by the count of `lowered`; as much as the schedule holds, if not given.
+    """
     boundary = schedule.index(Step("compute", lowered.tangent_op))
     moments = list(replay(lowered.problem, schedule))
     saved = _crossing(lowered, schedule, moments, boundary)
@@ -82,7 +88,7 @@ def rewrite(traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedu
     backward.emit(schedule, moments, range(boundary + 1, len(schedule)), leaving)
     backward.output([backward.resolve(n) for n in traced.gradients])
     join_batch_norms(backward.graph)
-    join_convolutions(backward.graph, max(moment.moment_bytes for moment in moments))
+    join_convolutions(backward.graph, peak_bytes or max(moment.moment_bytes for moment in moments))
     handovers = backward.handovers()
     root = traced.graph_module
     return Rewritten(

@@ -35,7 +35,7 @@ from .options import WHOLE, Options
 from .preference import placed
 from .prepared import Prepared, Regions, check_model, prepare
 from .progress import Progress
-from .regions.emit import cut
+from .regions.emit import cut, own_peaks
 from .regions.larger import WHOLE_MODEL, holders, may_help, paths_of
 from .regions.prepare import prepare_regions
 from .sizes import Sizes
@@ -160,12 +160,18 @@ def _larger(
 
 
 @exclusive()
-def emit(prepared: Prepared, solution: Solution, budget_bytes: int | None, progress: Progress) -> Decided:
-    """Rewrite a solution into code, and prove it."""
+def emit(
+    prepared: Prepared, solution: Solution, budget_bytes: int | None, progress: Progress, peak_bytes: int | None = None
+) -> Decided:
+    """Rewrite a solution into code, and prove it.
+
+    Args:
+        peak_bytes: of a run of a region, what it may hold, by its own count, before the peak of the step grows.
+    """
     if prepared.regions is not None:
         return _emit_regions(prepared, prepared.regions, solution, budget_bytes, progress)
     with progress.stage("rewrite"):
-        rewritten = rewrite(prepared.traced, prepared.aliases, prepared.lowered, solution.schedule)
+        rewritten = rewrite(prepared.traced, prepared.aliases, prepared.lowered, solution.schedule, peak_bytes)
     with progress.stage("verify"):
         verify(prepared.traced, rewritten)
     step = bind_step(prepared, rewritten, prepared.arena(solution.schedule, budget_bytes))
@@ -177,21 +183,30 @@ def _emit_regions(
 ) -> Decided:
     runs = planned_runs(
         regions, found.schedule,
-        lambda part, own: emit(part, solution(part.problem, own, found.solver), None, progress),
+        lambda part, own, peak: emit(part, solution(part.problem, own, found.solver), None, progress, peak),
     )  # fmt: skip
     arena = prepared.arena(found.schedule, budget_bytes)
     return Decided(prepared, found, None, budget_bytes, dict(progress.seconds), runs=runs, arena=arena)
 
 
 def planned_runs(
-    regions: Regions, schedule: Schedule, emit_run: Callable[[Prepared, Schedule], Decided]
+    regions: Regions, schedule: Schedule, emit_run: Callable[[Prepared, Schedule, int], Decided]
 ) -> tuple[PlannedRun, ...]:
-    """A schedule for each run of a region; equal ones share what `emit_run` makes of them."""
+    """A schedule for each run of a region; equal ones share what `emit_run` makes of them.
+
+    It is told what they all may hold, each by its own count, before the peak of the step grows.
+    """
     known: dict[Any, Decided] = {}
-    schedules = cut(regions.composed, schedule, [own.problem for own in regions.prepared])
+    problems = [own.problem for own in regions.prepared]
+    schedules = cut(regions.composed, schedule, problems)
+    equal: dict[Any, list[int]] = {}
+    for own, part, peak in zip(
+        schedules, regions.prepared, own_peaks(regions.composed, schedule, problems, schedules), strict=True
+    ):
+        equal.setdefault((id(part), own), []).append(peak)
     for own, part in zip(schedules, regions.prepared, strict=True):
         if (id(part), own) not in known:
-            known[id(part), own] = emit_run(part, own)
+            known[id(part), own] = emit_run(part, own, min(equal[id(part), own]))
     runs = zip(regions.crossings.runs, schedules, regions.prepared, strict=True)
     return tuple(
         PlannedRun(run.path, run.number, run.part.key, tuple(run.part.state), known[id(part), own])

@@ -94,6 +94,13 @@ def computes_after(node: fx.Node) -> Iterator[fx.Node]:
             yield node
 
 
+def computes_before(node: fx.Node) -> Iterator[fx.Node]:
+    """The kernels before a node, latest first."""
+    while (node := node.prev).op != "root":
+        if is_compute(node):
+            yield node
+
+
 def substitute(fused: Fused, root: fx.Node, arguments: tuple[Any, ...]) -> fx.Node:
     """Put a call of the fused op in the place of `root`."""
     if fused.keeps_name:

@@ -194,29 +194,32 @@ def join_convolutions(graph: fx.Graph, peak_bytes: int) -> None:
     All that either of them holds is then held at once, which has to be below the peak.
     """
     found = graph.find_nodes(op="call_function", target=records.CONVOLUTION_BACKWARD)
-    for others in [node for node in found if not records.has_input_half(*node.args)]:
-        half = next(match.computes_after(others), None)
-        if half is not None and _are_halves(half, others):
-            moment, workspace = others.meta["moment"], half.meta["moment"].workspace
-            values = half.meta["val"][0]
-            held = moment.bytes + workspace + values.numel() * values.element_size()
-            if held <= peak_bytes:
-                _run_at_once(half, others)
+    for half in [node for node in found if node.args[records.MASK] == [True, False, False]]:
+        before, after = (next(find(half), None) for find in (match.computes_before, match.computes_after))
+        for others in (node for node in (before, after) if node is not None and _are_halves(half, node)):
+            first, second = (others, half) if others is before else (half, others)
+            mask: Any = second.args[records.MASK]
+            values = (v for v, wanted in zip(second.meta["val"], mask, strict=True) if wanted)
+            held = first.meta["moment"].bytes + second.meta["moment"].workspace
+            ready = all(read < first for read in others.all_input_nodes)
+            if ready and held + sum(v.numel() * v.element_size() for v in values) <= peak_bytes:
+                _run_at_once(first, half, others)
+                break
 
 
 def _are_halves(half: fx.Node, others: fx.Node) -> bool:
     """Whether `half` computes the gradient of the input alone, and `others` of the same convolution the other ones."""
     if half.target is not others.target:
         return False
-    (gradient, values, *rest, mask), (other_gradient, other_values, *other_rest, _) = half.args, others.args
+    (gradient, values, *rest, _), (other_gradient, other_values, *other_rest, mask) = half.args, others.args
     same = gradient is other_gradient and rest == other_rest
     alike = values.meta["val"].stride() == other_values.meta["val"].stride()  # type: ignore[union-attr]
-    return same and alike and list(mask) == [True, False, False]  # type: ignore[arg-type]
+    return same and alike and not mask[0]  # type: ignore[index]
 
 
-def _run_at_once(half: fx.Node, others: fx.Node) -> None:
+def _run_at_once(first: fx.Node, half: fx.Node, others: fx.Node) -> None:
     graph, mask = half.graph, others.args[records.MASK]
-    with graph.inserting_before(others):
+    with graph.inserting_before(first):
         whole = graph.call_function(others.target, (*others.args[: records.MASK], [True, *mask[1:]]))  # type: ignore
     whole.meta = {**others.meta, "val": (half.meta["val"][0], *others.meta["val"][1:])}
     for node in (half, others):

@@ -180,7 +180,7 @@ class _Compilation:
         if prepared.regions is None:
             halves = self._of(prepared, found.schedule).decided.halves
             return Decided(prepared, found, halves, budget, {}, BY_INDUCTOR, compiled=True)
-        runs = planned_runs(prepared.regions, found.schedule, lambda own, part: self._of(own, part).decided)
+        runs = planned_runs(prepared.regions, found.schedule, lambda own, part, _: self._of(own, part).decided)
         return Decided(prepared, found, None, budget, {}, BY_INDUCTOR, runs, True)
 
     @exclusive()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from solvers.problem import Problem
+from solvers.replay import replay
 from solvers.schedule import Schedule, computes, with_frees
 
 from .compose import Composed
@@ -60,3 +61,24 @@ def cut(composed: Composed, schedule: Schedule, problems: Sequence[Problem]) -> 
         if place is not None and not composed.problem.ops[i].optional:
             orders[place[0]].append(place[1])
     return [with_frees(problem, order) for problem, order in zip(problems, orders, strict=True)]
+
+
+def own_peaks(
+    composed: Composed, schedule: Schedule, problems: Sequence[Problem], schedules: Sequence[Schedule]
+) -> list[int]:
+    """For each run how many bytes it may hold, by the count of its own Problem, before the step's peak grows."""
+    peak, held = 0, list[list[int]]([] for _ in problems)
+    for moment in replay(composed.problem, schedule):
+        kind, i = moment.step
+        peak = max(peak, moment.moment_bytes)
+        place = composed.local[i] if kind == "compute" else None
+        if place is not None:
+            held[place[0]].append(moment.moment_bytes)
+    own = (
+        [m.moment_bytes for m in replay(problem, part) if m.step.kind == "compute"][1:]
+        for problem, part in zip(problems, schedules, strict=True)
+    )
+    return [
+        peak - max((whole - alone for whole, alone in zip(*run, strict=True)), default=0)
+        for run in zip(held, own, strict=True)
+    ]

@@ -13,6 +13,7 @@ from passes.fuse.records import CONVOLUTION_BACKWARD, INPUT, MASK
 from passes.memory import measure_peak
 from passes.trace.arguments import bind_sample
 from passes.trace.capture import capture
+from planner import auto_checkpoint
 from tests.zoo.compare import measured_peak_bytes, plan_at, same_bits
 
 aten = torch.ops.aten
@@ -91,10 +92,22 @@ def narrow_and_wide() -> tuple[nn.Module, tuple[torch.Tensor]]:
     return nn.Sequential(*layers), (torch.randn(1, 8, 32, 32),)
 
 
+def strided() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    """Its second convolution's input has a larger gradient than its result, and is computed first."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.ReLU(),
+              nn.Conv2d(16, 256, 1), nn.GELU(), nn.GELU(), Total()]  # fmt: skip
+    return nn.Sequential(*layers), (torch.randn(2, 3, 32, 32),)
+
+
 @pytest.mark.parametrize("share", [100, 80])
 @pytest.mark.parametrize(
-    ("build", "whole"), [(network, [True, True, True, False]), (narrow_and_wide, [False, False, True, False])]
-)
+    ("build", "whole"),
+    [
+        (network, [True, True, True, False]), (narrow_and_wide, [False, False, True, False]),
+        (strided, [False, False, True, False]),
+    ],
+)  # fmt: skip
 def test_halves_run_at_once_where_there_is_room_and_bits_and_peak_are_the_same(
     build: Any, whole: list[bool], share: int
 ) -> None:
@@ -108,3 +121,28 @@ def test_halves_run_at_once_where_there_is_room_and_bits_and_peak_are_the_same(
     assert measured_peak_bytes(plan.module, model, sample, plan.static_bytes) == plan.peak_bytes
     nodes = plan.rewritten.backward.graph.find_nodes(op="call_function", target=CONVOLUTION_BACKWARD)
     assert [all(n.args[MASK]) for n in nodes] == whole
+
+
+class Bottlenecks(nn.Module):
+    """Two equal blocks, and behind them a wide layer, in which the step holds the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(*network()[0][:4]) for _ in range(2))
+        self.narrow = nn.Conv2d(64, 8, 1)
+        self.wide = nn.Sequential(nn.Conv2d(8, 512, 1), nn.GELU(), nn.GELU(), Total())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.narrow(block(x))
+        total: torch.Tensor = self.wide(x)
+        return total
+
+
+def test_halves_in_a_region_run_at_once_up_to_the_peak_of_the_step() -> None:
+    model, sample = Bottlenecks(), (torch.randn(1, 8, 32, 32),)
+    plan = auto_checkpoint(model, sample, regions=("blocks.?", "narrow", "wide"), progress=False)
+    graphs = [run.planned.rewritten.backward.graph for run in plan.runs]
+    masks = [n.args[MASK] for g in graphs for n in g.find_nodes(op="call_function", target=CONVOLUTION_BACKWARD)]
+    assert masks == [[True, True, True], [False, True, True], *[[True, True, True]] * 5]
+    assert measured_peak_bytes(plan.module, model, sample, plan.static_bytes) == plan.peak_bytes

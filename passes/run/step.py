@@ -31,7 +31,7 @@ from .arena import Arena, ask_for
 from .errors import PlannerError
 from .mixing import Versions, warn_of_changed_view, watch_sum
 from .replay import as_tensor, copy_generator, old_value
-from .tensors import alone, apart, distinct, is_laid_out, laid_out
+from .tensors import alone, apart, distinct, is_laid_out, laid_out, nodes_behind
 
 
 class BackwardTwice(PlannerError, RuntimeError):
@@ -354,18 +354,14 @@ class _Run:
 
 def _has_listener(primal: torch.Tensor) -> bool:
     """Whether something of the caller's hears of a gradient on its way to the leaves, even that there is none."""
-    seen, waiting = set(), [primal.grad_fn]
-    heard = bool(primal._backward_hooks)
-    while waiting and not heard:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        ours = getattr(node, "_forward_cls", None)
-        heard = isinstance(node, torch.autograd.function.BackwardCFunction) and ours not in (_Owner, PlannedStep)
-        heard = heard or bool(getattr(getattr(node, "variable", None), "_backward_hooks", None))
-        waiting += [before for before, _ in node.next_functions]
-    return heard
+    return bool(primal._backward_hooks) or any(map(_listens, nodes_behind([primal])))
+
+
+def _listens(node: Any) -> bool:
+    """Whether a node is of a custom autograd function, or of a leaf with hooks."""
+    ours = getattr(node, "_forward_cls", None) in (_Owner, PlannedStep)
+    custom = isinstance(node, torch.autograd.function.BackwardCFunction) and not ours
+    return custom or bool(getattr(getattr(node, "variable", None), "_backward_hooks", None))
 
 
 def _silence(node: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,17 @@ def memory_of(tensor: torch.Tensor) -> int:
     """
     place = tensor.data_ptr()
     return place and place - int(tensor.storage_offset()) * tensor.element_size()
+
+
+def nodes_behind(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The nodes of autograd's graph that the tensors were computed by, each once."""
+    seen, waiting = set[Any](), [tensor.grad_fn for tensor in tensors]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [before for before, _ in node.next_functions]
 
 
 def laid_out(gradient: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

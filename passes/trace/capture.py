@@ -39,6 +39,7 @@ from passes.errors import CaptureError, NoBackward, Unsupported
 from passes.exclusive import exclusive
 from passes.fuse.rules import fuse
 from passes.run._torch import Autocast
+from passes.run.tensors import nodes_behind
 
 from . import routes
 from .arguments import (
@@ -202,8 +203,8 @@ def capture(
     Args:
         bound: the arguments by name (`bind_sample`).
         loss_fn: called with the model's output (and the call's further arguments); the step then returns its value.
-        differentiated: paths of the outputs that `backward` starts from; None chooses (`loss`, else scalars, else
-            all), `EVERY_OUTPUT` takes all that require a gradient.
+        differentiated: paths of the outputs that `backward` starts from; None chooses (`loss`, else scalars if they
+            depend on all that the outputs depend on, else all), `EVERY_OUTPUT` takes all that require a gradient.
         keep_outputs, keep_inputs: whether the caller holds what the model returns besides its loss, and what it is
             given, through the backward.
         layouts: how kernels lay out what they make, where another trace had it otherwise (`layouts.learned`), and in
@@ -518,11 +519,16 @@ def choose_differentiated(
     candidates = given_back or candidates  # but where it returns nothing else
     losses = [i for i in candidates if paths[i] in (".loss", "['loss']") and tensors[i].dim() == 0]
     scalars = [i for i in candidates if tensors[i].dim() == 0]
-    if losses or scalars:
+    if losses or (scalars and _sources(tensors, scalars) >= _sources(tensors, candidates)):
         return set(losses or scalars)
     if isinstance(template, Tree) and hasattr(template.spec.type, "to_tuple"):  # HF ModelOutput without a loss
-        return set(candidates[:1])
-    return set(candidates)
+        return {*candidates[:1], *scalars}
+    return set(candidates)  # a part of the loss (`(reconstruction, kl)`) does not reach all parameters
+
+
+def _sources(tensors: Sequence[torch.Tensor], picked: Sequence[int]) -> set[Any]:
+    """Where the backward from those picked ends: the nodes of parameters and inputs."""
+    return {n for n in nodes_behind(tensors[i] for i in picked) if not any(before for before, _ in n.next_functions)}
 
 
 def _check(joint: JointGraph, names: list[str], num_state: int) -> None:

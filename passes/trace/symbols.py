@@ -23,6 +23,7 @@ from passes._torch import (
     without_sources,
 )
 from passes.exclusive import exclusive, interrupt_point
+from passes.run.tensors import nodes_behind
 
 from .capture import StepTracer, drop_tangents_of_state, export_step
 from .contexts import private_contexts
@@ -108,15 +109,8 @@ class _Unrecorded:
 
 def _refuse_own_backwards(outputs: Sequence[torch.Tensor]) -> None:
     """Python that runs in the backward is not in the script."""
-    pending = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen = set(pending)
-    while pending:
-        function: Any = pending.pop()
-        if isinstance(function, torch.autograd.function.BackwardCFunction):
-            raise Departed("a backward of the user's own")
-        new = {f for f, _ in function.next_functions if f is not None} - seen
-        seen |= new
-        pending += new
+    if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes_behind(outputs)):
+        raise Departed("a backward of the user's own")
 
 
 class _SizedValues(KnownValues):

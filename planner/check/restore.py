@@ -16,6 +16,7 @@ from torch import nn
 
 from passes._torch import storage_of
 from passes.memory import place
+from passes.run.tensors import nodes_behind
 from passes.trace.nodes import refill
 
 CONTAINERS = (dict, OrderedDict, list, set)
@@ -187,13 +188,5 @@ def hooks_aside(parameters: Iterable[Any], instead: Callable[[Any], None] | None
 
 
 def _leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    waiting: list[Any] = [t.grad_fn for t in outputs]
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
-        waiting += [following for following, _ in node.next_functions]
+    leaves = (getattr(node, "variable", None) for node in nodes_behind(outputs))
+    yield from (leaf for leaf in leaves if leaf is not None)

@@ -19,6 +19,7 @@ from passes.device import empty_cache, kind_of
 from passes.memory import without_collections
 from passes.profile import Counting
 from passes.run._torch import under_autocast
+from passes.run.tensors import nodes_behind
 from passes.trace.arguments import (
     StateEntry,
     call_bound,
@@ -259,17 +260,11 @@ def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor], wanted: 
     casters: dict[tuple[Any, int], int] = Counter()
     latest: dict[tuple[Any, int], float] = {get_gradient_edge(outputs[i])[:2]: math.inf for i in wanted}
     regions: list[Any] = []
-    waiting, seen = [t.grad_fn for t in outputs if t.grad_fn is not None], set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_behind(outputs):
         regions += [node] if isinstance(getattr(node, "owner", None), Run) else []
         for edge in node.next_functions:
             latest[edge] = max(latest.get(edge, 0), node._sequence_nr())
             casters[edge] += type(node).__name__ == "ToCopyBackward0"
-        waiting += [following for following, _ in node.next_functions if following is not None]
     for node in regions:
         casters.update(node.next_functions[1:][i] for i in node.owner.part.casts)
     new = False

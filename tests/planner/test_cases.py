@@ -1303,6 +1303,24 @@ def test_several_losses() -> None:
     assert_same_gradients(model, plain)
 
 
+@pytest.mark.parametrize("by_regions", [False, True])
+def test_a_part_of_the_loss_that_does_not_reach_all_parameters_is_no_loss(by_regions: bool) -> None:
+    """Of an autoencoder whose reconstruction is compared outside, or of experts with a loss on their routing."""
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        hidden = self.first(x).tanh()
+        return self.second(hidden).tanh(), hidden.pow(2).mean()
+
+    model, plain = twins(Wrap(forward, first=linear(), second=linear()))
+    x = batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for each in (plan(model, x, regions=["*"] if by_regions else "whole").module, plain):
+            reconstruction, divergence = each(x)
+            ((reconstruction - x).pow(2).mean() + divergence).backward()
+    assert_same_gradients(model, plain)
+
+
 def test_an_unused_output_leaves_no_gradient() -> None:
     model, plain = twins(two_heads())
     x = batch()

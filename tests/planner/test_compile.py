@@ -336,6 +336,7 @@ def test_what_is_dropped_before_any_backward_costs_the_step_nothing() -> None:
     assert 0 < found[1] < 1.5 * found[0]  # its input is counted
 
 
+@pytest.mark.slow
 def test_what_the_caller_dropped_before_the_backward_is_used() -> None:
     """Logits, then a graph break: who keeps them until the step has ended recomputes more than who does not."""
     torch.manual_seed(0)
@@ -818,6 +819,7 @@ def test_products_of_groups_compile_in_every_type() -> None:
     torch.testing.assert_close(_gradients(model), expected)
 
 
+@pytest.mark.slow
 def test_what_inductor_cannot_compile_is_said() -> None:
     """oneDNN's LSTM saves a workspace whose size no shape rule knows."""
     model, x = nn.LSTM(16, 16), torch.randn(8, 4, 16)

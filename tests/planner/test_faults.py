@@ -358,7 +358,7 @@ def interrupt_everywhere(count: int, seed: int, place: Path) -> None:
 def test_an_interrupt_in_any_stage_leaves_nothing_behind(folder: Path, tmp_path: Path) -> None:
     place = tmp_path / "plans"
     place.mkdir()
-    interrupt_everywhere(12, 0, place)
+    interrupt_everywhere(8, 0, place)
 
 
 def test_an_interrupt_while_solving_leaves_nothing_behind(optimum: int, folder: Path) -> None:

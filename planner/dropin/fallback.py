@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from passes._torch import as_distributed, keep_gradient_spread, swapped_state
+from passes.device import kind_of
 from passes.lower import kept_primals, stateful_primals
 from passes.run._torch import Autocast, active_autocast, backward_number, under_autocast
 from passes.run.random import set_rng_state
@@ -26,6 +27,7 @@ from passes.trace.structure import Bound, held_objects, unflatten
 from solvers.errors import PlannerError
 
 from .entry import Entry, Losses, describe_starts, starts_of
+from .on_host import saved_on_host
 from .plan_key import describe_autocast, torch_defaults
 
 _OTHER_DRAWS = (
@@ -40,6 +42,10 @@ _IRREPLAYABLE = (
     ": the plain forward would be replayed, but {}. Call the model again, which is then planned for such a backward."
 )
 _OTHER_STRIDES = " with a gradient in other strides"
+_HOW = {
+    False: "correct, but not under the budget",
+    True: "correct, but slow, as what it saves waits in the host's memory, and the budget may not hold",
+}
 
 
 class Plans(Protocol):
@@ -77,6 +83,7 @@ class Fallback:
         prepared = entry.planned.prepared
         self.state, self.traced, self.layouts = state, prepared.traced, prepared.layouts
         self.key, self.compiled, self.as_called = entry.key, entry.planned.compiled, as_called
+        self.device = prepared.device
         self.started = state.losses.called(entry.starts)
         self.before = held_before(self.traced.changes, bound)
 
@@ -104,12 +111,17 @@ class Fallback:
             if why := self._irreplayable(primals):
                 raise ChangedInPlace(f"{started}{_IRREPLAYABLE.format(why)}")
             warnings.warn(
-                f"{started}: this step replays the plain forward (correct, but not under the budget); "
+                f"{started}: this step replays the plain forward ({_HOW[kind_of(self.device).caches]}); "
                 f"{'later calls are planned for it' if new else 'so will others, as a plan is for one kind of start'}.",
                 stacklevel=2,
             )
             with self.as_called():
-                return self._replay(primals, known, gradients)
+                try:
+                    return self._replay(primals, known, gradients, saved_on_host(self.device, primals))
+                except RuntimeError as error:
+                    if "saved tensor hooks" not in str(error):  # which torch.func refuses
+                        raise
+                    return self._replay(primals, known, gradients, nullcontext())
         finally:
             if learned:
                 for entry in self.state.cache:
@@ -191,6 +203,7 @@ class Fallback:
         primals: Sequence[torch.Tensor],
         generators: dict[str, torch.Generator],
         gradients: dict[int, torch.Tensor],
+        saving: AbstractContextManager[Any],
     ) -> list[Any]:
         state, traced = self.state, self.traced
         leaves = [p.detach().requires_grad_(p.requires_grad) for p in primals]
@@ -207,7 +220,7 @@ class Fallback:
             pairs = zip(leaves[count:], primals[count:], strict=True)
             arguments = [t if p.is_leaf else t.view_as(t) for t, p in pairs]
             aside = set_aside(traced.settings, state.model)
-            with under_autocast(self.key.autocast), aside, self._given(arguments) as bound:
+            with under_autocast(self.key.autocast), aside, self._given(arguments) as bound, saving:
                 targets = targets_of(traced.changes, bound)
                 outputs = all_outputs(self.state.plain(bound), traced.output_template, traced.changes, targets)
         indices = [leaf.index for leaf in traced.outputs]

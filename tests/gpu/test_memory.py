@@ -59,6 +59,21 @@ def test_what_the_loop_holds_besides_is_predicted(options: dict[str, Any]) -> No
     assert torch.cuda.max_memory_reserved() == pytest.approx(plan.reserved_bytes, rel=0.02)
 
 
+@pytest.mark.filterwarnings("ignore:backward started")
+@pytest.mark.parametrize("regions", ["whole", ["*"]])
+def test_a_first_step_whose_gradient_comes_in_other_strides_keeps_the_budget(regions: Any) -> None:
+    """The plain forward is replayed, and what it saves waits in the host's memory."""
+    layers = [m for _ in range(8) for m in (torch.nn.Linear(256, 256), torch.nn.GELU())]
+    model, sample = torch.nn.Sequential(*layers).to(CUDA), torch.randn(8192, 256, device=CUDA)
+    plan = plan_for(model, sample, 40, regions=regions)
+    with torch.no_grad():
+        model(sample)  # cuBLAS takes its workspace
+    torch.cuda.reset_peak_memory_stats()
+    with pytest.warns(UserWarning, match="waits in the host's memory"):
+        plan.module(sample).sum().backward()
+    assert torch.cuda.max_memory_allocated() <= plan.budget_bytes < 0.7 * plan.baseline_peak_bytes
+
+
 def test_an_emptied_cache_is_asked_for_again() -> None:
     model, sample = on_device(ENTRIES["vit"])
     plan = plan_for(model, sample, None)

@@ -204,7 +204,8 @@ def capture(
         bound: the arguments by name (`bind_sample`).
         loss_fn: called with the model's output (and the call's further arguments); the step then returns its value.
         differentiated: paths of the outputs that `backward` starts from; None chooses (`loss`, else scalars if they
-            depend on all that the outputs depend on, else all), `EVERY_OUTPUT` takes all that require a gradient.
+            depend on all that the first other output depends on, else all), `EVERY_OUTPUT` takes all that require a
+            gradient.
         keep_outputs, keep_inputs: whether the caller holds what the model returns besides its loss, and what it is
             given, through the backward.
         layouts: how kernels lay out what they make, where another trace had it otherwise (`layouts.learned`), and in
@@ -519,11 +520,12 @@ def choose_differentiated(
     candidates = given_back or candidates  # but where it returns nothing else
     losses = [i for i in candidates if paths[i] in (".loss", "['loss']") and tensors[i].dim() == 0]
     scalars = [i for i in candidates if tensors[i].dim() == 0]
-    if losses or (scalars and _sources(tensors, scalars) >= _sources(tensors, candidates)):
+    others = [i for i in candidates if tensors[i].dim()]
+    if losses or (scalars and _sources(tensors, scalars) >= _sources(tensors, others[:1])):
         return set(losses or scalars)
     if isinstance(template, Tree) and hasattr(template.spec.type, "to_tuple"):  # HF ModelOutput without a loss
         return {*candidates[:1], *scalars}
-    return set(candidates)  # a part of the loss (`(reconstruction, kl)`) does not reach all parameters
+    return set(candidates)  # also where a scalar is but a part of the loss, as in `(reconstruction, kl)`
 
 
 def _sources(tensors: Sequence[torch.Tensor], picked: Sequence[int]) -> set[Any]:

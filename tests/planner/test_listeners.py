@@ -38,15 +38,15 @@ class Encoder(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """Its second output alone needs the second input."""
+    """Its last output alone needs the second input."""
 
     def __init__(self, scalar: bool) -> None:
         super().__init__()
         self.first, self.second, self.scalar = nn.Linear(8, 8), nn.Linear(8, 8), scalar
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        other = self.second(y).tanh()
-        return self.first(x).tanh().square().mean(), other.mean() if self.scalar else other
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden, other = self.first(x).tanh(), self.second(y).tanh()
+        return hidden.square().mean(), hidden, other.mean() if self.scalar else other
 
 
 class WithEncoder(nn.Module):

@@ -10,6 +10,7 @@ import torch
 
 from passes.device import kind_of
 from passes.memory import span
+from passes.run._torch import own_part
 from passes.run.tensors import memory_of
 
 ALIGNMENT = 512  # bytes: where the caching allocator lets a block begin
@@ -36,7 +37,7 @@ def saved_on_host(device: torch.device, resident: Iterable[torch.Tensor]) -> Abs
     """
     if not kind_of(device).caches or torch.cuda.is_current_stream_capturing():
         return nullcontext()
-    return moved_to_host(set(map(memory_of, resident)))
+    return moved_to_host({memory_of(own_part(t)) for t in resident})
 
 
 def moved_to_host(resident: set[int]) -> torch.autograd.graph.saved_tensors_hooks:

@@ -133,7 +133,8 @@ def after_backward(call: Callable[[], None]) -> None:
 def overwrite(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """Copy each value to its tensor: a batch norm has three of a few bytes, and on a GPU each copy is a launch."""
     if tensors:
-        torch._foreach_copy_(tensors, values)
+        with torch.no_grad():
+            torch._foreach_copy_(tensors, values)
 
 
 def num_owners(storage: torch.UntypedStorage) -> int | None:

@@ -214,8 +214,7 @@ class _Run:
         step, primals = self.step, self.primals
         results = run_below_autograd(step.forward.forward, list(self.given))
         count = len(step.mutated)
-        with torch.no_grad():
-            overwrite([primals[i] for i in step.mutated], results[:count])
+        overwrite([primals[i] for i in step.mutated], results[:count])
         for i in step.mutated:
             self.versions[i] = self.sources[i]._version
         outputs = distinct(results[count : count + step.num_outputs])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,11 +16,10 @@ def distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     A view that has its memory to itself, a linear layer's reshaped result, say, is handed out as no view.
     """
     seen: set[int] = set()
-    owners = Counter(output.untyped_storage().data_ptr() for output in outputs)
+    places = [output.untyped_storage().data_ptr() for output in outputs]
     result = []
-    for output in outputs:
-        shared = owners[output.untyped_storage().data_ptr()] > 1
-        own = output if shared or not output._is_view() else alone(output)
+    for output, place in zip(outputs, places, strict=True):
+        own = output if not output._is_view() or places.count(place) > 1 else alone(output)
         result.append(output.detach() if id(output) in seen else own)
         seen.add(id(output))
     return tuple(result)

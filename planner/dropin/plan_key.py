@@ -69,7 +69,7 @@ def describe_tensor(key: Any) -> str:
 def template_key(template: Template) -> str:
     match template:
         case Tree(spec, children):
-            return f"{spec}({', '.join(map(template_key, children))})"
+            return f"{spec.type.__qualname__}{spec.context}({', '.join(map(template_key, children))})"
         case Opaque(prototype, attributes):
             inside = ", ".join(f"{name}={template_key(child)}" for name, child in attributes)
             return f"{_kind(prototype)}({inside})"

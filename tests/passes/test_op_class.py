@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from passes.profile import OpProfile, profile
 from passes.rates import cost_function
 from passes.trace.arguments import bind_sample
 from passes.trace.capture import capture
+from tests.passes.corruptions import one_thread
 
 aten, planner = torch.ops.aten, torch.ops.planner
 CPU = torch.device("cpu")
@@ -74,15 +74,7 @@ def test_a_rate_of_an_op_comes_before_its_class_and_that_before_all() -> None:
     assert [cost(op) for op in flops] == [10**6, 5 * 10**5, 10**6]
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_thread")  # on a busy machine, every run by two threads waits for the second one's turn
+@one_thread()  # on a busy machine, every run by two threads waits for the second one's turn
 def test_measured_rates_are_of_every_class_and_follow_the_clock() -> None:
     state = torch.get_rng_state()
     for _ in range(3):  # another process may have the clock

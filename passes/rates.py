@@ -111,7 +111,7 @@ def cost_function(cost: str, device: torch.device = CPU) -> Callable[[OpProfile]
     if cost == "roofline":
         return device_roofline(device_name(device) or SIMILAR)
     if cost == "device":
-        return calibrated(device)
+        return calibrated(device, device_roofline("cpu") if device.type == "cpu" else None)
     if isinstance(cost, str) and cost in COSTS:
         return COSTS[cost]
     if not isinstance(cost, str) or not cost.startswith(PREFIX):

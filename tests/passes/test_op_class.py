@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from passes.calibrate import calibrated, measure_rates, rates_path
+from passes.calibrate import calibrated, measure_rates, rates_path, was_disturbed
 from passes.op_class import PRODUCTS, STREAMS, op_class
 from passes.profile import OpProfile, profile
-from passes.rates import cost_function
+from passes.rates import DEVICES, cost_function, device_roofline
 from passes.trace.arguments import bind_sample
 from passes.trace.capture import capture
 from tests.passes.corruptions import one_thread
 
 aten, planner = torch.ops.aten, torch.ops.planner
-CPU = torch.device("cpu")
+CPU, CPU_RATES = torch.device("cpu"), device_roofline("cpu")
 
 
 class Net(nn.Module):
@@ -91,3 +91,18 @@ def test_the_file_has_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CHECKPOINT_PLANNER_CACHE", str(tmp_path))
     rates_path(CPU).write_text(json.dumps({"rates": {"float32": 7, "bytes": 5}}))
     assert (calibrated(CPU).rate("float32"), calibrated(CPU).bandwidth()) == (7, 5)
+
+
+@pytest.mark.parametrize("name", ["tanh.bytes", "pointwise.bytes", "convolution.float32"])
+def test_rates_of_a_busy_processor_are_not_kept(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECKPOINT_PLANNER_CACHE", str(tmp_path))
+    slow = {n: r // 5 for n, r in {"pointwise.bytes": 10**11, **DEVICES["cpu"]}.items()}
+    assert not was_disturbed({**slow, "bfloat16": slow["bfloat16"] // 100}, CPU_RATES)
+    busy = {**slow, name: slow[name] // 20}
+    monkeypatch.setattr("passes.calibrate.measure_rates", lambda *_: busy)
+    with pytest.warns(UserWarning, match="other programs kept the processor too busy"):
+        assert calibrated(CPU, CPU_RATES) == CPU_RATES
+    assert not rates_path(CPU).exists()
+    monkeypatch.setattr("passes.calibrate.measure_rates", lambda *_: slow)
+    assert calibrated(CPU, CPU_RATES).bandwidth() == slow["bytes"]
+    assert rates_path(CPU).exists()

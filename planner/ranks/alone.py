@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes._torch import TorchDispatchMode, ended_work, pytree, with_modes_inside
+from passes._torch import FakeTensor, TorchDispatchMode, ended_work, pytree, with_modes_inside
 from passes.ops import COLLECTIVES
 
 
@@ -34,7 +34,7 @@ class _Alone(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and kind is not FakeTensor for kind in types):
             return NotImplemented  # a `DTensor`, or a result that is waited for, says first what it is made of
         if func.namespace not in COLLECTIVES:
             return func(*args, **kwargs)

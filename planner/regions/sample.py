@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from passes._torch import dense_parts, swapped_state
+from passes._torch import dense_parts, local_part, swapped_state
 from passes.device import empty_cache, kind_of
 from passes.memory import without_collections
 from passes.profile import Counting
@@ -193,7 +193,7 @@ class Sample:
             paths.setdefault(i, path)
         wanted = choose_differentiated(template, leaves, paths, self.differentiated)
         hollow.outputs = [
-            (OutputLeaf(paths[i], None, i, t.requires_grad, i in wanted), t.detach().to("meta"))
+            (OutputLeaf(paths[i], None, i, t.requires_grad, i in wanted), local_part(t).detach().to("meta"))
             for i, t in enumerate(leaves)
         ]
         chosen, layouts = {paths[i]: leaves[i] for i in sorted(wanted)}, hollow.parts.layouts

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from passes._torch import local_part
@@ -241,6 +242,14 @@ def tensor_parallel(rank: int, share: str = "80%", spread: Call = models.spread)
     batch, model = models.tokens(0), spread(models.language())
     plan = auto_checkpoint(model, (batch, batch), share, **QUICK)
     return compared(spread(models.language()), model, plan, plan.module, batch)
+
+
+def loss_in_parallel(rank: int, share: str = "85%") -> Compared:
+    """The loss is a DTensor, and so are the logits; the blocks are planned."""
+    batch, model, plain = models.tokens(0), *(models.spread_logits(models.language()) for _ in range(2))
+    with loss_parallel():
+        plan = auto_checkpoint(model, (batch, batch), share, regions="blocks.*", **QUICK)
+        return compared(plain, model, plan, plan.module, batch)
 
 
 def by_hand(rank: int, share: str = "80%") -> Compared:

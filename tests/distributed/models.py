@@ -181,6 +181,15 @@ def spread(model: nn.Module) -> nn.Module:
     return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), styles)
 
 
+def spread_logits(model: nn.Module) -> nn.Module:
+    """The same, with a head that returns a DTensor: the loss is one, too, under `loss_parallel()`."""
+    styles: dict[str, Any] = {
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        "blocks.*.wide": ColwiseParallel(), "blocks.*.back": RowwiseParallel(),
+    }  # fmt: skip
+    return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), styles)
+
+
 def spread_sequence(model: nn.Module) -> nn.Module:
     """Tensor and sequence parallel."""
     along = Shard(1)

@@ -38,6 +38,7 @@ CASES: dict[str, Callable[[int], cases.Compared]] = {
     "FSDP2, first batch": partial(cases.first_batch, sharded=True),
     "tensor parallel, by hand": cases.by_hand,
     "tensor parallel": cases.tensor_parallel,
+    "tensor parallel, loss_parallel, by regions": cases.loss_in_parallel,
     "pipeline, GPipe": partial(cases.pipeline, kind=ScheduleGPipe),
     "pipeline, 1F1B": partial(cases.pipeline, kind=Schedule1F1B),
 }

@@ -11,6 +11,7 @@ import os
 import struct
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -184,7 +185,11 @@ def export_joint(
         autocast: what the backward runs under; the forward runs under whatever is active.
     """
     backward: Any = [{"device_type": kind, "dtype": dtype} for kind, dtype in autocast] or "off"
-    with contextlib.ExitStack() as stack, functorch_config.patch(backward_pass_autocast=backward):
+    with (
+        contextlib.ExitStack() as stack, warnings.catch_warnings(),
+        functorch_config.patch(backward_pass_autocast=backward),
+    ):  # fmt: skip
+        warnings.filterwarnings("ignore", "Error detected in")  # what cannot be traced is raised
         joint = aot_export_joint_with_descriptors(
             stack, _FlatFunction(function), tuple(inputs), {},
             decompositions={torch.ops.aten.native_dropout_backward.default: _dropout_backward},

@@ -574,6 +574,15 @@ def test_sparse_gradients_are_compared_and_may_not_accumulate() -> None:
         auto_checkpoint(model, x, progress=False, time_limit=1, gradients="accumulated")
 
 
+def test_a_trace_that_is_given_up_warns_of_nothing() -> None:
+    model = nn.Sequential(nn.Embedding(50, 16, sparse=True, padding_idx=0), Part(), Part())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        plan = auto_checkpoint(model, torch.arange(50), progress=False, time_limit=1)
+    assert plan.regions
+    assert not [str(w.message) for w in said if "Error detected" in str(w.message)]
+
+
 @pytest.mark.parametrize("place", ["2", "2.first", "4"])
 def test_a_backward_hook_that_comes_later_is_heard(place: str) -> None:
     torch.manual_seed(0)

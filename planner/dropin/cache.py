@@ -39,10 +39,11 @@ from planner.pipeline import Replan
 from planner.ranks.sharded import Gathers, gathered_aside, input_dtype
 from solvers.errors import BudgetError, PlannerError
 
+from .courses import Courses
 from .entry import Entry, Losses, Watched, are_trained, describe_starts, starts_of
 from .fallback import Fallback
 from .notices import SLOW_REPLANS, Notices, user_frame
-from .plan_key import Key, call_key, describe_autocast, describe_tensor, state_key, structure_difference
+from .plan_key import Key, call_key, describe_tensor, key_difference, state_key
 from .regions import RegionForward, are_of, regions_of, running_regions
 
 CACHE_BYTES = 1 << 30  # of host memory, for the plans that are kept
@@ -75,6 +76,7 @@ class PlanState:
         self.before_hooks: Any = None  # the hook that plans before those of `fully_shard` gather parameters
         self.looking = False  # whether that runs
         self.gathers: Gathers | None = None  # of a model with sharded modules
+        self.courses = Courses()
         self.outdated: list[str] = []  # modules that hold whole parameters from before a change, in this call
 
     def start(self, bound: Mapping[str, Any], planned: Decided) -> None:
@@ -108,7 +110,7 @@ class PlanState:
             trained=are_trained(self.model.parameters()),
         )  # fmt: skip
         self.latest = planned
-        self.cache = [entry, *self.cache]
+        self.cache = [entry, *(replace(e, regions=None) if e.key == key else e for e in self.cache)]
         while len(self.cache) > 2 and sum(e.nbytes for e in self.cache) > CACHE_BYTES:
             del self.cache[-1]
         return entry
@@ -123,14 +125,14 @@ class PlanState:
         if self.outdated:
             self.notices.outdated(self.outdated)
             return plain(bound)
-        if self.first.planned.runs and active_saving_hooks():
+        if self.first.by_regions and active_saving_hooks():
             self.notices.saving_hooks(by_regions=True)
             return plain(bound)
         tensors, template = flatten(dict(bound))
         entry, state = self._look(bound, tensors, template)
         if entry is None:
             return plain(bound)
-        if entry.planned.runs:
+        if entry.by_regions:
             return self._by_regions(entry, bound, state, plain)
         return self._execute(entry, [*state, *tensors], bound)
 
@@ -139,6 +141,7 @@ class PlanState:
     ) -> tuple[Entry | None, list[torch.Tensor]]:
         """The plan for such a call, made now where there is none and one may be made."""
         self._look_back()
+        self._plan_course()
         key, starts = self.key_of(tensors, template), self.losses.predict()
         entry, state = self.find(key, tensors, bound, starts)
         if entry is None and self.first_call:
@@ -175,7 +178,7 @@ class PlanState:
                 return None, []
             except BudgetError as error:
                 error.args = (f"{error}. {self._why_anew(entry, starts, key, tensors, bound)}",)
-                if entry is None or not entry.planned.runs:
+                if entry is None or not entry.by_regions:
                     raise
                 self._go_on(entry, error)
         return entry, state
@@ -198,7 +201,7 @@ class PlanState:
     def _sharded_since(self, entry: Entry) -> bool:
         """Whether `fully_shard` was called since a plan by regions was made, which changes what the step holds."""
         places = (self.model, *(region.model for region in entry.regions or ()))
-        return bool(entry.planned.runs) and not entry.sharded and any(map(is_sharded, places))
+        return entry.by_regions and not entry.sharded and any(map(is_sharded, places))
 
     @property
     def _in_hooks(self) -> bool:
@@ -238,8 +241,11 @@ class PlanState:
         regions = self._regions(entry)
         self.last = entry
         ask_for(entry.planned.arena, entry.planned.prepared.device, entry.planned)
-        with running_regions(regions):
-            output = plain(bound)
+        try:
+            with running_regions(regions):
+                output = plain(bound)
+        finally:
+            self.courses.look(entry, bound, self._plans_anew)
         if self.watching:
             self.losses.expected = started = self.losses.called(entry.starts)
             self.watched = Watched(started, traced, flatten(output)[0], entry.planned.prepared.layouts)
@@ -250,7 +256,8 @@ class PlanState:
         if not entry.regions or not are_of(entry.regions, self.model):
             named = dict([*self.model.named_parameters(), *self.model.named_buffers()])
             _check_materialized(named.values(), lambda: list(named))
-            entry.regions = regions_of(self.model, entry.planned)
+            others = [e.planned for e in self.cache if e is not entry and e.is_another_course_of(entry)]
+            entry.regions = regions_of(self.model, entry.planned, others)
         found: list[RegionForward] = entry.regions
         return found
 
@@ -261,7 +268,7 @@ class PlanState:
         anew takes longer than it saves.
         """
         often = sum(times for name, times in self.replans.items() if name.startswith(REGION)) >= SLOW_REPLANS
-        if not entry.planned.runs or entry.sharded or often:
+        if not entry.by_regions or entry.sharded or often:
             return None
         regions = self._regions(entry)
         with running_regions(regions):
@@ -287,6 +294,21 @@ class PlanState:
         entry.outdated = entry.outdated or (self.watched is not None and self.watched.learned)
         self.watching = True
 
+    def _plan_course(self) -> None:
+        """Plan the call before this one where it called regions in a way that no plan was made for."""
+        if self.courses.missed is None or self._hindrance:
+            return
+        if self._in_hooks:
+            self.plan_before_hooks()
+            return
+        entry, bound = self.courses.take()
+        try:
+            added, _ = self._plan(entry.key, bound, None, entry.starts)
+        except PlannerError as error:
+            self.courses.give_up(entry, error)
+        else:
+            self.courses.planned(added, self.cache)
+
     def _go_on(self, entry: Entry, error: BudgetError) -> None:
         """Keep a plan whose regions replay: no other one keeps the budget."""
         warnings.warn(
@@ -305,10 +327,11 @@ class PlanState:
     ) -> tuple[Entry | None, list[torch.Tensor]]:
         """The plan that holds for such a call of the model as it is now, with the model's parameters and buffers.
 
-        One for a backward from `starts` where there is one; else one for another backward, if any holds.
+        One for a backward from `starts` where there is one; else one for another backward, if any holds. One of the
+        whole model knows whether it is for these values; one by regions finds out as it runs.
         """
         with self._own_forward():
-            for entry in sorted(self.cache, key=lambda e: e.outdated or e.starts != (starts or e.starts)):
+            for entry in sorted(self.cache, key=lambda e: e.rank(starts)):
                 if entry.key == key:
                     state = entry.holds(self.model, self.loss_fn, inputs, bound)
                     if state is not None and self._changed_region(entry) is None:
@@ -316,12 +339,16 @@ class PlanState:
                         return entry, state
         return None, []
 
+    @property
+    def _plans_anew(self) -> bool:
+        return self.on_new_shape in ("replan", BUCKET)
+
     def _may_plan(self, key: Key, inputs: Sequence[torch.Tensor], bound: Mapping[str, Any]) -> bool:
         mismatch = self.difference(key, inputs, bound)
         if self.on_new_shape == "error":
             raise mismatch
         self.replans[mismatch.argument] += 1
-        wanted = self.on_new_shape in ("replan", BUCKET)
+        wanted = self._plans_anew
         hindrance = self._hindrance
         planned = wanted and not self._in_hooks and not hindrance
         said = "planning anew" if planned else "planned step not used"
@@ -363,41 +390,31 @@ class PlanState:
         self, key: Key, inputs: Sequence[torch.Tensor], bound: Mapping[str, Any]
     ) -> InputMismatch:
         """How a call differs from those of the first plan."""
-        known, hint = self.first.key, _HINT
-        names = argument_names(known.template)
-        if key.inputs[0] != known.inputs[0]:
-            return InputMismatch(*structure_difference(key.template, known.template), hint)
-        for name, got, expected in zip(names, key.inputs[1:], known.inputs[1:], strict=False):
-            if got != expected:
-                return InputMismatch(name, describe_tensor(got), describe_tensor(expected), hint)
+        if (found := key_difference(key, self.first.key)) is not None:
+            return InputMismatch(*found, _HINT)
         try:
             with self._own_forward():
                 matched = match(self.first.reads, self.model, self.loss_fn)
                 state = matched.tensors() or []
                 match_arguments(self.first.reads, matched, self.model, held_objects(bound))
         except Differs as differs:
-            return InputMismatch(differs.where, differs.now, differs.then, hint)
+            return InputMismatch(differs.where, differs.now, differs.then, _HINT)
         entries = self.first.reads.entries
         for entry, got, expected in zip(entries, map(state_key, state), self.first.state, strict=False):
             if got != expected:
-                return InputMismatch(entry.name, describe_tensor(got), describe_tensor(expected), hint)
-        if key.autocast != known.autocast:
-            return InputMismatch("(autocast)", describe_autocast(key.autocast), describe_autocast(known.autocast), hint)
-        for (name, now), (_, then) in zip(key.defaults, known.defaults, strict=True):
-            if now != then:
-                return InputMismatch(f"(torch's {name})", str(now), str(then), hint)
+                return InputMismatch(entry.name, describe_tensor(got), describe_tensor(expected), _HINT)
         traced = self.first.planned.prepared.traced
         given = [*state, *inputs]
         if len(given) == traced.num_primals and (met := set(overlaps(given, traced.mutated)) ^ set(traced.overlaps)):
             one, other = (argument_path(traced.primal_names[i]) for i in min(met))
             now = "shares memory with" if min(met) not in traced.overlaps else "shares no memory with"
-            return InputMismatch(other, f"what {now} {one}, which forward overwrites", "it otherwise", hint)
+            return InputMismatch(other, f"what {now} {one}, which forward overwrites", "it otherwise", _HINT)
         for plan in self.cache:
             if plan.key == key and (changed := self._changed_region(plan)) is not None:
                 return changed
         asked = self.first.planned.prepared.traced.guard
         answers = "" if asked is None else f" {list(asked.answers)}"
-        return InputMismatch("(values)", "other answers to the model's `if`s", f"the sample's{answers}", hint)
+        return InputMismatch("(values)", "other answers to the model's `if`s", f"the sample's{answers}", _HINT)
 
     def plain(self, bound: Mapping[str, Any]) -> Any:
         """The plain step's forward."""

@@ -62,6 +62,10 @@ class Entry:
         return len(self.planned.prepared.problem.ops) * BYTES_PER_OP
 
     @property
+    def by_regions(self) -> bool:
+        return bool(self.planned.runs)
+
+    @property
     def reads(self) -> Reads:
         return self.planned.prepared.traced.reads
 
@@ -70,11 +74,20 @@ class Entry:
         own = self.planned.prepared.traced.layouts
         return any(own.get(key) != layouts[key] for key in keys)
 
+    def rank(self, starts: tuple[str, ...] | None) -> tuple[bool, bool]:
+        """Which of several plans that hold is used: the least, and the one used last of those."""
+        return self.outdated or self.starts != (starts or self.starts), self.by_regions
+
+    def is_another_course_of(self, other: Entry) -> bool:
+        """Whether it is by regions, for calls that look the same, and for the same backward."""
+        by_regions = self.by_regions and other.by_regions and not self.outdated
+        return by_regions and (self.key, self.starts, self.trained) == (other.key, other.starts, other.trained)
+
     def holds(
         self, model: nn.Module, loss_fn: Any, inputs: Sequence[torch.Tensor], bound: Mapping[str, Any]
     ) -> list[torch.Tensor] | None:
         """The model's parameters and buffers where the plan holds for a call now; its key is compared before."""
-        if self.planned.runs:  # each region looks for itself
+        if self.by_regions:  # each region looks for itself
             parameters: list[torch.Tensor] = list(model.parameters())
             return parameters if self.trained == are_trained(parameters) else None
         tensors = self.unchanged(model, loss_fn)

@@ -11,6 +11,7 @@ import torch
 
 from passes._torch import is_distributed, local_part
 from passes.run._torch import Autocast, active_autocast
+from passes.trace.arguments import argument_names
 from passes.trace.constructs import is_generator
 from passes.trace.recorder import is_looked_into
 from passes.trace.templates import Again, Constant, Opaque, Slot, Template, Tree, outline
@@ -86,6 +87,21 @@ def template_key(template: Template) -> str:
 def _kind(value: Any) -> str:
     """Of what is compared by what forward reads of it."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def key_difference(now: Key, then: Key) -> tuple[str, str, str] | None:
+    """The first thing in which a call is not as another one: its name, what it is, what it was."""
+    if now.inputs[0] != then.inputs[0]:
+        return structure_difference(now.template, then.template)
+    for name, got, expected in zip(argument_names(then.template), now.inputs[1:], then.inputs[1:], strict=False):
+        if got != expected:
+            return name, describe_tensor(got), describe_tensor(expected)
+    if now.autocast != then.autocast:
+        return "(autocast)", describe_autocast(now.autocast), describe_autocast(then.autocast)
+    for (name, got), (_, expected) in zip(now.defaults, then.defaults, strict=True):
+        if got != expected:
+            return f"(torch's {name})", str(got), str(expected)
+    return None
 
 
 def structure_difference(got: Template, expected: Template) -> tuple[str, str, str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +21,15 @@ from planner.regions.losses import LOSS, looking_at_losses, region_module
 
 from .entry import Entry, Losses, starts_of
 from .fallback import Fallback
-from .plan_key import call_key
+from .plan_key import Key, call_key, key_difference
+
+
+class Unplanned(NamedTuple):
+    """A region's call that ran plain: which one, why, and whether planning it `helps` the next one like it."""
+
+    call: str
+    why: str
+    helps: bool
 
 
 class RegionForward:
@@ -30,9 +37,10 @@ class RegionForward:
 
     Attributes:
         traced: the module's own `forward` when it was planned (None: its class's); `previous` is the one of now.
-        eager_calls: calls that no gradient reaches, by their numbers.
+        eager_calls: calls that no gradient reaches, by their numbers; `sometimes_eager`: another course plans none.
         surprise: the autocast of a backward that was not one that was planned for; None where each was.
         scattered: parameters that `fully_shard` gathers for it, or for another module of the model.
+        unplanned: the first call of this step that ran plain and should not have; None where there was none.
 
     Dynamo does not see it: it is there only while a planned model's forward runs, which Dynamo leaves alone.
     """
@@ -40,24 +48,29 @@ class RegionForward:
     runs_plan = True
 
     def __init__(
-        self, module: nn.Module, path: str, runs: Sequence[PlannedRun], eager_calls: Collection[int] = (),
-        scattered: Sequence[Any] = (),
+        self, module: nn.Module, path: str, runs: Sequence[PlannedRun], others: Sequence[PlannedRun] = (),
+        eager_calls: Collection[int] = (), sometimes_eager: bool = False, scattered: Sequence[Any] = (),
     ) -> None:  # fmt: skip
-        self.model, self.path, self.eager_calls, self.scattered = module, path, eager_calls, scattered
+        self.model, self.path, self.scattered = module, path, scattered
+        self.eager_calls, self.sometimes_eager = eager_calls, sometimes_eager
         self.traced = self.previous = module.__dict__.get("forward")
         self.signature = call_signature(module)
         self.__signature__ = self.signature
-        self.losses, self.calls, self.noticed = Losses(), 0, False
+        self.losses, self.calls = Losses(), 0
         self.surprise: Autocast | None = None
-        self.numbers, self.cache = [run.number for run in runs], [self._entry(run) for run in runs]
+        self.unplanned: Unplanned | None = None
+        every = [*runs, *others]
+        self.numbers, self.cache = [run.number for run in every], [self._entry(run) for run in every]
+        self.own = self.cache[: len(runs)]
 
     def _entry(self, run: PlannedRun) -> Entry:
         return Entry(run.key, list(run.state), run.planned, starts_of(run.planned.prepared.traced))
 
     def _entries(self, number: int) -> Iterator[Entry]:
-        """The plans, that of a call first."""
+        """The plans, those of a call first."""
         yield from (entry for n, entry in zip(self.numbers, self.cache, strict=False) if n == number)
-        yield from self.cache
+        if number not in self.eager_calls:
+            yield from self.cache
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -66,27 +79,50 @@ class RegionForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         number, self.calls = self.calls, self.calls + 1
-        if not torch.is_grad_enabled() or number in self.eager_calls:
+        if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        if self.previous is self.traced and not active_saving_hooks():  # a checkpoint would run the plain one again
-            bound = bind_call(self.signature, args, kwargs)
-            inputs, template = flatten(bound)
-            key = call_key(inputs, template)
-            planned = () if under_transform(inputs) else self._entries(number)
-            for entry in planned:
-                if entry.key == key and (state := entry.holds(self.model, None, inputs, bound)) is not None:
-                    primals = [*state, *inputs]
-                    sources = sources_of(self.scattered, primals) if self.scattered else None
-                    return entry.planned.run(self.model, primals, Fallback(self, entry, bound), bound, sources)
-        self._notice(number)
+        if self.previous is not self.traced or active_saving_hooks():  # a checkpoint would run the plain one again
+            self._miss(number, "its forward is another one, or runs under hooks on saved tensors", helps=False)
+            return self.original(*args, **kwargs)
+        bound = bind_call(self.signature, args, kwargs)
+        inputs, template = flatten(bound)
+        if under_transform(inputs):
+            self._miss(number, "it is under a transform of torch.func", helps=False)
+            return self.original(*args, **kwargs)
+        key = call_key(inputs, template)
+        for entry in self._entries(number):
+            if entry.key == key and (state := entry.holds(self.model, None, inputs, bound)) is not None:
+                primals = [*state, *inputs]
+                sources = sources_of(self.scattered, primals) if self.scattered else None
+                return entry.planned.run(self.model, primals, Fallback(self, entry, bound), bound, sources)
+        self._miss(number, *self._difference(number, key))
         return self.original(*args, **kwargs)
+
+    def _difference(self, number: int, key: Key) -> tuple[str, bool]:
+        """How a call that no plan is for differs from the one of its number; whether a plan for it would serve others.
+
+        What the module itself is may change with each step: that is found as one begins, if anything is to be planned.
+        """
+        if (changed := self.changed()) is not None:
+            return f"{changed.where} {changed.now}, planned for {changed.then}", False
+        planned = next(self._entries(number), None)
+        if planned is None:
+            return "the sample did not call it", True
+        if (differs := key_difference(key, planned.key)) is None:
+            return "it answers the model's `if`s otherwise", True
+        return "{} is {}, planned for {}".format(*differs), True
+
+    def _miss(self, number: int, why: str, helps: bool) -> None:
+        """Note that a call runs plain."""
+        if self.unplanned is None and number not in self.eager_calls and not self.sometimes_eager:
+            self.unplanned = Unplanned(f"call {number + 1} of region {self.path}", why, helps)
 
     def changed(self) -> Differs | None:
         """How the module differs from what its plans were made for; None where one of them holds, or there is none."""
-        if not self.cache or any(entry.unchanged(self.model, None) is not None for entry in self.cache):
+        if not self.own or any(entry.unchanged(self.model, None) is not None for entry in self.own):
             return None
         try:
-            match(self.cache[0].reads, self.model, None)
+            match(self.own[0].reads, self.model, None)
         except Differs as differs:
             return differs
         return Differs("(state)", "parameters or buffers of other shapes or types", "those at planning")
@@ -106,21 +142,13 @@ class RegionForward:
     def start(self) -> None:
         """Be the module's forward."""
         current = self.model.__dict__.get("forward")
-        self.calls, self.previous = 0, self.previous if current is self else current
+        self.calls, self.unplanned = 0, None
+        self.previous = self.previous if current is self else current
         set_forward(self.model, self)
 
     def end(self) -> None:
         """Undo `start`."""
         set_forward(self.model, self.previous)
-
-    def _notice(self, number: int) -> None:
-        if not self.noticed:
-            self.noticed = True
-            warnings.warn(
-                f"call {number + 1} of region {self.path} is not one that was planned: it runs plain, and not under "
-                "the budget.",
-                stacklevel=3,
-            )
 
 
 @contextmanager
@@ -142,29 +170,42 @@ def are_of(regions: Sequence[RegionForward], model: nn.Module) -> bool:
     return all(region.path == LOSS or _module_at(model, region.path) is region.model for region in regions)
 
 
-def regions_of(model: nn.Module, planned: Decided) -> list[RegionForward]:
-    """The regions of a plan, as they are in `model`; one that the sample did not call runs like the most frugal."""
-    found: dict[str, list[PlannedRun]] = {}
-    for run in planned.runs:
-        found.setdefault(run.path, []).append(run)
-    frugal = sorted(planned.runs, key=lambda run: -run.planned.solution.added_cost)
-    regions = planned.prepared.regions
-    spare, eager_calls = (regions.spare, regions.eager_calls) if regions is not None else ((), ())
-    for path in spare:
-        kind = type(_module_at(model, path))
-        found[path] = [run for run in frugal if type(_module_at(model, run.path)) is kind]
-    modules = {path: _module_at(model, path) for path in found}
+def regions_of(model: nn.Module, planned: Decided, others: Sequence[Decided] = ()) -> list[RegionForward]:
+    """The regions of a plan, as they are in `model`; one that the sample did not call runs like the most frugal.
+
+    Args:
+        others: plans of calls that look the same and take other courses between the regions.
+    """
+    own, besides = _runs(model, planned), [_runs(model, other) for other in others]
+    paths = list(dict.fromkeys(path for runs in (own, *besides) for path in runs))
+    modules = {path: m for path in paths if (m := _module_at(model, path)) is not None}
+    known = [d.prepared.regions for d in (planned, *others) if d.prepared.regions is not None]
     scattered = gathered_parameters(model)
     made = [
-        RegionForward(m, path, found[path], {n for p, n in eager_calls if p == path}, scattered)
-        for path, m in modules.items() if m is not None
+        RegionForward(
+            m, path, own.get(path, ()), [run for runs in besides for run in runs.get(path, ())],
+            {n for r in known for p, n in r.eager_calls if p == path}, any(path in r.eager for r in known), scattered,
+        ) for path, m in modules.items()
     ]  # fmt: skip
+    spare = {path for r in known for path in r.spare}
     if spare and not scattered:
         with running_regions(made):
             for region in made:
                 if region.path in spare and region.changed() is not None:
-                    region.cache = []  # of the same class, and not its equal: a Sequential, say
+                    region.own = region.cache = []  # of the same class, and not its equal: a Sequential, say
     return made
+
+
+def _runs(model: nn.Module, planned: Decided) -> dict[str, list[PlannedRun]]:
+    """The runs of each region, by its path."""
+    found: dict[str, list[PlannedRun]] = {}
+    for run in planned.runs:
+        found.setdefault(run.path, []).append(run)
+    frugal = sorted(planned.runs, key=lambda run: -run.planned.solution.added_cost)
+    for path in planned.prepared.regions.spare if planned.prepared.regions is not None else ():
+        kind = type(_module_at(model, path))
+        found[path] = [run for run in frugal if type(_module_at(model, run.path)) is kind]
+    return found
 
 
 def _module_at(model: nn.Module, path: str) -> nn.Module | None:

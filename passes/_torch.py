@@ -51,7 +51,10 @@ try:
         "random.default_generator", "fx.node._side_effectful_functions",
         "ops.aten.mm.default.py_kernels", "ops.aten.mm.default._dispatch_cache", "cuda.memory._record_memory_history",
         "cuda.memory._snapshot", "autograd.Function.apply", "_C._functorch.peek_interpreter_stack",
-        "Tensor._make_wrapper_subclass", "_C._disabled_torch_function_impl", "autograd.function.BackwardCFunction",
+        "_C._len_torch_function_stack", "_C._get_flash_sdp_enabled", "_C._get_mem_efficient_sdp_enabled",
+        "_C._get_math_sdp_enabled", "_C._get_cudnn_sdp_enabled", "_C._get_math_sdp_allow_fp16_bf16_reduction",
+        "_C._get_mkldnn_enabled", "_C._get_cudnn_enabled", "Tensor._make_wrapper_subclass",
+        "_C._disabled_torch_function_impl", "autograd.function.BackwardCFunction",
         "nn.utils.parametrize._cache_enabled",
     ):  # fmt: skip
         operator.attrgetter(_name)(torch)
@@ -66,6 +69,7 @@ from .run._torch import Autocast
 
 __all__ = [
     "AUTOGRAD_KEYS",
+    "DEFAULTS",
     "FUNCTIONAL_COLLECTIVES",
     "TORCH_FOLDER",
     "TORCH_VERSION",
@@ -364,7 +368,8 @@ def is_distributed(t: Any) -> bool:
 
 def local_parts(tensors: Sequence[Any], spread: Mapping[int, Any]) -> Sequence[Any]:
     """This rank's part of each; `spread` has the placements of their gradients (else a tensor's own)."""
-    if "torch.distributed.tensor" not in sys.modules:
+    distributed: Any = sys.modules.get("torch.distributed.tensor")
+    if distributed is None or not any(isinstance(t, distributed.DTensor) for t in tensors):
         return tensors
     return [t.to_local(grad_placements=spread[i]) if i in spread else local_part(t) for i, t in enumerate(tensors)]
 
@@ -417,6 +422,30 @@ def keep_gradient_spread(made: Any, like: Any, note: Callable[[Any], None]) -> N
 
     if is_distributed(like) and made.requires_grad:
         made.register_hook(keep)
+
+
+def _default_device() -> torch.device:
+    """`torch.get_default_device()`, at once where no mode says another one."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
+
+
+_CPU = torch.device("cpu")
+# Process-wide settings that choose what torch's composite ops are made of, each with what tells it.
+DEFAULTS: dict[str, Callable[[], Any]] = {
+    "default dtype": torch.get_default_dtype,
+    "default device": _default_device,
+    "flash attention": torch._C._get_flash_sdp_enabled,
+    "memory-efficient attention": torch._C._get_mem_efficient_sdp_enabled,
+    "math attention": torch._C._get_math_sdp_enabled,
+    "cuDNN attention": torch._C._get_cudnn_sdp_enabled,
+    "reduced precision in math attention": torch._C._get_math_sdp_allow_fp16_bf16_reduction,
+    "oneDNN": torch._C._get_mkldnn_enabled,
+    "cuDNN": torch._C._get_cudnn_enabled,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "autocast cache": torch.is_autocast_cache_enabled,
+    "autocast dtype on cpu": functools.partial(torch.get_autocast_dtype, "cpu"),
+    "autocast dtype on cuda": functools.partial(torch.get_autocast_dtype, "cuda"),
+}
 
 
 def look_alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:

@@ -223,8 +223,11 @@ def _run_at_once(first: fx.Node, half: fx.Node, others: fx.Node) -> None:
         whole = graph.call_function(others.target, (*others.args[: records.MASK], [True, *mask[1:]]))  # type: ignore
     whole.meta = {**others.meta, "val": (half.meta["val"][0], *others.meta["val"][1:])}
     for node in (half, others):
+        stand_in: Any = node.args[1]
         node.replace_all_uses_with(whole)
         graph.erase_node(node)
+        if stand_in.target is aten.as_strided.default and not stand_in.users:
+            graph.erase_node(stand_in)
 
 
 def _half(node: fx.Node, part: Call) -> str:

@@ -11,14 +11,16 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import register_pytree_node
 
 __all__ = [
-    "TORCH_VERSION", "Autocast", "active_autocast", "after_backward", "backward_number", "below_autograd",
-    "kernel_settings", "like_lazily", "num_owners", "overwrite", "own_part", "passed_back", "register_pytree_node",
+    "TORCH_VERSION", "Autocast", "active_autocast", "after_backward", "backward_number", "bare", "below_autograd",
+    "kernel_settings", "num_owners", "overwrite", "own_part", "passed_back", "register_pytree_node",
     "run_below_autograd", "segments_that_do_not_grow", "under_autocast", "under_transform", "with_autograd",
 ]  # fmt: skip
 
 _C: Any = torch._C
 _no_autocast = getattr(_C, "_DisableAutocast", contextlib.nullcontext)
 _no_autograd = getattr(_C, "_AutoDispatchBelowAutograd", torch.no_grad)
+_level: Callable[[], int | None] = getattr(getattr(_C, "_functorch", None), "maybe_current_level", lambda: None)
+_batched: Callable[[Any], bool] = getattr(getattr(_C, "_functorch", None), "is_legacy_batchedtensor", lambda t: False)
 TORCH_VERSION: str = torch.__version__
 Autocast = tuple[tuple[str, torch.dtype], ...]  # kinds of devices, each with what is cast to there
 
@@ -77,6 +79,12 @@ def run_below_autograd(call: Callable[..., Any], *given: Any) -> Any:
         _C._set_grad_enabled(mode)
 
 
+def bare(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The same memory in tensors without a graph, a view's base or a count of changes in common."""
+    with _no_autograd():
+        return [t.detach() for t in tensors]
+
+
 @contextlib.contextmanager
 def with_autograd() -> Iterator[None]:
     """Record an autograd graph again, also below it."""
@@ -92,20 +100,11 @@ def under_transform(tensors: Iterable[torch.Tensor | None]) -> bool:
 
     So has forward-mode differentiation with those that have a tangent, and `is_grads_batched` with gradients.
     """
-    functorch: Any = getattr(_C, "_functorch", None)
-    if getattr(functorch, "maybe_current_level", lambda: None)() is not None:
+    if _level() is not None:
         return True
-    batched = getattr(functorch, "is_legacy_batchedtensor", lambda t: False)
     given = [t for t in tensors if t is not None]
     dual = getattr(forward_ad, "_current_level", -1) >= 0
-    return any(map(batched, given)) or (dual and any(forward_ad.unpack_dual(t).tangent is not None for t in given))
-
-
-def like_lazily(new: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """`new`, in memory that is read as that of `tensor` is: conjugated or negated on the way, or as it is."""
-    _C._set_conj(new, tensor.is_conj())
-    _C._set_neg(new, tensor.is_neg())
-    return new
+    return any(map(_batched, given)) or (dual and any(forward_ad.unpack_dual(t).tangent is not None for t in given))
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:

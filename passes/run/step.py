@@ -31,7 +31,7 @@ from .arena import Arena, ask_for
 from .errors import PlannerError
 from .mixing import Versions, warn_of_changed_view, watch_sum
 from .replay import as_tensor, copy_generator, old_value
-from .tensors import alone, apart, distinct, is_laid_out, laid_out, nodes_behind
+from .tensors import alone, apart, distinct, is_laid_out, laid_out, nodes_behind, places_of
 
 
 class BackwardTwice(PlannerError, RuntimeError):
@@ -189,7 +189,8 @@ class _Run:
         owners: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
         self.step, self.fallback, self.primals, self.sources = step, fallback, primals, sources
-        self.made_by = {i: p.grad_fn for i, (p, own) in enumerate(zip(primals, owners, strict=True)) if p is not own}
+        pairs = () if owners is primals else enumerate(zip(primals, owners, strict=True))
+        self.made_by = {i: p.grad_fn for i, (p, own) in pairs if p is not own}
         self.owners = owners
         self.others = tuple(i for i in step.others if not _has_listener(owners[i]))
         self.owned = (*step.leaves[:-1], (*step.leaves[-1], *self.others))
@@ -218,14 +219,12 @@ class _Run:
         for i in step.mutated:
             self.versions[i] = self.sources[i]._version
         outputs = distinct(results[count : count + step.num_outputs])
-        callers = [(t, t.untyped_storage().data_ptr()) for t in (*outputs, *primals)]
-        held = {place for _, place in callers}
-        saved = results[count + step.num_outputs :]
-        places = [s.untyped_storage().data_ptr() for s in saved]
-        self.saved = [alone(s) if place in held else s for s, place in zip(saved, places, strict=True)]
+        callers, saved = (*outputs, *primals), results[count + step.num_outputs :]
+        held, places = places_of(callers), places_of(saved)
+        theirs, kept = set(held), set(places)
+        self.saved = [alone(s) if place in theirs else s for s, place in zip(saved, places, strict=True)]
         self.held = [o.detach() for o in outputs] if step.hold_outputs else None
-        kept = set(places)
-        self.shared = [(t.detach(), t._version) for t, place in callers if place in kept]
+        self.shared = [(t.detach(), t._version) for t, place in zip(callers, held, strict=True) if place in kept]
         self.views = Versions(outputs[i] for i in step.views)
         return outputs
 
@@ -413,8 +412,9 @@ class PlannedStep(torch.autograd.Function):
     def forward(ctx: Any, run: _Run, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.run = run
         outputs = run.forward()
-        differentiable = run.step.differentiable
-        ctx.mark_non_differentiable(*(o for o, d in zip(outputs, differentiable, strict=True) if not d))
+        if not all(run.step.differentiable):
+            marked = zip(outputs, run.step.differentiable, strict=True)
+            ctx.mark_non_differentiable(*(o for o, differentiable in marked if not differentiable))
         ctx.set_materialize_grads(False)
         return outputs
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._torch import like_lazily, num_owners
+from ._torch import bare, num_owners
 
 
 def distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -16,7 +16,7 @@ def distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     A view that has its memory to itself, a linear layer's reshaped result, say, is handed out as no view.
     """
     seen: set[int] = set()
-    places = [output.untyped_storage().data_ptr() for output in outputs]
+    places = places_of(outputs)
     result = []
     for output, place in zip(outputs, places, strict=True):
         own = output if not output._is_view() or places.count(place) > 1 else alone(output)
@@ -25,16 +25,17 @@ def distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(result)
 
 
+def places_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Where the storages of tensors begin."""
+    return list(map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, tensors)))
+
+
 def apart(gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Gradients each in memory of its own: autograd keeps what it is given as `.grad`, which is clipped in place."""
-    seen: set[int] = set()
-    result = []
-    for gradient in gradients:
-        place = memory_of(gradient)
-        result.append(gradient.clone() if place in seen else gradient)
-        if place:
-            seen.add(place)
-    return tuple(result)
+    places = list(map(memory_of, gradients))
+    if len(set(places)) == len(places):
+        return tuple(gradients)
+    return tuple(g.clone() if places[i] in places[:i] else g for i, g in enumerate(gradients))
 
 
 def memory_of(tensor: torch.Tensor) -> int:
@@ -43,7 +44,7 @@ def memory_of(tensor: torch.Tensor) -> int:
     Its storage is not asked: autograd adds nothing in place to a tensor whose storage Python has once seen.
     """
     place = tensor.data_ptr()
-    return place and place - int(tensor.storage_offset()) * tensor.element_size()
+    return place and place - int(tensor.storage_offset()) * tensor.itemsize
 
 
 def nodes_behind(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
@@ -59,6 +60,8 @@ def nodes_behind(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 def laid_out(gradient: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """The gradient in the layout that was traced; where there is one index only, the steps between indices are free."""
+    if gradient.stride() == stride:
+        return gradient.detach()
     if is_laid_out(gradient, stride):
         return gradient.detach().as_strided(gradient.shape, stride)
     return torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
@@ -66,8 +69,9 @@ def laid_out(gradient: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 def is_laid_out(gradient: torch.Tensor, stride: Sequence[int]) -> bool:
     """Whether the gradient has the traced strides, wherever there is more than one index."""
-    steps = zip(gradient.shape, gradient.stride(), stride, strict=True)
-    return not gradient.numel() or all(size == 1 or given == traced for size, given, traced in steps)
+    own = gradient.stride()
+    steps = zip(gradient.shape, own, stride, strict=True)
+    return own == stride or not gradient.numel() or all(size == 1 or mine == traced for size, mine, traced in steps)
 
 
 def held_once(tensor: torch.Tensor) -> bool:
@@ -81,7 +85,4 @@ def held_once(tensor: torch.Tensor) -> bool:
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory and layout in a tensor that keeps no other tensor alive, as a view would."""
-    new: Any = tensor.new_empty(0)
-    with torch.no_grad():
-        new.set_(tensor)
-    return like_lazily(new, tensor)
+    return bare([tensor])[0]

@@ -105,6 +105,25 @@ def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mappi
     return Bound(signature.bind(*args, **kwargs).arguments, kwargs)
 
 
+def binder(signature: inspect.Signature) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Bound]:
+    """`bind_call` for one signature, at once for calls that give all by place."""
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(signature.parameters.values())
+    names = [p.name for p in parameters if p.kind in by_place]
+    needed = [i for i, p in enumerate(parameters) if p.default is p.empty and p.kind not in _VARIADIC]
+    fewest = max(needed, default=-1) + 1  # more than there are names where one is by keyword only
+
+    def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bound:
+        if kwargs or not fewest <= len(args) <= len(names):
+            return bind_call(signature, args, kwargs)
+        return Bound(zip(names, args, strict=False))
+
+    return bind
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
 def names_given(bound: Mapping[str, Any]) -> frozenset[str]:
     """The arguments that the call gave by name, where that is known."""
     return bound.by_name if isinstance(bound, Bound) else frozenset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -12,6 +13,17 @@ from ..run.tensors import memory_of
 
 Overlaps = tuple[tuple[int, int], ...]
 _WITH_MEMORY = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def spans(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """How many bytes of memory each reaches over; None where one has none of its own."""
+    return [_end(t) - t.data_ptr() for t in tensors] if all(type(t) in _WITH_MEMORY for t in tensors) else None
+
+
+def lie_apart(tensors: Sequence[torch.Tensor], spans: Sequence[int]) -> bool:
+    """Whether no two of them share memory, as far as can be told at once."""
+    places = sorted(zip(map(torch.Tensor.data_ptr, tensors), spans, strict=True))
+    return all(place + span <= after for (place, span), (after, _) in pairwise(places))
 
 
 def overlaps(tensors: Sequence[torch.Tensor], overwritten: Sequence[int]) -> Overlaps:

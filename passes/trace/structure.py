@@ -12,7 +12,7 @@ import torch
 from passes._torch import pytree
 
 from .expected import LITERALS
-from .templates import Again, Constant, Kept, Opaque, Slot, Template, Tree
+from .templates import LONGEST, Again, Constant, Kept, Opaque, Slot, Template, Tree
 
 MAX_DEPTH = 8
 
@@ -24,15 +24,49 @@ class Bound(dict[str, Any]):
         by_name: those that the call gave by name. What is put around a `forward` may look at these alone.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], by_name: Iterable[str] = ()) -> None:
+    def __init__(
+        self, arguments: Mapping[str, Any] | Iterable[tuple[str, Any]], by_name: Iterable[str] = ()
+    ) -> None:
         super().__init__(arguments)
         self.by_name = frozenset(by_name)
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Template]:
     """Split `value` into its tensors, each object once, and a template that `unflatten` fills again."""
+    value = dict(value) if isinstance(value, Bound) else value
+    return (_flat(value) if type(value) is dict else None) or _flatten(value)
+
+
+def _flatten(value: Any) -> tuple[list[torch.Tensor], Template]:
     taker = Taker()
-    return taker.tensors, taker.take(dict(value) if isinstance(value, Bound) else value)
+    return taker.tensors, taker.take(value)
+
+
+def _flat(arguments: dict[str, Any]) -> tuple[list[torch.Tensor], Template] | None:
+    """`_flatten` of tensors, numbers and strings alone; calls that are built alike have one template."""
+    tensors: list[torch.Tensor] = []
+    positions: dict[int, int] = {}
+    looks: list[Any] = []
+    for value in arguments.values():
+        if isinstance(value, torch.Tensor):
+            if id(value) not in positions:
+                positions[id(value)] = len(tensors)
+                tensors.append(value)
+            looks.append(positions[id(value)])
+        elif type(value) in LITERALS and not (type(value) in (str, bytes) and len(value) > LONGEST):
+            looks.append((type(value), repr(value) if type(value) in (float, complex) else value))
+        else:
+            return None
+    key = (*arguments, *looks)
+    if key not in _templates:
+        if len(_templates) >= MOST_TEMPLATES:
+            _templates.clear()
+        _templates[key] = _flatten(arguments)[1]
+    return tensors, _templates[key]
+
+
+MOST_TEMPLATES = 1000
+_templates: dict[Any, Template] = {}
 
 
 class Taker:

@@ -15,7 +15,7 @@ from passes._torch import is_distributed, look_alike
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts, gradient_key
 from passes.trace.matching import Differs, match, match_arguments
-from passes.trace.overlaps import overlaps
+from passes.trace.overlaps import Overlaps, lie_apart, overlaps, spans
 from passes.trace.reads import Matched, Reads
 from passes.trace.structure import held_objects
 from planner.decided import Decided
@@ -42,7 +42,7 @@ class Entry:
     `starts` are the outputs that its backward was to start from when it was planned; `sharded` is whether
     `fully_shard` had been called; `regions` are those of a plan by regions, as `planner.dropin.regions` runs them, and
     `trained` is which of the model's parameters required a gradient then. `alike` tells quickly that tensors are
-    like those that the plan was last found to hold for.
+    like those that the plan was last found to hold for; `spans` are the bytes that each primal reaches over.
     """
 
     key: Key
@@ -55,6 +55,7 @@ class Entry:
     sharded: bool = False
     trained: list[bool] = field(default_factory=list)
     alike: Callable[..., bool] | None = None
+    spans: Sequence[int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +104,13 @@ class Entry:
             return None
         if any(tensors[i]._backward_hooks for i in traced.within):
             return None
-        return tensors if overlaps([*tensors, *inputs], traced.mutated) == traced.overlaps else None
+        return tensors if not traced.mutated or self._overlaps([*tensors, *inputs]) == traced.overlaps else None
+
+    def _overlaps(self, primals: Sequence[torch.Tensor]) -> Overlaps:
+        if self.spans is None:
+            self.spans = spans(primals) or ()
+        apart = self.spans and lie_apart(primals, self.spans)
+        return () if apart else overlaps(primals, self.planned.prepared.traced.mutated)
 
     def unchanged(self, model: nn.Module, loss_fn: Any) -> list[torch.Tensor] | None:
         """The model's parameters and buffers where the plan holds for what the model is now."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from passes._torch import as_distributed, keep_gradient_spread, swapped_state
+from passes._torch import DEFAULTS, as_distributed, keep_gradient_spread, swapped_state
 from passes.device import kind_of
 from passes.lower import kept_primals, stateful_primals
 from passes.run._torch import Autocast, active_autocast, backward_number, under_autocast
@@ -140,7 +140,7 @@ class Fallback:
         if lost:
             return f"it overwrote {self.traced.primal_names[min(lost)]}, whose old value was not kept"
         since = "what it reads was changed between forward and backward"
-        for (name, then), (_, now) in zip(self.key.defaults, torch_defaults(), strict=True):
+        for name, then, now in zip(DEFAULTS, self.key.defaults, torch_defaults(), strict=True):
             if now != then and not name.startswith("autocast"):  # a replay has the forward's own
                 return f"{since}: torch's {name} is {now}, in the forward {then}"
         try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from operator import call
+from typing import Any, NamedTuple
 
 import torch
 
-from passes._torch import is_distributed, local_part
+from passes._torch import DEFAULTS, is_distributed, local_part, look_alike
 from passes.run._torch import Autocast, active_autocast
 from passes.trace.arguments import argument_names
 from passes.trace.constructs import is_generator
@@ -23,7 +24,7 @@ class Key:
 
     inputs: tuple[Any, ...]
     autocast: Autocast
-    defaults: tuple[tuple[str, Any], ...]
+    defaults: tuple[Any, ...]
     template: Template = field(default=Constant(None), compare=False, repr=False)
 
 
@@ -37,6 +38,29 @@ def call_key(tensors: Sequence[torch.Tensor], template: Template, cast: torch.dt
         floats = [t.is_floating_point() for t in tensors]
         inputs = (inputs[0], *((k[0], cast, *k[2:]) if f else k for k, f in zip(inputs[1:], floats, strict=True)))
     return Key(inputs, active_autocast(), torch_defaults(), template)
+
+
+class Look(NamedTuple):
+    """What a call looked like, laid out so that it is quickly told whether another one looks the same."""
+
+    template: Template
+    alike: Callable[..., bool]
+    outside: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], template: Template) -> Look | None:
+        """That of a call made now; None for tensors that are compared by `call_key` alone."""
+        alike = look_alike(tensors)
+        return None if alike is None or any(map(vars, tensors)) else cls(template, alike, _outside())
+
+    def is_of(self, tensors: Sequence[torch.Tensor], template: Template) -> bool:
+        """Whether the `call_key` of a call made now is the same, as far as can be told at once."""
+        same = template is self.template and self.outside == _outside()
+        return same and self.alike(*tensors) and not any(map(vars, tensors))
+
+
+def _outside() -> tuple[Any, ...]:
+    return active_autocast(), *torch_defaults()
 
 
 def state_key(t: torch.Tensor) -> tuple[Any, ...]:
@@ -98,7 +122,7 @@ def key_difference(now: Key, then: Key) -> tuple[str, str, str] | None:
             return name, describe_tensor(got), describe_tensor(expected)
     if now.autocast != then.autocast:
         return "(autocast)", describe_autocast(now.autocast), describe_autocast(then.autocast)
-    for (name, got), (_, expected) in zip(now.defaults, then.defaults, strict=True):
+    for name, got, expected in zip(DEFAULTS, now.defaults, then.defaults, strict=True):
         if got != expected:
             return f"(torch's {name})", str(got), str(expected)
     return None
@@ -134,20 +158,6 @@ def describe_autocast(autocast: Autocast) -> str:
     return " and ".join(on) or "no autocast"
 
 
-def torch_defaults() -> tuple[tuple[str, Any], ...]:
-    """Process-wide settings that a trace takes as given: they choose what torch's composite ops are made of."""
-    attention = torch.backends.cuda
-    return (
-        ("default dtype", torch.get_default_dtype()),
-        ("default device", torch.get_default_device()),
-        ("flash attention", attention.flash_sdp_enabled()),
-        ("memory-efficient attention", attention.mem_efficient_sdp_enabled()),
-        ("math attention", attention.math_sdp_enabled()),
-        ("cuDNN attention", attention.cudnn_sdp_enabled()),
-        ("reduced precision in math attention", attention.fp16_bf16_reduction_math_sdp_allowed()),
-        ("oneDNN", torch.backends.mkldnn.enabled),
-        ("cuDNN", torch.backends.cudnn.enabled),
-        ("deterministic algorithms", torch.are_deterministic_algorithms_enabled()),
-        ("autocast cache", torch.is_autocast_cache_enabled()),
-        ("autocast dtypes", (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))),
-    )
+def torch_defaults() -> tuple[Any, ...]:
+    """Process-wide settings that a trace takes as given, in the order of `DEFAULTS`."""
+    return tuple(map(call, DEFAULTS.values()))

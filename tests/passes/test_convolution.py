@@ -121,6 +121,7 @@ def test_halves_run_at_once_where_there_is_room_and_bits_and_peak_are_the_same(
     assert measured_peak_bytes(plan.module, model, sample, plan.static_bytes) == plan.peak_bytes
     nodes = plan.rewritten.backward.graph.find_nodes(op="call_function", target=CONVOLUTION_BACKWARD)
     assert [all(n.args[MASK]) for n in nodes] == whole
+    assert all(n.users for n in plan.rewritten.backward.graph.nodes if n.target is torch.ops.aten.as_strided.default)
 
 
 class Bottlenecks(nn.Module):

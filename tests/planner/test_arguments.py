@@ -6,6 +6,7 @@ import copy
 import time
 import warnings
 from collections import UserDict, deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from passes.trace.structure import flatten
 from planner import InputMismatch, PlannerError, Unsupported, auto_checkpoint
+from planner.dropin.plan_key import Look, call_key
 from tests.planner.steps import assert_same_gradients
 from tests.planner.test_regions import assert_equal_and_exact, planned_at
 
@@ -581,3 +584,52 @@ def test_a_change_within_a_checkpoint_is_refused_by_its_place() -> None:
 
     with pytest.raises(Unsupported, match=r"the argument found changed within torch.utils.checkpoint at .*test_arg"):
         auto_checkpoint(Cell(), (X, []), progress=False)
+
+
+def _with_attribute() -> torch.Tensor:
+    given = torch.randn(4, 8)
+    given.scale = 2  # type: ignore[attr-defined]
+    return given
+
+
+def _made_for_inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.randn(4, 8)
+
+
+CALLS: dict[str, tuple[Any, Any]] = {
+    "alike": ({"x": torch.randn(4, 8), "n": 0.0}, nullcontext),
+    "another shape": ({"x": torch.randn(4, 9), "n": 0.0}, nullcontext),
+    "other strides": ({"x": torch.randn(8, 4).t(), "n": 0.0}, nullcontext),
+    "a view": ({"x": torch.randn(4, 9)[:, 1:], "n": 0.0}, nullcontext),
+    "another dtype": ({"x": torch.randn(4, 8).double(), "n": 0.0}, nullcontext),
+    "another device": ({"x": torch.randn(4, 8, device="meta"), "n": 0.0}, nullcontext),
+    "a gradient": ({"x": torch.randn(4, 8, requires_grad=True), "n": 0.0}, nullcontext),
+    "a parameter": ({"x": nn.Parameter(torch.randn(4, 8)), "n": 0.0}, nullcontext),
+    "an attribute": ({"x": _with_attribute(), "n": 0.0}, nullcontext),
+    "for inference": ({"x": _made_for_inference(), "n": 0.0}, nullcontext),
+    "a negative zero": ({"x": torch.randn(4, 8), "n": -0.0}, nullcontext),
+    "a whole number": ({"x": torch.randn(4, 8), "n": 0}, nullcontext),
+    "False": ({"x": torch.randn(4, 8), "n": False}, nullcontext),
+    "another name": ({"y": torch.randn(4, 8), "n": 0.0}, nullcontext),
+    "another order": ({"n": 0.0, "x": torch.randn(4, 8)}, nullcontext),
+    "one tensor twice": ({"x": X, "n": X}, nullcontext),
+    "a list": ({"x": [torch.randn(4, 8)], "n": 0.0}, nullcontext),
+    "autocast": ({"x": torch.randn(4, 8), "n": 0.0}, lambda: torch.autocast("cpu", torch.bfloat16)),
+    "a default device": ({"x": torch.randn(4, 8), "n": 0.0}, lambda: torch.device("meta")),
+    "another attention": ({"x": torch.randn(4, 8), "n": 0.0}, lambda: sdpa_kernel(SDPBackend.MATH)),
+}
+
+
+@pytest.mark.parametrize("known", CALLS)
+def test_what_is_told_at_once_of_a_call_is_what_its_key_tells(known: str) -> None:
+    arguments, context = CALLS[known]
+    with context():
+        tensors, template = flatten(arguments)
+        look, key = Look.of(tensors, template), call_key(tensors, template)
+    for name, (others, around) in CALLS.items():
+        with around():
+            given = flatten(others)
+            same = look is not None and look.is_of(*given)
+            assert not same or call_key(*given) == key, name
+            assert same or name != known or known in ("an attribute", "a list")

@@ -159,7 +159,7 @@ class _Lowering:
         self.handed = frozenset(self._returned(len(self.traced.mutated))) if self.region else frozenset()
         placeholders = self.traced.placeholders
         primals, tangents = placeholders[: self.traced.num_primals], placeholders[self.traced.num_primals :]
-        mutated = {self.aliases.of[primals[i]] for i in self.traced.mutated}
+        mutated = {self.aliases.of[primals[i]] for i in self.traced.overwritten}
         held = self._add_inputs(primals[len(self.traced.state) :]) if self.region else []
         held += self._add_kept()
         for node in forward:
@@ -515,7 +515,7 @@ def kept_primals(traced: Traced) -> tuple[int, ...]:
 
 def why_once(node: fx.Node, traced: Traced, aliases: Aliases, device: torch.device) -> str | None:
     """Why a forward kernel may not run again whatever the user wants, or None."""
-    mutated = {aliases.of[traced.placeholders[i]] for i in traced.mutated}
+    mutated = {aliases.of[traced.placeholders[i]] for i in traced.overwritten}
     changed = "it reads what the forward changes" if _reads_overwritten(node, mutated, aliases) else None
     return must_run_once(node, device) or changed
 

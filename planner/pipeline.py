@@ -22,6 +22,7 @@ from passes.run.step import Step
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
 from passes.trace.refuse import has_sharded
+from passes.trace.templates import argument_path
 from passes.verify import verify
 from solvers.bounds import floor_bytes
 from solvers.errors import MIB, BudgetError
@@ -119,6 +120,9 @@ def decide_step(
     try:
         return decide(prepared, budget_bytes, progress, starts)
     except BudgetError as error:
+        why = prepared.regions.eager.get("") if prepared.regions is not None else None
+        if why:
+            error.args = (f"{error}. The step is planned by regions, as the whole model is not: {why}",)
         if budget_bytes is None or not prepared.options.patterns or has_sharded(model):
             raise
         refusal = error
@@ -243,7 +247,7 @@ def bind_step(prepared: Prepared, rewritten: Rewritten, arena: Arena = ()) -> St
         reads=reads(traced, rewritten),
         sums=tuple(dict.fromkeys([*sums(traced), *list(casts(traced))[:1]])),  # one cast tells of all
         views=read_views(traced),
-        names=traced.primal_names,
+        names=tuple(map(argument_path, traced.primal_names)),
         autocast=traced.backward_autocast,
         others=tuple(without) if elsewhere else (),
         arena=arena,

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from passes.trace.arguments import bind_sample
+from passes.trace.arguments import bind_sample, runs_hooks
+from passes.trace.refuse import is_sharded
 from solvers.minimum import Minimum
 from solvers.problem import Problem
 from solvers.schedule import Schedule
@@ -110,8 +111,9 @@ def open_session(
     reserve_bytes = reserve_to_bytes(reserve_mb) + unsent_bytes(model, options.get("gradients", "fresh"))
     asked = Options(**options, reserve_bytes=reserve_bytes, hints=make_hints(save, never_recompute, recompute))
     update = measure_update(optimizer, inner, model_device(inner), in_hooks=asked.gradients == "consumed")
+    notes = (*wrapper_notes(model), *_hook_notes(inner, asked.loss_fn))
     asked = replace(
-        asked, update=update, wrapper_bytes=wrapper_bytes(model), notes=wrapper_notes(model),
+        asked, update=update, wrapper_bytes=wrapper_bytes(model), notes=notes,
         gradients=wrapper_gradients(model, asked.gradients),
     )  # fmt: skip
     if pipeline is not None:
@@ -122,3 +124,10 @@ def open_session(
     progress = Progress(asked.progress)
     prepared = prepare_step(inner, arguments, asked, progress, ceiling_bytes=ceiling_bytes)
     return Session(model, arguments, prepared, progress)
+
+
+def _hook_notes(model: nn.Module, loss_fn: Any) -> tuple[str, ...]:
+    """What is said of forward hooks of the model itself that run around the planned step."""
+    around = (model._forward_pre_hooks or model._forward_hooks) and not runs_hooks(model, loss_fn)
+    said = "the model's own forward hooks run around the planned step: what they make is not counted (reserve_mb)"
+    return (said,) if around and not is_sharded(model) else ()

@@ -47,16 +47,17 @@ def warn_of_changed_view() -> None:
     )
 
 
-def watch_sum(reader: tuple[Any, int], gradient: torch.Tensor, name: str) -> None:
-    """Warn if the gradient, a sum, is added to another one that came before it.
+def watch_sum(reader: tuple[Any, int], gradient: torch.Tensor, name: str, told: set[str]) -> None:
+    """Warn, once, if the gradient, a sum, is added to another one that came before it.
 
     Args:
         reader: the node of autograd's graph that it goes to, and in which of its places.
+        told: the names that this was said of.
     """
     node, place = reader
-    if node is None:
+    if node is None or name in told:
         return
-    leaf, look = getattr(node, "variable", None), _Look(name, memory_of(gradient))
+    leaf, look = getattr(node, "variable", None), _Look(name, memory_of(gradient), told)
     if leaf is not None:
         handle = leaf.register_hook(look)
     else:
@@ -68,14 +69,16 @@ def watch_sum(reader: tuple[Any, int], gradient: torch.Tensor, name: str) -> Non
 class _Look:
     name: str
     memory: int
+    told: set[str]
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
         if gradient is not None and memory_of(own_part(gradient)) != self.memory:
+            self.told.add(self.name)
             warnings.warn(
                 f"the gradient of {self.name} is a sum, as the planned step reads it more than once or autocast casts "
-                "it, and this backward adds it to a gradient from outside of the step (a penalty on parameters, "
-                "another call of the model): in another order or type than the plain step, which shows in the last "
-                "bits of the type that it computes in. For the same bits call "
-                "backward for each, or let all of it be one module, or its loss_fn, that is planned.",
+                "it, and this backward adds it to a gradient from outside of it (a penalty on parameters, another call "
+                "of the model, code after a region that reads the same): in another order or type than the plain step, "
+                "which shows in the last bits of the type that it computes in. For the same bits call backward for "
+                "each, or let all of it be one module, or its loss_fn, that is planned.",
                 stacklevel=2,
             )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -94,6 +94,7 @@ class Step:
             the planned layout instead of replaying it.
         arena: bytes of the segments that CUDA's caching allocator is asked for before the first step.
         again: whether the backward runs ops of the forward again.
+        told: names of primals of which a warning was given that their gradients are summed in another order.
     """
 
     forward: Half
@@ -118,6 +119,7 @@ class Step:
     arena: Arena = ()
     exact: bool = True
     again: bool = False
+    told: set[str] = field(default_factory=set, compare=False)
 
     def __call__(
         self, primals: Sequence[torch.Tensor], fallback: Fallback | None,
@@ -397,7 +399,7 @@ class _Owner(torch.autograd.Function):
         for place, i in enumerate(run.owned[ctx.place]):
             if i in run.sums and found[place] is not None:
                 found[place] = alone(found[place])
-                watch_sum(ctx.next_functions[1 + place], found[place], run.step.names[i])
+                watch_sum(ctx.next_functions[1 + place], found[place], run.step.names[i], run.step.told)
             if found[place] is None:
                 _silence(ctx.next_functions[1 + place][0])
             elif i in run.made_by:

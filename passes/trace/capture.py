@@ -132,7 +132,7 @@ class Traced:
     attributes of the model's modules that it sets to plain values, as a planned step does, too. `within` are the
     parameters by which the backward of a custom function differentiates: they may have no hooks. `spread` are the
     placements of the gradients of `DTensor`s, by the numbers of the primals. `first_call` is what a first call of
-    forward remembers and was in place.
+    forward remembers and was in place. `changed_later` are primals that code after a region changes in place.
     """
 
     graph_module: fx.GraphModule
@@ -158,6 +158,12 @@ class Traced:
     within: tuple[int, ...] = ()
     spread: Mapping[int, Any] = field(default_factory=dict)
     first_call: tuple[Change, ...] = ()
+    changed_later: tuple[int, ...] = ()
+
+    @property
+    def overwritten(self) -> tuple[int, ...]:
+        """Primals that the backward would find with other values."""
+        return (*self.mutated, *self.changed_later)
 
     @property
     def num_primals(self) -> int:
@@ -250,6 +256,7 @@ def capture(
     tracer.recorder.let_go()
     tracer.remembered.check()
     _check(joint, [e.name for e in entries] + names, len(entries))
+    _check_constants(joint.graph_module, {id(t): e.name for e, t in zip(entries, tensors, strict=False)})
     _refuse_views_of_inputs(joint, tracer.leaves)
     drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
     dropped = () if keep_outputs else callers_alone(joint.graph_module.graph, joint.mutated_inputs, tracer.leaves)
@@ -534,7 +541,6 @@ def _sources(tensors: Sequence[torch.Tensor], picked: Sequence[int]) -> set[Any]
 
 
 def _check(joint: JointGraph, names: list[str], num_state: int) -> None:
-    _check_constants(joint.graph_module)
     for i in joint.metadata_mutated_inputs:
         raise Unsupported(
             "in-place change of an input's shape", names[i], "the caller would see another shape after the step",
@@ -600,12 +606,22 @@ def drop_tangents_of_state(graph: fx.Graph, num_primals: int, num_differentiated
         graph.erase_node(tangent)
 
 
-def _check_constants(graph_module: fx.GraphModule) -> None:
-    """Tensors that the forward reads without being given them are constants: fine, unless they should be trained."""
+def _check_constants(graph_module: fx.GraphModule, parameters: Mapping[int, str]) -> None:
+    """Tensors that the forward reads without being given them are constants: fine, unless they should be trained.
+
+    Args:
+        parameters: the names of the model's own, by their ids.
+    """
     for node in graph_module.graph.find_nodes(op="get_attr"):
         value = getattr(graph_module, str(node.target), None)
         if isinstance(value, torch.Generator):
             raise own_generator(", ".join(u.name for u in node.users) or node.name)
+        if isinstance(value, torch.Tensor) and id(value) in parameters:
+            raise Unsupported(
+                "a parameter that forward reads from a list, a closure or an object of its own", parameters[id(value)],
+                "its gradient would be lost: a trace knows parameters by their modules", "Read it from its module "
+                "(self.name), or hold these in an nn.ParameterList.",
+            )  # fmt: skip
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise Unsupported(
                 "a tensor to be trained that is not a parameter of the model", f"shape {tuple(value.shape)}",

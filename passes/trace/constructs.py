@@ -80,10 +80,22 @@ GRADIENT = Construct(
     "Read and set it outside forward, between the steps.",
 )
 
+OF_ARGUMENT = Construct(
+    "an argument's requires_grad set in forward",
+    "a planned step returns gradients to those arguments alone that required one when it was planned",
+    "Set it before the call, or on a tensor of forward's own (x = x.detach().requires_grad_()).",
+)
+
 HISTORY = Construct(
     "what autograd knows of a tensor (is_leaf, grad_fn, _version) in forward",
     "while tracing, inputs have another history, and versions count otherwise",
     "Ask outside forward, and pass the answer as an argument.",
+)
+
+COMPILED = Construct(
+    "a function compiled by torch.compile in forward",
+    "the compiler and the planner each want to trace its ops, and neither can look into what the other makes",
+    'Call the function itself, or plan submodules that do not call it as regions (regions="auto", or patterns).',
 )
 
 _CLOCKS = frozenset(
@@ -113,6 +125,7 @@ _NAMED: dict[tuple[str, str], Construct] = {
     **{(f"pathlib{s}", n): OUTSIDE for s in (".py", "/__init__.py", "/_local.py") for n in ("read_text", "read_bytes",
                                                                                        "open", "stat", "exists")},
     ("subprocess.py", "run"): OUTSIDE,
+    (os.path.join("_dynamo", "eval_frame.py"), "compile_wrapper"): COMPILED,
     **{("genericpath.py", n): OUTSIDE for n in ("exists", "isfile", "isdir", "getsize", "getmtime", "getctime")},
     **{("<frozen genericpath>", n): OUTSIDE for n in ("exists", "isfile", "isdir", "getsize", "getmtime", "getctime")},
     ("threading.py", "current_thread"): OUTSIDE,

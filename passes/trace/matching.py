@@ -103,7 +103,7 @@ class _Matching:
         if not self.agrees(self.reads.loss, loss_fn):
             raise Differs("loss_fn", show(loss_fn), describe(self.reads.loss))
         for read in self.reads.fixed:
-            self._check(read, read.getter(read.holder), read.label)
+            self._check(read, read.at_holder, read.label)
         self._follow()
         for number in self.reads.by_object:
             self._unreached(number)
@@ -202,6 +202,8 @@ class _Matching:
             value = MISSING if value.previous is None else value.previous
         if not self.agrees(read.expected, value):
             now, then = (f"{read.name}={text}" for text in (show(value), describe(read.expected)))
+            if read.getter is of_hooks:
+                now, then = "other hooks", "those at planning"
             raise Differs("(read by forward)", f"{label} with {now}", then)
 
     def agrees(self, expected: Expected, value: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import repeat
 from operator import call, is_, itemgetter
 from typing import Any
@@ -112,6 +112,11 @@ class Read:
     name: str
     expected: Expected
     label: str = ""
+
+    @cached_property
+    def at_holder(self) -> Getter:
+        """Of a class, function, cell or dict of globals, one for all models: what is looked at often is near."""
+        return self.getter(self.holder)
 
 
 @dataclass(frozen=True)

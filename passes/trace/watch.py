@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from .constructs import (
     ENVIRONMENT,
     GRADIENT,
     HISTORY,
+    OF_ARGUMENT,
     REENTRANT,
     SAVED,
     TYPES,
@@ -67,11 +68,13 @@ class Watch(TorchFunctionMode):
 
     def __init__(
         self, updates: Callable[[], dict[str, Any]] = dict, given: Iterable[torch.Tensor] = (),
-        inputs: Iterable[torch.Tensor] = (),
+        inputs: Sequence[torch.Tensor] = (),
     ) -> None:  # fmt: skip
         super().__init__()
         self.given = frozenset(map(id, given))
-        self.inputs = frozenset(id(tensor) for tensor in inputs if tensor.requires_grad)
+        self.inputs, self.plain_inputs = (
+            frozenset(id(tensor) for tensor in inputs if tensor.requires_grad is wanted) for wanted in (True, False)
+        )
         self.codes: dict[types.CodeType, None] = {}
         self.error: Unsupported | None = None
         self.held: dict[int, tuple[Any, int]] = {}
@@ -123,6 +126,9 @@ class Watch(TorchFunctionMode):
             if _sets(func, "data"):
                 self._refuse(DATA, user_frame(caller))
             elif is_users_file(caller.f_code.co_filename) and args:
+                sets = func is torch.Tensor.requires_grad_ or _sets(func, "requires_grad")
+                if sets and id(args[0]) in self.plain_inputs:
+                    self._refuse(OF_ARGUMENT, caller)
                 if id(args[0]) in self.given and _flags(func):
                     self._refuse(GRADIENT, caller)
                 history = ("is_leaf", "grad_fn", "_version") if id(args[0]) in self.inputs else ("_version",)
@@ -177,6 +183,7 @@ class Watch(TorchFunctionMode):
         elif code is _SAVED and not _keeps_values(frame.f_locals["self"]):
             self._refuse(SAVED, caller)
         elif code is _CHECKPOINT:
+            self.notes += (CHECKPOINTED,)
             self._open.append((frame, place(user_frame(frame)), self.updates()))
 
     def _refuse(self, found: Construct, frame: types.FrameType | None) -> None:
@@ -190,6 +197,10 @@ def _code_of(function: Any) -> types.CodeType:
     return code
 
 
+CHECKPOINTED = (
+    "forward uses torch.utils.checkpoint: the plan decides in its place, and the peak without recompute, of which a "
+    "budget in % is a share, is that of the step without it"
+)
 _CHECKPOINT = _code_of(torch.utils.checkpoint.checkpoint)
 _REENTRANT = _code_of(torch.utils.checkpoint.CheckpointFunction.forward)
 

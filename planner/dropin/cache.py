@@ -369,7 +369,11 @@ class PlanState:
         # An entry whose model was changed since finds its objects again when it is next looked at.
         stale = other is not None and (other.outdated or self._sharded_since(other))
         self.cache = [replace(e, matched=None) for e in self.cache if not (stale and e is other)]
-        self.notices.replanned(self.replans, time.monotonic() - begin, len(self.cache))
+        of_shapes = not any(name.startswith(("(", REGION)) for name, _ in self.replans.most_common(1))
+        instead = "eager" if self.on_new_shape == BUCKET or not of_shapes else f'{BUCKET}" or "eager'
+        advice = "pad or bucket the inputs to fewer shapes" if of_shapes else "let it stay, or change it rarely"
+        advice += f', or pass on_new_shape="{instead}"'
+        self.notices.replanned(self.replans, time.monotonic() - begin, len(self.cache), advice)
         return self._add(key, planned, starts), state_tensors(self.model, planned.prepared.traced.state)
 
     def _execute(self, entry: Entry, primals: list[torch.Tensor], bound: Mapping[str, Any]) -> Any:
@@ -389,9 +393,12 @@ class PlanState:
     def difference(
         self, key: Key, inputs: Sequence[torch.Tensor], bound: Mapping[str, Any]
     ) -> InputMismatch:
-        """How a call differs from those of the first plan."""
-        if (found := key_difference(key, self.first.key)) is not None:
+        """How a call differs from those of a plan that is built like it; of the first where none is."""
+        like = next((e for e in self.cache if e.key.inputs[0] == key.inputs[0]), self.first)
+        if (found := key_difference(key, like.key)) is not None:
             return InputMismatch(*found, _HINT)
+        if self.first.by_regions and self.first.trained != are_trained(self.model.parameters()):
+            return InputMismatch("(parameters)", "others, or others requiring a gradient", "those at planning", _HINT)
         try:
             with self._own_forward():
                 matched = match(self.first.reads, self.model, self.loss_fn)

@@ -141,8 +141,8 @@ class PlannedForward(StandIn):
                 return state.run(bind_call(state.signature, args, kwargs), self._plain)
         state.notices.in_eval()
         if state.loss_fn is None:
-            return self.original(*args, **kwargs)
-        return self._plain(bind_call(state.signature, args, kwargs))
+            return state.notices.of_eval(self.original(*args, **kwargs))
+        return state.notices.of_eval(self._plain(bind_call(state.signature, args, kwargs)))
 
     def copied(self, model: nn.Module, memo: dict[int, Any]) -> PlannedForward:
         return PlannedForward(self.module, model, copy.deepcopy(self.previous, memo), self.state.around(model))

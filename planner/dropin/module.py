@@ -86,9 +86,10 @@ class PlannedModule(fx.GraphModule):
         state.look_at_gathers()
         if self.training and torch.is_grad_enabled():
             return state.run(bind_call(state.signature, args, kwargs), state.plain)
-        if not state.unplanned:
-            state.notices.in_eval()
-        return state.plain(bind_call(state.signature, args, kwargs))
+        if state.unplanned:
+            return state.plain(bind_call(state.signature, args, kwargs))
+        state.notices.in_eval()
+        return state.notices.of_eval(state.plain(bind_call(state.signature, args, kwargs)))
 
     # What belongs to the model ----------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import TORCH_FOLDER, active_saving_hooks, local_part
+from passes._torch import TORCH_FOLDER, active_saving_hooks, local_part, pytree
 from passes.printable import brief
 from planner.decided import Decided
 from planner.ranks.sharded import gathered_gradients, kept_whole_bytes
@@ -36,11 +36,11 @@ class Notices:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.noticed_hooks = self.noticed_global_hooks = self.noticed_gradients = self.noticed_outdated = False
-        self.noticed_waiting = False
+        self.noticed_waiting = self.noticed_eval = False
         self.still_eval = False
         self.replan_seconds, self.next_slow = 0.0, SLOW_REPLANS
 
-    def replanned(self, replans: Counter[str], seconds: float, kept: int) -> None:
+    def replanned(self, replans: Counter[str], seconds: float, kept: int, advice: str) -> None:
         """Say after several replans, and rarely after that, what is slowing training."""
         self.replan_seconds += seconds
         count = replans.total()
@@ -50,8 +50,7 @@ class Notices:
         what = "; ".join(f"{name}: {times}" for name, times in replans.most_common(3))
         warnings.warn(
             f"{count} calls were planned anew so far, which took {self.replan_seconds:.1f} s of training, as they "
-            f"differ from the sample in {what}. {kept} plans are kept: pad or bucket the inputs to fewer "
-            'shapes, or pass on_new_shape="bucket" or "eager".',
+            f"differ from the sample in {what}. {kept} plans are kept: {advice}.",
             stacklevel=user_frame(),
         )
 
@@ -92,11 +91,30 @@ class Notices:
             stacklevel=user_frame(),
         )
 
+    def of_eval(self, output: Any) -> Any:
+        """Say once, should a backward begin at what a call in eval mode returned, that the call ran plain."""
+        if self.noticed_eval or not torch.is_grad_enabled():
+            return output
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(self._trained_in_eval)
+        return output
+
+    def _trained_in_eval(self, gradient: torch.Tensor) -> None:
+        if not self.noticed_eval:
+            self.noticed_eval = True
+            warnings.warn(
+                f"a backward runs through a call of this {type(self.model).__name__} in eval mode: its own forward "
+                "ran, and not under the budget. Call model.train() for training steps, and eval() on the "
+                "submodules that are to stay in eval mode (dropout, batch norms).",
+                stacklevel=user_frame(),
+            )
+
     def in_eval(self) -> None:
         """Say once that a model planned in eval mode runs plain as long as it is in it, gradients or not."""
         if not self.still_eval or not torch.is_grad_enabled():
             return
-        self.still_eval = False
+        self.still_eval, self.noticed_eval = False, True
         warnings.warn(
             f"this {type(self.model).__name__} was planned in eval mode (from_pretrained returns models in it) and "
             "still is: its own forward runs, and not under the budget. Call model.train() for training steps, or "

@@ -107,7 +107,8 @@ class RegionForward:
                 primals = [*state, *inputs]
                 sources = sources_of(self.scattered, primals) if self.scattered else None
                 return entry.planned.run(self.model, primals, Fallback(self, entry, bound), bound, sources)
-        self._miss(number, *self._difference(number, call_key(inputs, template)))
+        if self.unplanned is None:
+            self._miss(number, *self._difference(number, call_key(inputs, template)))
         return self.original(*args, **kwargs)
 
     def _difference(self, number: int, key: Key) -> tuple[str, bool]:

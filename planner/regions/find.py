@@ -71,6 +71,11 @@ def candidates(model: nn.Module, patterns: Sequence[str]) -> Candidates:
         inside = any(path.startswith(f"{other}.") for other in chosen)
         if path and not inside and any(fnmatchcase(path, pattern) for pattern in patterns) and has_forward(module):
             chosen[path] = module
+    if compiled := next((path for path in chosen if _within_compiled(model, path)), None):
+        raise RegionError(
+            f"region {compiled} is compiled, or within what is: the compiler would look into the planned region. Plan "
+            "the model before compile() is called, or name other submodules."
+        )
     return Candidates(model, {**chosen, LOSS: CrossEntropy()}, False)
 
 
@@ -81,10 +86,23 @@ def children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         place = f"{path}.{name}" if path else name
         one_op = type(child).__module__.startswith("torch.nn.") and not isinstance(child, nn.RNNCellBase)
+        if is_compiled(child):
+            continue
         if not has_forward(child):
             yield from children(child, place)
         elif not one_op or next(child.children(), None) is not None:
             yield place, child
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called: its calls are the compiler's."""
+    return module._compiled_call_impl is not None
+
+
+def _within_compiled(model: nn.Module, path: str) -> bool:
+    names = path.split(".")
+    above = [model.get_submodule(".".join(names[:i])) for i in range(1, len(names) + 1)]
+    return any(map(is_compiled, above))
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -25,6 +25,7 @@ from passes.run.mixing import Versions
 from passes.trace.capture import OutputLeaf
 from passes.trace.given import Given
 
+from .find import Candidates
 from .parts import Part, Parts
 
 PAD = 7  # hardly any ordinary tensor has such a size in bytes: a mask may
@@ -55,6 +56,7 @@ class Run:
             is there before and after the step.
         given: those gradients, for as long as what is handed over may be one of them.
         views: the part's, as they were handed out.
+        read: by its number, each primal that its backward may read, as it was when the forward ended.
     """
 
     path: str
@@ -64,6 +66,7 @@ class Run:
     gradients: list[Edge | None] = field(default_factory=list)
     given: list[torch.Tensor] = field(default_factory=list)
     views: Versions = field(default_factory=lambda: Versions(()))
+    read: dict[int, Versions] = field(default_factory=dict)
     ended: bool = False
 
 
@@ -98,7 +101,7 @@ class Hollow:
     Attributes:
         events: as of `Crossings`.
         again: whether something was learned or refused, so that another run will differ.
-        called: how often each candidate was called.
+        candidates, called: the modules that may be regions, and how often each was called.
         accumulated_bytes: whole gradients that sharded modules kept from a step before.
         outputs: what the model returned, and each of those tensors without its data.
         descend: whether the children of what cannot be a region are tried in its place.
@@ -108,9 +111,10 @@ class Hollow:
 
     def __init__(
         self, model: nn.Module, static: Iterable[torch.UntypedStorage], parts: Parts, device: torch.device,
-        descend: bool,
+        candidates: Candidates,
     ) -> None:  # fmt: skip
-        self.model, self.parts, self.device, self.descend = model, parts, device, descend
+        self.model, self.parts, self.device = model, parts, device
+        self.descend, self.candidates = candidates.descend, dict(candidates.chosen)
         self.thread = threading.get_ident()
         self.home = torch.get_default_device()  # which, where nothing has data, is the meta device meanwhile
         self.static = set(map(place, static))

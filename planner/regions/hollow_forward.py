@@ -73,6 +73,8 @@ class HollowForward:
         token = _HollowOwner.apply(hollow, run, torch.empty(0, device=started), *primals)
         results = _HollowResult.apply(self, run, bound, token)
         hollow.mark("forward out", len(hollow.runs) - 1)
+        read = {i: t for i, t in enumerate(primals) if i not in part.traced.mutated and not t.is_inference()}
+        run.read = {i: Versions([t]) for i, t in read.items()}
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in outputs]
         set_again(part.traced.settings, self.module)
         return deliver(part.traced.changes, leaves, bound, part.traced.output_template)
@@ -162,6 +164,8 @@ class _HollowResult(torch.autograd.Function):
         why = "it is differentiated twice (create_graph=True in forward)" if torch.is_grad_enabled() else why
         if why:
             hollow.again = hollow.parts.refuse(run.path, why) or hollow.again
+        changed = tuple(i for i, version in run.read.items() if version.changed)
+        hollow.again = hollow.parts.learn_of_changes(run.path, run.number, changed) or hollow.again
         run.ended = True
         given = [g for g in gradients if g is not None]
         run.gradients = [hollow.edge(g) for g in given]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -143,10 +143,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the backward of a run starts from: the outputs' paths (None: all), and strides by `gradient_key`."""
+    """What a run is captured for.
+
+    Attributes:
+        starts, strides: what its backward starts from: the outputs' paths (None: all), and strides by `gradient_key`.
+        changed: primals that code after it changes in place: nothing in the backward may read them.
+    """
 
     starts: tuple[str, ...] | None = None
     strides: tuple[tuple[Any, tuple[int, ...]], ...] = ()
+    changed: tuple[int, ...] = ()
 
 
 class Parts:
@@ -208,6 +214,7 @@ class Parts:
             starts = EVERY_OUTPUT if asked.starts is None else asked.starts
             keeps = self.keeps_logits or type(module) is not CrossEntropy
             traced = capture(module, bound, None, differentiated=starts, keep_inputs=keeps, layouts=layouts)
+            traced = replace(traced, changed_later=asked.changed)
             aliases = alias(traced.graph_module.graph)
         _refuse_left(traced)
         state = list(map(state_key, state_tensors(module, traced.state)))
@@ -237,10 +244,16 @@ class Parts:
             return False
         paths = {i: returned[i].path for i in given}
         known = tuple((gradient_key(paths[i], g), tuple(g.stride())) for i, g in given.items())
-        asked = Asked(tuple(paths.values()), known)
-        new = self.asked.get((path, number)) != asked
-        self.asked[path, number] = asked
-        return new
+        return self._ask(path, number, starts=tuple(paths.values()), strides=known)
+
+    def learn_of_changes(self, path: str, number: int, changed: tuple[int, ...]) -> bool:
+        """Note which primals of a run were changed in place before its backward; whether another part is needed."""
+        return bool(changed) and self._ask(path, number, changed=changed)
+
+    def _ask(self, path: str, number: int, **what: Any) -> bool:
+        known = self.asked.get((path, number), Asked())
+        asked = self.asked[path, number] = replace(known, **what)
+        return asked != known
 
     def profile(self, measure: bool, timed: bool) -> bool:
         """Profile what was not yet; whether that showed layouts in which regions have to be captured anew."""

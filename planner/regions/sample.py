@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -35,7 +36,7 @@ from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
 from passes.trace.refuse import has_sharded, is_sharded, refuse_sparse
 from passes.trace.state import Snapshot as Reached
 from passes.trace.structure import Bound, flatten, held_objects, unflatten
-from passes.trace.templates import slots
+from passes.trace.templates import argument_path, slots
 from passes.trace.value_guards import KnownValues
 from planner.check.restore import Generators, Snapshot, gradients_aside, hooks_aside, put_back, strangers_kept
 from planner.ranks.sharded import (
@@ -117,7 +118,7 @@ class Sample:
         inputs = [c.requires_grad_(t.requires_grad) for c, t in zip(copied, inputs, strict=True)]
         modules, every = candidates.chosen, (*own.values(), *inputs)
         given = [part.untyped_storage() for t in every for part in dense_parts(t)]  # held: forward may replace some
-        hollow = Hollow(self.model, given, parts, self.device, candidates.descend)
+        hollow = Hollow(self.model, given, parts, self.device, candidates)
         swapped = {name: t for (name, t), o in zip(own.items(), originals, strict=True) if t is not o}
         alone = without_talking(self.model, parts.heard, listen=not parts.known)
         looked_at = {**own, **{str(i): t for i, t in enumerate(inputs)}}
@@ -138,7 +139,7 @@ class Sample:
             if not sharded:
                 self._prepare_gradients([p for p in own.values() if p.requires_grad and p.is_leaf])
             elif self.gradients == "accumulated":
-                first = Hollow(self.model, given, parts, self.device, candidates.descend)
+                first = Hollow(self.model, given, parts, self.device, candidates)
                 hollow.sizes |= self._first_sizes(first, step, modules)
             with closing(hollow), hollowed(hollow, modules), looking_at_losses(modules.get(LOSS)):
                 self._observe(hollow, step, counting)
@@ -198,6 +199,7 @@ class Sample:
         ]
         chosen, layouts = {paths[i]: leaves[i] for i in sorted(wanted)}, hollow.parts.layouts
         hollow.again = _refuse_other_sums(hollow, leaves, wanted) or hollow.again
+        hollow.again = _refuse_sums_of_the_left_out(hollow, leaves) or hollow.again
         if not self.keep_outputs:
             output, leaves = None, []
         hollow.mark("backward")
@@ -235,6 +237,12 @@ OTHER_SUM = (
     "another order than the plain step's"
 )
 
+LEFT_OUT = (
+    "its input {name!r} is read more than once in it, and perhaps by equal modules that this step leaves out (layer "
+    "drop): where they run, too, the gradient would be summed in another order than the plain step's. Plan a step in "
+    "which they run (another seed), or name their parts as regions"
+)
+
 START_OF_BACKWARD = (
     "its input {name!r} is read more than once in it, and is an output that the backward may start from: the gradient "
     "would be summed in another order than the plain step's. Give the loss (loss_fn=), or return less"
@@ -259,9 +267,8 @@ def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor], wanted: 
     """
     casters: dict[tuple[Any, int], int] = Counter()
     latest: dict[tuple[Any, int], float] = {get_gradient_edge(outputs[i])[:2]: math.inf for i in wanted}
-    regions: list[Any] = []
+    regions = _regions_behind(outputs)
     for node in nodes_behind(outputs):
-        regions += [node] if isinstance(getattr(node, "owner", None), Run) else []
         for edge in node.next_functions:
             latest[edge] = max(latest.get(edge, 0), node._sequence_nr())
             casters[edge] += type(node).__name__ == "ToCopyBackward0"
@@ -279,8 +286,41 @@ def _refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor], wanted: 
         for i, name in part.sums.items():
             if edges[i][0] is not None and latest[edges[i]] > node._sequence_nr():
                 why = START_OF_BACKWARD if latest[edges[i]] == math.inf else OTHER_SUM
-                new = hollow.parts.refuse(node.owner.path, why.format(name=name)) or new
+                new = hollow.parts.refuse(node.owner.path, why.format(name=argument_path(name))) or new
     return new
+
+
+def _refuse_sums_of_the_left_out(hollow: Hollow, outputs: Sequence[torch.Tensor]) -> bool:
+    """Leave to eager what would sum a part of a gradient in a course in which modules that are equal to it run, too.
+
+    Whether they would read the same tensor shows where several of them run. Where a single one does, they may, save for
+    its first argument, which is what the one before it has returned.
+    """
+    left_out = {
+        _role(f"{path}.{name}" if name else path)
+        for path, m in hollow.candidates.items() if path not in hollow.called for name, _ in m.named_modules()
+    }
+    regions = [node for node in _regions_behind(outputs) if _role(node.owner.path) in left_out]
+    runs = Counter(_role(node.owner.path) for node in regions)
+    readers = Counter((edge, _role(node.owner.path)) for node in regions for edge in set(node.next_functions[1:]))
+    new = False
+    for node in regions:
+        part, edges, role = node.owner.part, node.next_functions[1:], _role(node.owner.path)
+        for i in (i for i in part.sums if i >= len(part.traced.state) and edges[i][0] is not None):
+            may_be_shared = runs[role] == 1 and i > len(part.traced.state)
+            if may_be_shared or readers[edges[i], role] > 1:
+                new = hollow.parts.refuse(node.owner.path, LEFT_OUT.format(name=argument_path(part.sums[i]))) or new
+    return new
+
+
+def _role(path: str) -> str:
+    """What a module has in common with those that are in its place elsewhere: `layers.*.self_attn`."""
+    return re.sub(r"\b\d+\b", "*", path)
+
+
+def _regions_behind(outputs: Sequence[torch.Tensor]) -> list[Any]:
+    """The nodes of regions among those that the outputs were computed by."""
+    return [node for node in nodes_behind(outputs) if isinstance(getattr(node, "owner", None), Run)]
 
 
 def _consume(parameter: torch.Tensor) -> None:

@@ -494,6 +494,30 @@ def buffer_with_gradient(leave: Callable[[Any, torch.Tensor], Any]) -> nn.Module
     return model
 
 
+@torch.library.custom_op("planner_tests::doubled", mutates_args={"out"})
+def doubled(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x * 2)
+
+
+def writes_by_a_custom_op(self: Any, x: torch.Tensor) -> torch.Tensor:
+    h = self.layer(x)
+    out = torch.empty_like(h)
+    doubled(h.detach(), out)
+    return h * out
+
+
+class HoldsItsWeight(nn.Module):
+    """Reads a parameter of a submodule from a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.weights = [self.layer.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) @ self.weights[0]
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
     "backward hook": (
         lambda: with_hook("full_backward_hook"), batch, "module backward hook at 1", 'Plan by regions (regions="auto"'),
@@ -532,6 +556,19 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
         lambda: nn.DataParallel(linear()), batch, "the model (DataParallel)", "wrap plan.module afterwards"),
     "lazy": (lambda: nn.LazyLinear(3), batch, "lazy parameter at weight", "Run the model once on a sample"),
     "unregistered parameter": (Unregistered, batch, "not a parameter of the model", "Register it: nn.Parameter"),
+    "parameter in a list": (HoldsItsWeight, batch, "an object of its own at layer.weight", "Read it from its module"),
+    "higher-order op": (
+        lambda: Wrap(lambda self, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (self.layer(x),)), layer=linear()),
+        batch, "higher-order op cond at", "cond -> torch.where"),
+    "custom op that writes": (
+        lambda: Wrap(writes_by_a_custom_op, layer=linear()), batch, "custom op planner_tests.doubled.default",
+        "mutates_args=()"),
+    "compiled function": (
+        lambda: Wrap(lambda self, x: torch.compile(torch.sin, backend="eager")(self.layer(x)), layer=linear()),
+        batch, "a function compiled by torch.compile in forward", "Call the function itself"),
+    "argument's requires_grad": (
+        lambda: Wrap(lambda self, x: self.layer(x.requires_grad_()), layer=linear()), batch,
+        "an argument's requires_grad set in forward", "x = x.detach().requires_grad_()"),
     "plain tensor changed": (PlainState, batch, "not a buffer at self.steps", "Register it: self.register_buffer"),
     "needed buffer replaced": (
         NeedsOldBuffer, batch, "buffer replaced in forward whose old value the backward needs at table",

@@ -1021,3 +1021,91 @@ def test_the_memory_of_a_buffer_whose_data_is_replaced_is_not_taken_for_that_of_
     Replaces.planning = False
     assert next(row.path for row in plan.regions) == "block"
     plan.module(x).backward()
+
+
+class Drops(nn.Module):
+    """Layers that each step leaves out at random; what they all attend to is read twice in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.layers = Part(), nn.ModuleList(Attending() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory, hidden = self.encoder(x), x
+        for layer in self.layers:
+            if torch.rand(()) < 0.5:
+                hidden = layer(hidden, memory)
+        return hidden.square().mean() + memory.sum()
+
+
+def _course(seed: int) -> list[bool]:
+    torch.manual_seed(seed)
+    return [bool(torch.rand(()) < 0.5) for _ in range(3)]
+
+
+@pytest.mark.parametrize("regions", ["auto", ("encoder", "layers.*")])
+@pytest.mark.parametrize("course", [[False, True, False], [True, False, True], [True, True, True]])
+def test_the_bits_are_plain_whichever_layers_a_step_leaves_out(course: list[bool], regions: Any) -> None:
+    model, x = Drops(), torch.randn(2, 8, 16)
+    plain = copy.deepcopy(model)
+    torch.manual_seed(next(seed for seed in range(200) if _course(seed) == course))
+    plan = auto_checkpoint(model, x, regions=regions, progress=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for seed in range(12):
+            assert differences(run_step(plain, plain, x, seed), run_step(plan.module, model, x, seed)) == []
+    assert not any("is a sum" in str(w.message) for w in said)
+
+
+class AddsInPlace(nn.Module):
+    """Changes what a block was given, which the block's own backward does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.ReLU(), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden += block(hidden)
+        return hidden.square().mean()
+
+
+def test_what_code_after_a_region_changes_is_not_read_again_in_the_backward() -> None:
+    model, x = AddsInPlace(), torch.randn(64, 16)
+    plain = copy.deepcopy(model)
+    with pytest.raises(BudgetError) as refused:
+        auto_checkpoint(model, x, budget_mb=0.001, regions="blocks.*", progress=False)
+    plan = auto_checkpoint(model, x, budget_mb=refused.value.minimum_mb, regions="blocks.*", progress=False)
+    assert plan.recomputed and plan.checked
+    for seed in (1, 2):
+        assert differences(run_step(plain, plain, x, seed), run_step(plan.module, model, x, seed)) == []
+
+
+def test_a_region_that_is_compiled_is_refused() -> None:
+    model, x = AddsInPlace(), torch.randn(64, 16)
+    model.blocks[1].compile(backend="eager")
+    with pytest.raises(RegionError, match="region blocks.1 is compiled"):
+        auto_checkpoint(model, x, regions="blocks.*", progress=False)
+
+
+def test_a_higher_order_op_between_regions_is_refused_by_name() -> None:
+    class Chooses(AddsInPlace):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+
+    with pytest.raises(RegionError, match="the higher-order op cond runs ops that planning does not see"):
+        auto_checkpoint(Chooses(), torch.randn(64, 16), regions="blocks.*", progress=False)
+
+
+def test_a_block_added_to_the_model_is_told_as_what_it_is() -> None:
+    model, x = AddsInPlace(), torch.randn(64, 16)
+    plan = auto_checkpoint(model, x, regions="blocks.*", progress=False)
+    model.blocks.append(nn.Sequential(nn.ReLU(), nn.Linear(16, 16)))
+    with pytest.warns(UserWarning, match=r"'\(parameters\)': got others"):
+        plan.module(x).backward()

@@ -1457,6 +1457,22 @@ def test_a_model_planned_in_training_mode_may_be_evaluated(door: str) -> None:
     assert _words(lambda: run(x)) == []
 
 
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("options", [{}, {"loss_fn": lambda y: y.pow(2).mean()}], ids=["", "loss"])
+def test_a_backward_through_a_call_in_eval_mode_is_said_once(door: str, options: dict[str, Any]) -> None:
+    model, x = small_net().train(), batch_like()
+    run = DOORS[door](model, **options)
+    run(x).sum().backward()
+    model.eval()
+    with pytest.warns(UserWarning, match="in eval mode: its own forward ran, and not under the budget"):
+        run(x).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(x).sum().backward()
+        with torch.no_grad():
+            run(x)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_a_plan_made_in_eval_mode_has_a_note(training: bool) -> None:
     planned = plan(small_net().train(training), batch_like(), solver="greedy")

@@ -19,7 +19,6 @@ from passes._torch import WAIT_FOR_COLLECTIVE, HigherOrderOperator, OpOverload, 
 
 from .errors import Unsupported
 from .ops import FUNCTIONAL
-from .trace.refuse import higher_order
 
 aten = torch.ops.aten
 
@@ -145,7 +144,10 @@ def aliased_argument(node: fx.Node) -> fx.Node | None:
     if isinstance(target, HigherOrderOperator) or not isinstance(target, OpOverload):
         if target is operator.getitem or not isinstance(target, HigherOrderOperator):
             return None
-        raise higher_order(target, node.args, node.name)
+        raise Unsupported(
+            f"higher-order op {target}", node.name, "its memory and randomness cannot be seen from outside",
+            "Write it as ordinary ops (flex_attention -> scaled_dot_product_attention), or keep it out of the model.",
+        )  # fmt: skip
     if target in HIDDEN_VIEWS:
         return _first_node(node.args)
     position, name, writes = _aliased(target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import traceback
 
 from .._torch import TORCH_FOLDER
@@ -78,6 +79,17 @@ def _explain(kind: str, text: str) -> tuple[str, str] | None:
             "traced.",
             "Call it between the submodules that are to be planned: by regions it runs in eager there. all_reduce, "
             "all_gather, reduce_scatter_tensor, all_to_all_single and broadcast are planned.",
+        )
+    if "HigherOrderOperator auto_functionalized" in text:
+        return (
+            "A custom op changes its arguments here (mutates_args), which is not known to the trace.",
+            "Let it return what it computes.",
+        )
+    if found := re.search(r"HigherOrderOperator (\w+)", text):
+        return (
+            f"The higher-order op {found[1]} runs ops here that a trace does not see.",
+            "Write it as ordinary ops (flex_attention -> scaled_dot_product_attention, cond -> torch.where), or keep "
+            "it out of the model.",
         )
     if "set the storage of a tensor" in text:
         return (

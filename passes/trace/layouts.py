@@ -13,7 +13,6 @@ laid out in another way or of another dtype (`learned`). The step is then traced
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,6 @@ from passes._torch import (
     FakeTensor,
     FakeTensorMode,
     FunctionalTensor,
-    HigherOrderOperator,
     TorchDispatchMode,
     pytree,
 )
@@ -34,8 +32,7 @@ from passes.ops import looks_at_values
 
 from .constants import Constants
 from .leaks import Remembered
-from .places import place, user_frame
-from .refuse import higher_order, own_generator, part_drawn
+from .refuse import own_generator, part_drawn
 from .strides import NORMS, VIEWS, Made, Strides, of_view
 
 aten = torch.ops.aten
@@ -65,11 +62,7 @@ class EagerLayouts(TorchDispatchMode):
         super().__init__()
         self.remembered = remembered
 
-    supports_higher_order_operators = True
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, HigherOrderOperator):
-            raise higher_order(func, args, place(user_frame(sys._getframe())))
         if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
             raise own_generator(func.overloadpacket.__name__)
         if func is aten.normal_.default and args[0].device.type == "cpu" and _is_part(args[0]):
@@ -136,12 +129,8 @@ class EagerFakes(FakeTensorMode):
         super().__init__(**options)
         self.layouts, self.constants = layouts or {}, Constants()
 
-    supports_higher_order_operators = True
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         interrupt_point()
-        if isinstance(func, HigherOrderOperator):
-            raise higher_order(func, args, place(user_frame(sys._getframe())))
         kwargs = kwargs or {}
         answer = self.constants.answer(func, args, kwargs)
         if answer is not None:

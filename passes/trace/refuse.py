@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -78,20 +77,6 @@ def part_drawn() -> Unsupported:
     return Unsupported(
         "normal_ on a part of a tensor", "forward", "a traced step draws it as a tensor of its own, with other numbers",
         "Draw a tensor (torch.randn), and copy it to its place.",
-    )  # fmt: skip
-
-
-def higher_order(op: Any, args: Sequence[Any], place: str) -> Unsupported:
-    """The refusal of an op that runs ops which tracing does not see, or changes what it is given out of its sight."""
-    if "auto_functionalized" in str(op):
-        return Unsupported(
-            f"custom op {args[0]}, which changes its arguments", place, "what it writes to is not known to the trace",
-            "Let it return what it computes (mutates_args=()).",
-        )  # fmt: skip
-    return Unsupported(
-        f"higher-order op {op}", place, "its memory and randomness cannot be seen from outside",
-        "Write it as ordinary ops (flex_attention -> scaled_dot_product_attention, cond -> torch.where), keep it out "
-        "of the model, or plan its submodules as regions.",
     )  # fmt: skip
 
 

@@ -64,7 +64,8 @@ def candidates(model: nn.Module, patterns: Sequence[str]) -> Candidates:
         if not any(fnmatchcase(path, pattern) for path in paths):
             raise RegionError(
                 f"regions={pattern!r} matches no submodule of {type(model).__name__}; its own are called "
-                f"{', '.join(name for name, _ in model.named_children())}, and theirs like {paths[-1]!r}."
+                f"{', '.join(name for name, _ in model.named_children())}, and theirs like "
+                f"{max(paths, key=lambda path: path.count('.'))!r}."
             )
     chosen: dict[str, nn.Module] = {}
     for path, module in model.named_modules():

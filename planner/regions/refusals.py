@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from passes.errors import CaptureError, ForwardFailed, Unsupported
@@ -22,11 +21,8 @@ def stopped(error: Exception, why: Refusal | None, meta: bool) -> Exception:
         why: why the model is not planned as a whole, where that was tried.
         meta: whether the step runs without data.
     """
-    if op := _higher_order_op(error):
-        error = RegionError(
-            f"{op} runs ops that planning does not see, between the regions or in one that stays eager: write it as "
-            "ordinary ops (cond -> torch.where), or keep it out of the model"
-        )
+    if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
+        error = capture_error(error)  # torch runs none while something looks at each op
     if why is None:
         return error if isinstance(error, PlannerError) or not meta else _without_data(error)
     found: Refusal = why
@@ -36,12 +32,6 @@ def stopped(error: Exception, why: Refusal | None, meta: bool) -> Exception:
     if said not in str(why):
         found.args = (f"{why} Running the step by regions raised {type(error).__name__}: {said}.",)
     return found
-
-
-def _higher_order_op(error: Exception) -> str:
-    """The op that torch does not run while something looks at each op; "" where the error is about another thing."""
-    found = re.search(r"HigherOrderOperator (\w+)", str(error))
-    return f"the higher-order op {found[1]}" if isinstance(error, NotImplementedError) and found else ""
 
 
 def _is_forwards_own(error: Exception) -> bool:

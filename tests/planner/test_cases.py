@@ -557,12 +557,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
     "lazy": (lambda: nn.LazyLinear(3), batch, "lazy parameter at weight", "Run the model once on a sample"),
     "unregistered parameter": (Unregistered, batch, "not a parameter of the model", "Register it: nn.Parameter"),
     "parameter in a list": (HoldsItsWeight, batch, "an object of its own at layer.weight", "Read it from its module"),
-    "higher-order op": (
-        lambda: Wrap(lambda self, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (self.layer(x),)), layer=linear()),
-        batch, "higher-order op cond at", "cond -> torch.where"),
-    "custom op that writes": (
-        lambda: Wrap(writes_by_a_custom_op, layer=linear()), batch, "custom op planner_tests.doubled.default",
-        "mutates_args=()"),
     "compiled function": (
         lambda: Wrap(lambda self, x: torch.compile(torch.sin, backend="eager")(self.layer(x)), layer=linear()),
         batch, "a function compiled by torch.compile in forward", "Call the function itself"),
@@ -589,6 +583,19 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
         lambda: torch.compile(linear(), backend="eager"), batch, "compiled module",
         "Plan the module inside it"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("forward", "what", "remedy"),
+    [
+        (lambda self, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (self.layer(x),)),
+         "higher-order op cond", "cond -> torch.where"),
+        (writes_by_a_custom_op, "custom op changes its arguments", "return what it computes"),
+    ],
+)  # fmt: skip
+def test_ops_that_a_trace_does_not_see_are_refused_by_name(forward: Any, what: str, remedy: str) -> None:
+    with pytest.raises(CaptureError, match=rf"cannot trace the model at .*test_cases.*{what}.*{remedy}"):
+        plan(Wrap(forward, layer=linear()), batch())
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

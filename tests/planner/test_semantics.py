@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 from passes.errors import CaptureError, Unsupported
 from passes.trace.structure import flatten
+from passes.trace.watch import CHECKPOINTED
 
 from .steps import Wrap, linear, plan
 
@@ -1372,7 +1373,7 @@ def check(case: Case) -> str:
             assert now == state, "planning moved a generator"
             assert {k: v for k, v in model.__dict__.items() if before.get(k) is not v} == {}
         numbers, left = _train(planned.module, model)
-    told = [str(w.message) for w in said] + list(planned.notes)
+    told = [str(w.message) for w in said] + [n for n in planned.notes if n != CHECKPOINTED]
     plain = case.build()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -42,13 +42,12 @@ from solvers.errors import BudgetError, PlannerError
 from .courses import Courses
 from .entry import Entry, Losses, Watched, are_trained, describe_starts, starts_of
 from .fallback import Fallback
-from .notices import SLOW_REPLANS, Notices, user_frame
+from .notices import REGION, SLOW_REPLANS, Notices, user_frame
 from .plan_key import Key, call_key, describe_tensor, key_difference, state_key
 from .regions import RegionForward, are_of, regions_of, running_regions
 
 CACHE_BYTES = 1 << 30  # of host memory, for the plans that are kept
 OPAQUE = 'a planned step runs as it is; torch.compile(model, backend="checkpoint_planner") compiles under a budget'
-REGION = "region "  # how the name of one begins where a mismatch is told
 _HINT = 'on_new_shape="replan" plans such calls, "eager" runs them unplanned.'
 
 
@@ -369,11 +368,8 @@ class PlanState:
         # An entry whose model was changed since finds its objects again when it is next looked at.
         stale = other is not None and (other.outdated or self._sharded_since(other))
         self.cache = [replace(e, matched=None) for e in self.cache if not (stale and e is other)]
-        of_shapes = not any(name.startswith(("(", REGION)) for name, _ in self.replans.most_common(1))
-        instead = "eager" if self.on_new_shape == BUCKET or not of_shapes else f'{BUCKET}" or "eager'
-        advice = "pad or bucket the inputs to fewer shapes" if of_shapes else "let it stay, or change it rarely"
-        advice += f', or pass on_new_shape="{instead}"'
-        self.notices.replanned(self.replans, time.monotonic() - begin, len(self.cache), advice)
+        seconds, buckets = time.monotonic() - begin, self.on_new_shape == BUCKET
+        self.notices.replanned(self.replans, seconds, len(self.cache), buckets)
         return self._add(key, planned, starts), state_tensors(self.model, planned.prepared.traced.state)
 
     def _execute(self, entry: Entry, primals: list[torch.Tensor], bound: Mapping[str, Any]) -> Any:

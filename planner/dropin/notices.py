@@ -16,9 +16,11 @@ from torch import nn
 from passes._torch import TORCH_FOLDER, active_saving_hooks, local_part, pytree
 from passes.printable import brief
 from planner.decided import Decided
+from planner.options import BUCKET
 from planner.ranks.sharded import gathered_gradients, kept_whole_bytes
 from solvers.errors import MIB
 
+REGION = "region "  # how the name of one begins where a mismatch is told
 SLOW_REPLANS = 5  # after so many, and each time they have doubled, it is said what they cost
 REMEDIES = {
     "fresh": 'plan with gradients="accumulated"', "accumulated": "raise reserve_mb",
@@ -40,17 +42,25 @@ class Notices:
         self.still_eval = False
         self.replan_seconds, self.next_slow = 0.0, SLOW_REPLANS
 
-    def replanned(self, replans: Counter[str], seconds: float, kept: int, advice: str) -> None:
-        """Say after several replans, and rarely after that, what is slowing training."""
+    def replanned(self, replans: Counter[str], seconds: float, kept: int, buckets: bool) -> None:
+        """Say after several replans, and rarely after that, what is slowing training, and what helps.
+
+        Args:
+            buckets: whether new shapes go into buckets already.
+        """
         self.replan_seconds += seconds
         count = replans.total()
         if count < self.next_slow:
             return
         self.next_slow = 2 * count
+        of_shapes = not any(name.startswith(("(", REGION)) for name, _ in replans.most_common(1))
+        instead = "eager" if buckets or not of_shapes else f'{BUCKET}" or "eager'
+        advice = "pad or bucket the inputs to fewer shapes" if of_shapes else "let it stay, or change it rarely"
         what = "; ".join(f"{name}: {times}" for name, times in replans.most_common(3))
         warnings.warn(
             f"{count} calls were planned anew so far, which took {self.replan_seconds:.1f} s of training, as they "
-            f"differ from the sample in {what}. {kept} plans are kept: {advice}.",
+            f"differ from the sample in {what}. {kept} plans are kept: {advice}, "
+            f'or pass on_new_shape="{instead}".',
             stacklevel=user_frame(),
         )
 

@@ -79,10 +79,10 @@ def run_below_autograd(call: Callable[..., Any], *given: Any) -> Any:
         _C._set_grad_enabled(mode)
 
 
-def bare(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The same memory in tensors without a graph, a view's base or a count of changes in common."""
+def bare(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, and count of changes, in a tensor without a graph or a view's base."""
     with _no_autograd():
-        return [t.detach() for t in tensors]
+        return tensor.detach()
 
 
 @contextlib.contextmanager

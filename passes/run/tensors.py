@@ -85,4 +85,4 @@ def held_once(tensor: torch.Tensor) -> bool:
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory and layout in a tensor that keeps no other tensor alive, as a view would."""
-    return bare([tensor])[0]
+    return bare(tensor)

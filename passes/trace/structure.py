@@ -61,12 +61,20 @@ def _flat(arguments: dict[str, Any]) -> tuple[list[torch.Tensor], Template] | No
     if key not in _templates:
         if len(_templates) >= MOST_TEMPLATES:
             _templates.clear()
+            _shared.clear()
         _templates[key] = _flatten(arguments)[1]
+        _shared.add(id(_templates[key]))
     return tensors, _templates[key]
+
+
+def is_shared(template: Template) -> bool:
+    """Whether other calls that are built alike have this very template."""
+    return id(template) in _shared
 
 
 MOST_TEMPLATES = 1000
 _templates: dict[Any, Template] = {}
+_shared: set[int] = set()  # their ids
 
 
 class Taker:

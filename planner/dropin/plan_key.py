@@ -15,6 +15,7 @@ from passes.run._torch import Autocast, active_autocast
 from passes.trace.arguments import argument_names
 from passes.trace.constructs import is_generator
 from passes.trace.recorder import is_looked_into
+from passes.trace.structure import is_shared
 from passes.trace.templates import Again, Constant, Opaque, Slot, Template, Tree, outline
 
 
@@ -49,8 +50,8 @@ class Look(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], template: Template) -> Look | None:
-        """That of a call made now; None for tensors that are compared by `call_key` alone."""
-        alike = look_alike(tensors)
+        """That of a call made now; None for those that are compared by `call_key` alone."""
+        alike = look_alike(tensors) if is_shared(template) else None
         return None if alike is None or any(map(vars, tensors)) else cls(template, alike, _outside())
 
     def is_of(self, tensors: Sequence[torch.Tensor], template: Template) -> bool:

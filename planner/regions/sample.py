@@ -48,7 +48,7 @@ from .hollow import Hollow
 from .hollow_forward import hollowed
 from .losses import LOSS, looking_at_losses
 from .parts import Parts
-from .sums import refuse_other_sums, refuse_sums_of_the_left_out
+from .sums import refuse_sums
 from .writes import undone_writes
 
 
@@ -194,8 +194,7 @@ class Sample:
             for i, t in enumerate(leaves)
         ]
         chosen, layouts = {paths[i]: leaves[i] for i in sorted(wanted)}, hollow.parts.layouts
-        hollow.again = refuse_other_sums(hollow, leaves, wanted) or hollow.again
-        hollow.again = refuse_sums_of_the_left_out(hollow, leaves) or hollow.again
+        hollow.again = refuse_sums(hollow, leaves, wanted) or hollow.again
         if not self.keep_outputs:
             output, leaves = None, []
         hollow.mark("backward")

@@ -43,16 +43,28 @@ SHARED_CAST = (
 )
 
 
-def refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor], wanted: Collection[int]) -> bool:
+def refuse_sums(hollow: Hollow, outputs: Sequence[torch.Tensor], wanted: Collection[int]) -> bool:
+    """Leave to eager regions that would add up a gradient in another order; whether any of them is new.
+
+    Args:
+        wanted: the outputs that the backward starts from.
+    """
+    nodes = list(nodes_behind(outputs))
+    starts = [get_gradient_edge(outputs[i])[:2] for i in wanted]
+    regions = [node for node in nodes if isinstance(getattr(node, "owner", None), Run)]
+    new = _refuse_other_sums(hollow, nodes, regions, starts)
+    return _refuse_sums_of_the_left_out(hollow, regions) or new
+
+
+def _refuse_other_sums(hollow: Hollow, nodes: Sequence[Any], regions: Sequence[Any], starts: Sequence[Any]) -> bool:
     """Leave to eager regions that sum a part of a gradient which the plain step adds, term by term, to others.
 
     Autograd runs what was recorded last first, so that terms from a later reader come before the region's own, and
-    first of all what the backward starts with (the outputs that are `wanted`).
+    first of all what the backward starts with.
     """
     casters: dict[tuple[Any, int], int] = Counter()
-    latest: dict[tuple[Any, int], float] = {get_gradient_edge(outputs[i])[:2]: math.inf for i in wanted}
-    regions = _regions_behind(outputs)
-    for node in nodes_behind(outputs):
+    latest: dict[tuple[Any, int], float] = dict.fromkeys(starts, math.inf)
+    for node in nodes:
         for edge in node.next_functions:
             latest[edge] = max(latest.get(edge, 0), node._sequence_nr())
             casters[edge] += type(node).__name__ == "ToCopyBackward0"
@@ -74,7 +86,7 @@ def refuse_other_sums(hollow: Hollow, outputs: Sequence[torch.Tensor], wanted: C
     return new
 
 
-def refuse_sums_of_the_left_out(hollow: Hollow, outputs: Sequence[torch.Tensor]) -> bool:
+def _refuse_sums_of_the_left_out(hollow: Hollow, regions: Sequence[Any]) -> bool:
     """Leave to eager what would sum a part of a gradient in a course in which modules that are equal to it run, too.
 
     Whether they would read the same tensor shows where several of them run. Where a single one does, they may, save for
@@ -84,7 +96,7 @@ def refuse_sums_of_the_left_out(hollow: Hollow, outputs: Sequence[torch.Tensor])
         _role(f"{path}.{name}" if name else path)
         for path, m in hollow.candidates.items() if path not in hollow.called for name, _ in m.named_modules()
     }
-    regions = [node for node in _regions_behind(outputs) if _role(node.owner.path) in left_out]
+    regions = [node for node in regions if _role(node.owner.path) in left_out]
     runs = Counter(_role(node.owner.path) for node in regions)
     readers = Counter((edge, _role(node.owner.path)) for node in regions for edge in set(node.next_functions[1:]))
     new = False
@@ -100,8 +112,3 @@ def refuse_sums_of_the_left_out(hollow: Hollow, outputs: Sequence[torch.Tensor])
 def _role(path: str) -> str:
     """What a module has in common with those that are in its place elsewhere: `layers.*.self_attn`."""
     return re.sub(r"\b\d+\b", "*", path)
-
-
-def _regions_behind(outputs: Sequence[torch.Tensor]) -> list[Any]:
-    """The nodes of regions among those that the outputs were computed by."""
-    return [node for node in nodes_behind(outputs) if isinstance(getattr(node, "owner", None), Run)]

@@ -15,6 +15,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {"solvers": {"solvers"}, "passes": {"passes", "solvers"}, "planner": {"planner", "passes", "solvers"}}
 LAYERS = tuple(MAY_IMPORT)
+TOP_LEVEL = {
+    "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "constraints.txt", "pyproject.toml",
+}  # fmt: skip
+LARGEST = 1 << 20  # bytes of a file
 
 
 def files(layer: str) -> list[Path]:
@@ -179,3 +183,12 @@ def test_a_torch_that_lacks_what_is_needed_is_named() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
     assert done.stderr.splitlines()[-1].startswith("ImportError: checkpoint-planner needs torch >= 2.11")
     assert "_is_functional_tensor" in done.stderr.splitlines()[-1]
+
+
+def test_nothing_is_kept_here_by_accident() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a checkout of git")
+    files = [name for name in listed.stdout.split("\0") if (ROOT / name).is_file()]
+    assert [name for name in files if (ROOT / name).stat().st_size > LARGEST] == []
+    assert {name for name in files if "/" not in name and not name.startswith(".")} == TOP_LEVEL

@@ -1,12 +1,15 @@
-"""arena: how large a segment to ask for before the first step, so that torch's caching allocator reserves least.
+"""arena: how large segments to ask for before the first step, so that torch's caching allocator reserves least.
 
 Too small, and what does not fit takes segments besides; too large, and the rest of it is wasted. Between the two lies
-one that the step just fits into, or nearly, which playing the step into segments of several sizes finds.
+one that the step just fits into, or nearly, which playing the step into segments of several sizes finds. Where tensors
+of one size break up what those of another need, several segments waste less than one: the best one is cut into parts
+and changed a little, again and again, as in any local search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable
 
 from passes.allocator import OWN_SEGMENT, SMALL_SEGMENT
 from passes.device import round_up
@@ -15,8 +18,8 @@ from passes.run.arena import Arena, least_arena
 from .footprint import Footprint, Start
 
 ENOUGH = 1.02  # reserved over allocated; there is less to gain than a segment is large
-EVENTS, FEWEST, MOST = 800_000, 12, 96  # of steps that are played in all, and how often one is
-BASINS = 3  # sizes from which a smaller one is looked for
+EVENTS, FEWEST, MOST = 600_000, 9, 72  # of steps that are played in all, and how often one is, in either search
+SEGMENTS = 5
 
 
 def best_arena(measure: Callable[[Arena], Footprint], start: Start, length: int, limit_bytes: int) -> Arena:
@@ -43,47 +46,65 @@ class _Search:
     def __init__(self, measure: Callable[[Arena], Footprint], plain: Footprint, limit_bytes: int, used: int) -> None:
         self.measure, self.limit_bytes = measure, limit_bytes
         self.largest = (limit_bytes - used) // SMALL_SEGMENT * SMALL_SEGMENT  # more would be a peak of its own
-        self.found = {0: self._score(plain)}
+        self.found = {(): self._score(plain)}
 
     def between(self, least: int, low: int, high: int, tries: int) -> Arena:
         """Sizes from `least` to `low` evenly, since a small one may fill up what segments of 20 MiB leave over; from
-        there on, where all fits into it, ever less densely. Then the ways from the best down to the next are halved.
+        there on, where all fits into it, ever less densely. Then other segments around the best of those.
         """
-        under, above = tries // 2, tries // 4
+        under = 2 * tries // 3
+        above = tries - under
         sizes = [least + (low - least) * k // under for k in range(under)]
         sizes += [low + (high - low) * k * k // above**2 for k in range(above)]
         for size in sizes:
-            self._attempt(size)
-        for size in sorted(self.found, key=self._order)[:BASINS]:
-            self._descend(size, least, (tries - under - above) // BASINS)
-        return self._arena(min(self.found, key=self._order))
+            self._attempt(self._of(size))
+        self._around(least, tries)
+        return min(self.found, key=self._order)
 
-    def _descend(self, size: int, least: int, tries: int) -> None:
-        below = max((other for other in self.found if other < size), default=0)
-        for _ in range(tries):
-            middle = round_up((below + size) // 2, SMALL_SEGMENT)
-            if not least <= middle < size:
-                break
-            if self._attempt(middle) < self.found[size]:
-                size = middle
-            else:
-                below = middle
+    def _around(self, least: int, tries: int) -> None:
+        rng = random.Random(0)
+        best = min(self.found, key=self._order)
+        for _ in range(tries if best else 0):
+            other = _ascending(_changed(best, rng))
+            if len(other) <= SEGMENTS and sum(other) >= least and self._attempt(other) <= self.found[best]:
+                best = other
 
-    def _order(self, size: int) -> tuple[tuple[int, int], int]:
-        return self.found[size], size
+    def _order(self, arena: Arena) -> tuple[tuple[int, int], int, int]:
+        return self.found[arena], len(arena), sum(arena)
 
-    def _attempt(self, size: int) -> tuple[int, int]:
-        size = round_up(size, SMALL_SEGMENT)
-        if size not in self.found:
-            self.found[size] = self._score(self.measure(self._arena(size)))
-        return self.found[size]
+    def _attempt(self, arena: Arena) -> tuple[int, int]:
+        if arena not in self.found:
+            self.found[arena] = self._score(self.measure(arena))
+        return self.found[arena]
 
     def _score(self, needed: Footprint) -> tuple[int, int]:
         return max(0, needed.allocated_bytes - self.limit_bytes), needed.reserved_bytes
 
-    def _arena(self, size: int) -> Arena:
+    def _of(self, size: int) -> Arena:
         """Asking for all at once must not be what peaks: the rest comes first, and is smaller."""
-        if size <= self.largest:
-            return (size,) if size else ()
-        rest = max(size - self.largest, OWN_SEGMENT)
-        return rest, size - rest
+        rest = round_up(size, SMALL_SEGMENT) - self.largest
+        return _ascending((size,) if rest <= 0 else (rest, size - rest))
+
+
+def _changed(arena: Arena, rng: random.Random) -> list[int]:
+    """Cut one of the segments in two, make it a little larger or smaller, add it to another, or have one more."""
+    sizes, kind = list(arena), rng.random()
+    size = sizes.pop(rng.randrange(len(sizes)))
+    if kind < 0.35:
+        part = int(size * rng.uniform(0.1, 0.9))
+        return [*sizes, part, size - part]
+    if kind < 0.8:
+        return [*sizes, size + SMALL_SEGMENT * rng.choice((-8, -4, -3, -2, -1, 1, 2, 3, 4, 8))]
+    if kind < 0.9 and sizes:
+        sizes[rng.randrange(len(sizes))] += size
+        return sizes
+    return [*sizes, size, SMALL_SEGMENT * rng.randrange(5, 25)]
+
+
+def _ascending(sizes: Iterable[int]) -> Arena:
+    """Segments of such sizes that torch serves one by one: none is served from those before it."""
+    found: list[int] = []
+    for size in sorted(sizes):
+        above = found[-1] + SMALL_SEGMENT if found else OWN_SEGMENT
+        found.append(max(round_up(size, SMALL_SEGMENT), above))
+    return tuple(found)

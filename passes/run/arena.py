@@ -1,8 +1,8 @@
-"""arena: a step's larger tensors in one segment or two of torch's caching allocator, asked for before the first step.
+"""arena: a step's larger tensors in a few segments of torch's caching allocator, asked for before the first step.
 
 Left alone, the allocator takes a segment wherever no free block is large enough, and what tensors of another size leave
-of one is lost. One segment is split and merged as tensors come and go, and wastes less. The allocator keeps it cached,
-so later steps ask for nothing. Where segments grow, they do so by 20 MiB; an arena is as large as it is asked for
+of one is lost. A large segment is split and merged as tensors come and go, and wastes less. The allocator keeps it
+cached, so later steps ask for nothing. Where segments grow, they do so by 20 MiB; an arena is as large as it is asked for
 there, too. Needs torch alone: exports hold a copy.
 """
 

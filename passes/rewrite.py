@@ -4,7 +4,8 @@ Each compute of the schedule becomes one node (its in-place twin where the sched
 is taken from its base, in as few steps as give it, right before its first use; fx's generated code drops every value
 after its last use. What is executed is what was simulated. Two computes are one node where a batch norm's statistics
 and its result are found one after the other (`passes.fuse.rules.join_batch_norms`): what they need besides inputs and
-results is the same. So are the halves of a convolution's backward where there is room (`join_convolutions`).
+results is the same. So are the halves of a convolution's backward where there is room and no allocator to foretell
+(`join_convolutions`).
 """
 
 from __future__ import annotations
@@ -57,12 +58,15 @@ class Rewritten:
 
 
 def rewrite(
-    traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedule, peak_bytes: int | None = None
-) -> Rewritten:
+    traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedule, peak_bytes: int | None = None,
+    *, as_scheduled: bool = False,
+) -> Rewritten:  # fmt: skip
     """Emit `schedule` as two GraphModules.
 
     Args:
         peak_bytes: what may be held at once, by the count of `lowered`; as much as the schedule holds, if not given.
+        as_scheduled: the halves of a convolution's backward are not joined, so that a caching allocator is asked for
+            what the schedule says, in that order.
     """
     boundary = schedule.index(Step("compute", lowered.tangent_op))
     moments = list(replay(lowered.problem, schedule))
@@ -88,7 +92,8 @@ def rewrite(
     backward.emit(schedule, moments, range(boundary + 1, len(schedule)), leaving)
     backward.output([backward.resolve(n) for n in traced.gradients])
     join_batch_norms(backward.graph)
-    join_convolutions(backward.graph, peak_bytes or max(moment.moment_bytes for moment in moments))
+    if not as_scheduled:
+        join_convolutions(backward.graph, peak_bytes or max(moment.moment_bytes for moment in moments))
     handovers = backward.handovers()
     root = traced.graph_module
     return Rewritten(

@@ -46,7 +46,7 @@ class _Search:
     def __init__(self, measure: Callable[[Arena], Footprint], plain: Footprint, limit_bytes: int, used: int) -> None:
         self.measure, self.limit_bytes = measure, limit_bytes
         self.largest = (limit_bytes - used) // SMALL_SEGMENT * SMALL_SEGMENT  # more would be a peak of its own
-        self.found = {(): self._score(plain)}
+        self.found: dict[Arena, tuple[int, int]] = {(): self._score(plain)}
 
     def between(self, least: int, low: int, high: int, tries: int) -> Arena:
         """Sizes from `least` to `low` evenly, since a small one may fill up what segments of 20 MiB leave over; from

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from passes.alias import device_of
+from passes.device import kind_of
 from passes.errors import CaptureError, NoBackward, Unsupported
 from passes.exclusive import exclusive
 from passes.leaves import casts, read_views, sums
@@ -175,7 +176,10 @@ def emit(
     if prepared.regions is not None:
         return _emit_regions(prepared, prepared.regions, solution, budget_bytes, progress)
     with progress.stage("rewrite"):
-        rewritten = rewrite(prepared.traced, prepared.aliases, prepared.lowered, solution.schedule, peak_bytes)
+        rewritten = rewrite(
+            prepared.traced, prepared.aliases, prepared.lowered, solution.schedule, peak_bytes,
+            as_scheduled=kind_of(prepared.device).caches,
+        )  # fmt: skip
     with progress.stage("verify"):
         verify(prepared.traced, rewritten)
     step = bind_step(prepared, rewritten, prepared.arena(solution.schedule, budget_bytes))

@@ -2,8 +2,8 @@
 
 Left alone, the allocator takes a segment wherever no free block is large enough, and what tensors of another size leave
 of one is lost. A large segment is split and merged as tensors come and go, and wastes less. The allocator keeps it
-cached, so later steps ask for nothing. Where segments grow, they do so by 20 MiB; an arena is as large as it is asked for
-there, too. Needs torch alone: exports hold a copy.
+cached, so later steps ask for nothing. Where segments grow, they do so by 20 MiB; those asked for are as large as asked
+for there, too. Needs torch alone: exports hold a copy.
 """
 
 from __future__ import annotations

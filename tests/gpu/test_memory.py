@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from passes.device import empty_cache
+from passes.allocator import GRANULE
+from passes.device import empty_cache, round_up
 from passes.run.arena import ask_for
+from planner.footprint import asked
 from tests.gpu.device import CUDA, HOLLOW, MIB, ON_A_GPU, measure, on_device, plan_for
 from tests.gpu.table import most_reserved
 from tests.zoo.compare import differences, forward_backward, run_step
 from tests.zoo.table import ENTRIES
 
 pytestmark = ON_A_GPU
+FREED = -1
 
 
 @pytest.mark.parametrize("share", [None, 60, 40])
@@ -30,6 +34,42 @@ def test_the_prediction_is_what_torch_counts(name: str, share: int | None) -> No
     assert 0.999 * plan.peak_bytes <= found.allocated_bytes <= plan.peak_bytes
     assert plan.peak_bytes <= plan.budget_bytes
     assert found.reserved_bytes == pytest.approx(plan.reserved_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("share", [None, 60])
+def test_the_allocator_is_asked_for_what_is_predicted_event_by_event(share: int | None) -> None:
+    model, sample = on_device(convolutions)
+    plan = plan_for(model, sample, share)
+    for _ in range(2):  # what the first steps alone do
+        plan.module(*sample).backward()
+        model.zero_grad()
+    torch.cuda.memory._record_memory_history(context=None)
+    try:
+        plan.module(*sample).backward()
+        model.zero_grad()
+        trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    events = [(e["action"], round_up(e["size"], GRANULE)) for e in trace]
+    found = [size if action == "alloc" else FREED for action, size in events if action in ("alloc", "free_requested")]
+    prepared = plan.prepared
+    predicted = asked(prepared.lowered, prepared.profiles, plan.schedule)[1]
+    assert found == [FREED if size < 0 else round_up(size, GRANULE) for size in predicted]
+
+
+def convolutions() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    """A step whose backward peaks above where the halves of most convolutions' backward would have room at once."""
+    wide = [nn.Conv2d(16, 16, 3, padding=1), nn.GELU(), nn.Conv2d(16, 16, 1), nn.GELU()]
+    narrow = [nn.Conv2d(16, 16, 3, padding=1), nn.GELU()]
+    layers = [nn.Conv2d(3, 16, 3), *wide, nn.MaxPool2d(2), *narrow, nn.Flatten(), nn.LazyLinear(8), Mean()]
+    model, x = nn.Sequential(*layers), torch.randn(2, 3, 66, 66)
+    model(x)
+    return model, (x,)
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
 
 
 @pytest.mark.parametrize("name", ["llama", "vnet"])

@@ -11,9 +11,11 @@ from torch import nn
 
 from passes.fuse.records import CONVOLUTION_BACKWARD, INPUT, MASK
 from passes.memory import measure_peak
+from passes.rewrite import rewrite
 from passes.trace.arguments import bind_sample
 from passes.trace.capture import capture
 from planner import auto_checkpoint
+from solvers.schedule import computes
 from tests.zoo.compare import measured_peak_bytes, plan_at, same_bits
 
 aten = torch.ops.aten
@@ -122,6 +124,16 @@ def test_halves_run_at_once_where_there_is_room_and_bits_and_peak_are_the_same(
     nodes = plan.rewritten.backward.graph.find_nodes(op="call_function", target=CONVOLUTION_BACKWARD)
     assert [all(n.args[MASK]) for n in nodes] == whole
     assert all(n.users for n in plan.rewritten.backward.graph.nodes if n.target is torch.ops.aten.as_strided.default)
+
+
+def test_halves_stay_apart_where_allocations_are_foretold() -> None:
+    model, sample = network()
+    plan = plan_at(model, sample, 100)
+    prepared = plan.prepared
+    apart = rewrite(prepared.traced, prepared.aliases, prepared.lowered, plan.schedule, as_scheduled=True)
+    nodes = apart.backward.graph.find_nodes(op="call_function", target=CONVOLUTION_BACKWARD)
+    names = [prepared.lowered.problem.ops[i].name for i in computes(plan.schedule)]
+    assert len(nodes) == sum(name.startswith("convolution_backward") for name in names) == 6
 
 
 class Bottlenecks(nn.Module):

@@ -35,4 +35,4 @@ __all__ = [
     "max_batch",
     "minimum_budget",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

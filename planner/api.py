@@ -58,8 +58,9 @@ def auto_checkpoint(
         sample: a tensor, a tuple (args) or a dict (kwargs), as the model will be called in training.
         budget_mb: MiB of peak memory of the whole step, as `torch.cuda.max_memory_allocated` counts it:
             parameters, buffers, inputs, gradients, activations, outputs. Also a size with its unit ("12GB") or a
-            share of the plain step's peak ("50%"). None: all that truly
-            fits the device on CUDA, segments of its allocator included; no limit on the CPU.
+            share ("50%") of the peak of this step with nothing recomputed (`plan.baseline_peak_bytes`; plain eager
+            may take more). None: all that truly fits the device on CUDA, segments of its allocator included; no limit
+            on the CPU.
         solver: a name of `solvers.SOLVERS`.
         cost: what recompute is measured in. "roofline": picoseconds by rates of the device that the step runs on, for
             each class of op (`passes.rates` has those built in, and "roofline:h100" names one). "device": the same

@@ -245,7 +245,7 @@ class _Search:
         if must:
             raise BudgetError(
                 f"not even a batch of {'one' if must == 1 else 'two'} fits into {show_bytes(self.budget)}: it takes "
-                f"{shown_minimum(minimum.minimum_bytes)}, none below {show_bytes(minimum.floor_bytes)} can work.",
+                f"{shown_minimum(minimum.minimum_bytes)}, none below {minimum.floor_bytes} bytes can work.",
                 budget_bytes=self.budget, minimum_bytes=minimum.minimum_bytes, floor_bytes=minimum.floor_bytes,
             )  # fmt: skip
         return False

@@ -53,7 +53,8 @@ def solve_step(
     try:
         found = solve_preferring(problem, preferred, budget_bytes, options, report, warm_starts)
     except BudgetError as error:
-        raise _under_hints(_below_update(error, prepared), prepared) from error
+        told = _under_hints(_below_update(error, prepared), prepared)
+        raise told from (error if told is not error else error.__cause__)
     found = placed_within(prepared, found, budget_bytes)
     binding = options.hints.binding
     if binding and found.bound is not None and found.added_cost:

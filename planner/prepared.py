@@ -242,6 +242,8 @@ def _with_plain_peak(prepared: Prepared) -> Prepared:
 def check_model(model: Any) -> None:
     """Refuse what is not a model, or not one that can be planned here and now."""
     if not isinstance(model, nn.Module):
+        if isinstance(model, type) and issubclass(model, nn.Module):
+            raise PlannerError(f"model is the class {model.__name__}: pass an instance of it.")
         raise PlannerError(f"model is a {type(model).__name__}: pass a torch.nn.Module.")
     if torch.is_inference_mode_enabled():
         raise PlannerError(

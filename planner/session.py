@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from passes.errors import ForwardFailed
 from passes.trace.arguments import bind_sample, runs_hooks
 from passes.trace.refuse import is_sharded
 from solvers.minimum import Minimum
@@ -122,7 +123,12 @@ def open_session(
         asked = replace(asked, flight=flight, notes=notes, loss_fn=None, gradients=flight.gradients(asked.gradients))
     arguments = bind_sample(inner, sample, asked.loss_fn)
     progress = Progress(asked.progress)
-    prepared = prepare_step(inner, arguments, asked, progress, ceiling_bytes=ceiling_bytes)
+    try:
+        prepared = prepare_step(inner, arguments, asked, progress, ceiling_bytes=ceiling_bytes)
+    except ForwardFailed as error:
+        if isinstance(sample, list):
+            error.args = (f"{error} The sample is a list, which is one argument: pass tuple(sample) for several.",)
+        raise
     return Session(model, arguments, prepared, progress)
 
 

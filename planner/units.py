@@ -27,9 +27,10 @@ def parse_size(text: str, whole_bytes: int | None = None) -> int:
     match = _SIZE.fullmatch(text)
     unit = match[2].lower() if match else ""
     if match is None or not (unit == "%" or unit in UNITS):
-        raise BudgetError(f"{text!r} is not a size: {accepted}.")
+        meant = f" (did you mean {text.strip()}MiB?)" if text.strip().isdecimal() else ""
+        raise BudgetError(f"{text!r} is not a size{meant}: {accepted}.")
     if unit == "%" and whole_bytes is None:
-        raise BudgetError(f"{text!r} needs a whole to be a share of: {accepted}.")
+        raise BudgetError(f"{text!r} needs a whole to be a share of, which is not known here: {accepted}.")
     scale = UNITS[unit] if unit != "%" else whole_bytes or 0
     number, _, decimals = match[1].partition(".")
     exact = int(number + decimals) * scale // 10 ** len(decimals)

@@ -170,7 +170,10 @@ def run_model(
     own = set(inspect.signature(model.forward).parameters)
     extra = [bound[n if n in bound and n not in own else f"loss_{n}"] for n in names]
     inner = Bound({k: v for k, v in bound.items() if k in own}, names_given(bound))
-    return loss_fn(call_bound(called, inspect.signature(model.forward), inner), *extra)
+    loss = loss_fn(call_bound(called, inspect.signature(model.forward), inner), *extra)
+    if loss is None or isinstance(loss, (int, float)):
+        raise PlannerError(f"loss_fn returned {loss!r}: it has to return the loss as a tensor.")
+    return loss
 
 
 def runs_hooks(model: nn.Module, loss_fn: Callable[..., Any] | None) -> bool:

@@ -195,7 +195,7 @@ def show(value: Any) -> str:
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         return value.__qualname__
     try:
-        text = repr(value)
+        text = " ".join(repr(value).split())
     except Exception:  # noqa: BLE001 - the user's own code
         return describe_kind(type(value))
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -207,6 +207,10 @@ def _runs_a_plan(model: nn.Module) -> Iterator[str]:
             yield name
 
 
+def _waits(model: nn.Module) -> Iterator[str]:
+    return (n for n, m in model.named_modules() if getattr(m.__dict__.get("forward"), "waits_for_a_batch", False))
+
+
 CACHED = Refusal(
     "parametrization within torch.nn.utils.parametrize.cached()", "what a step computes once for all forwards of the "
     "block, a planned one computes for itself", "Open the block in the forward of what is planned, or leave it out.",
@@ -231,6 +235,11 @@ TABLE: tuple[Refusal, ...] = (
         "module that runs a plan", "its planned step cannot be traced",
         "Plan the original model: call plan.remove(model) first, or pass the model instead of plan.module.",
         _runs_a_plan,
+    ),
+    Refusal(
+        "module that waits for its first batch", "it is planned within its own forward then",
+        "Run that batch, or call stop() of what plan_on_first_batch returned (close() of the PlanCallback) first.",
+        _waits,
     ),
     Refusal(
         "lazy parameter", "its shape is not known yet", "Run the model once on a sample before planning.",

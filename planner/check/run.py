@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,6 +51,8 @@ def check_step(
         return _check(model, planned, bound, loss_fn, check == "auto", start)
     except _CannotRun as error:
         if check == "auto":
+            if error.__cause__ is not None:
+                warnings.warn(f"the plan was not checked: {error}. Does the model run on this sample?", stacklevel=2)
             return Checked(0, str(error), time.perf_counter() - start)
         raise CheckError(f"the check cannot run: {error}.") from error.__cause__
 

@@ -19,7 +19,7 @@ from torch import nn
 from passes._torch import active_saving_hooks, global_hooks, profiler_runs, saving_hooks_aside
 from passes.device import kind_of
 from passes.errors import ForwardFailed, InputMismatch, NoBackward, StateChanged, Unsupported
-from passes.run._torch import Autocast
+from passes.run._torch import Autocast, backward_number
 from passes.run.arena import ask_for
 from passes.run.step import refuse_tracing
 from passes.trace.arguments import argument_names, bind_call, run_model, set_forward, state_tensors
@@ -69,7 +69,7 @@ class PlanState:
         self.unplanned = False
         self.applied: Any = None  # the `PlannedForward` that is being called
         self.notices = Notices(model)
-        self.replans = Counter[str]()
+        self.replans, self.numbers = Counter[str](), set[str]()
         self.first_call: tuple[Change, ...] = ()  # what the first call leaves on the model
         self.waiting = WeakSet[Fallback]()  # of the calls whose steps are not over
         self.before_hooks: Any = None  # the hook that plans before those of `fully_shard` gather parameters
@@ -209,9 +209,13 @@ class PlanState:
 
     @property
     def _hindrance(self) -> str:
-        """Why nothing can be planned now. A profiler may hear of memory, and of those there can be one."""
+        """Why nothing can be planned now. A profiler may hear of memory, and of those there can be one; a plan by
+        regions runs backwards of its own to see what is held.
+        """
         if not kind_of(self.first.planned.prepared.device).caches and profiler_runs():
             return "while a profiler runs (planning measures memory with one of its own)"
+        if self.first.by_regions and backward_number() >= 0:
+            return "within a backward (a reentrant torch.utils.checkpoint: leave it out)"
         cached = next(cached_parametrizations(self.model), None) is not None
         return "within parametrize.cached() (open it in forward, or leave it out)" if cached else ""
 
@@ -347,6 +351,8 @@ class PlanState:
         if self.on_new_shape == "error":
             raise mismatch
         self.replans[mismatch.argument] += 1
+        if _is_number(mismatch.got.rpartition("=")[2]):
+            self.numbers.add(mismatch.argument)
         wanted = self._plans_anew
         hindrance = self._hindrance
         planned = wanted and not self._in_hooks and not hindrance
@@ -369,7 +375,7 @@ class PlanState:
         stale = other is not None and (other.outdated or self._sharded_since(other))
         self.cache = [replace(e, matched=None) for e in self.cache if not (stale and e is other)]
         seconds, buckets = time.monotonic() - begin, self.on_new_shape == BUCKET
-        self.notices.replanned(self.replans, seconds, len(self.cache), buckets)
+        self.notices.replanned(self.replans, self.numbers, seconds, len(self.cache), buckets)
         return self._add(key, planned, starts), state_tensors(self.model, planned.prepared.traced.state)
 
     def _execute(self, entry: Entry, primals: list[torch.Tensor], bound: Mapping[str, Any]) -> Any:
@@ -507,3 +513,11 @@ def _check_cast_leaves(primals: Sequence[torch.Tensor], planned: Decided) -> Non
                 "eager casts it once and adds up the gradients of its uses in the lower precision, a plan casts it for "
                 "each use", f"Pass `{name}.view_as({name})`, or plan without autocast.",
             )  # fmt: skip
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -48,10 +48,10 @@ class Courses:
         if waiting if again else told:
             return
         more = len(missed) - 1
-        others = f", as do {more} other regions," if more > 1 else ", as does another region," if more else ""
+        others = f", as do {more} other regions," if more > 1 else ", as does another region," if more else ","
         later = "When the model is next called, such calls are planned, too." if again else "So will others like it."
         warnings.warn(
-            f"{first.call} runs plain{others}, and this step is not under the budget, as no plan is for such a call: "
+            f"{first.call} runs plain{others} and this step is not under the budget, as no plan is for such a call: "
             f"{first.why}. {later}",
             stacklevel=user_frame(),
         )

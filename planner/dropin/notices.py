@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,10 +42,14 @@ class Notices:
         self.still_eval = False
         self.replan_seconds, self.next_slow = 0.0, SLOW_REPLANS
 
-    def replanned(self, replans: Counter[str], seconds: float, kept: int, buckets: bool) -> None:
+    def replanned(
+        self, replans: Counter[str], numbers: Collection[str], seconds: float, kept: int, buckets: bool
+    ) -> None:
         """Say after several replans, and rarely after that, what is slowing training, and what helps.
 
         Args:
+            replans: how often what a call differs in was planned for anew.
+            numbers: those that were a number.
             buckets: whether new shapes go into buckets already.
         """
         self.replan_seconds += seconds
@@ -53,9 +57,12 @@ class Notices:
         if count < self.next_slow:
             return
         self.next_slow = 2 * count
-        of_shapes = not any(name.startswith(("(", REGION)) for name, _ in replans.most_common(1))
+        (most, _), *_ = replans.most_common(1)
+        of_shapes = not most.startswith(("(", REGION)) and most not in numbers
         instead = "eager" if buckets or not of_shapes else f'{BUCKET}" or "eager'
         advice = "pad or bucket the inputs to fewer shapes" if of_shapes else "let it stay, or change it rarely"
+        if most in numbers:
+            advice = "pass a number that changes as a tensor, or keep it in a buffer: one plan serves all its values"
         what = "; ".join(f"{name}: {times}" for name, times in replans.most_common(3))
         warnings.warn(
             f"{count} calls were planned anew so far, which took {self.replan_seconds:.1f} s of training, as they "

@@ -66,6 +66,7 @@ class FirstBatch:
 
     Attributes:
         plan: the plan; None until that call.
+        failed: whether planning ended in an error; another one may then take this one's place.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class FirstBatch:
         self.budget_mb, self.called, self.options = budget_mb, called, options
         self.batches = batches
         self.plan: Plan | None = None
+        self.failed = False
         self.hook: Any = None
         self.waiting: _Waiting | None = None
 
@@ -90,7 +92,10 @@ class FirstBatch:
         elif has_sharded(self.model):  # before its hooks gather anything
             self.hook = self.model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         else:
-            if isinstance(stand_in_within(self.model), _Waiting):
+            waiting = stand_in_within(self.model)
+            if isinstance(waiting, _Waiting) and waiting.first.failed:
+                waiting.first.stop()
+            elif isinstance(waiting, _Waiting):
                 raise PlannerError(
                     f"this {type(self.model).__name__} waits for its first batch already: call stop() of what "
                     "plan_on_first_batch returned then, or close() of the PlanCallback."
@@ -142,8 +147,10 @@ class FirstBatch:
         held += wrapper_bytes(around) + unsent_bytes(around, gradients)
         options = {"group": group_of(around), **self.options, "gradients": wrapper_gradients(around, gradients)}
         options["reserve_mb"] = self.options.get("reserve_mb", 0) + held / MIB
+        self.failed = True
         with saving_hooks_aside():  # a checkpoint around the model counts what is saved
             self.plan = auto_checkpoint(self.model, sample, self.budget_mb, **options)
+        self.failed = False
         self.plan.apply(self.model)
         log.info("planned on the first batch: %r", self.plan)
 
@@ -161,6 +168,7 @@ class _Waiting(StandIn):
     """
 
     __slots__ = ("applied", "asleep", "first")
+    waits_for_a_batch = True  # `passes.trace.refuse`: planning it would plan within its planning
 
     def __init__(
         self, model: nn.Module, previous: Callable[..., Any] | None, signature: inspect.Signature, first: FirstBatch

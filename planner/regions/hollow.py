@@ -54,7 +54,8 @@ class Run:
     Attributes:
         inputs, gradients: what holds each input, and each gradient that its backward starts from; None for memory that
             is there before and after the step.
-        given: those gradients, for as long as what is handed over may be one of them.
+        given: those of the outputs that the region's backward starts from, None where there is none, for as long as
+            what is handed over may be one of them.
         views: the part's, as they were handed out.
         read: by its number, each primal that its backward may read, as it was when the forward ended.
     """
@@ -64,7 +65,7 @@ class Run:
     part: Part
     inputs: list[Edge | None]
     gradients: list[Edge | None] = field(default_factory=list)
-    given: list[torch.Tensor] = field(default_factory=list)
+    given: list[torch.Tensor | None] = field(default_factory=list)
     views: Versions = field(default_factory=lambda: Versions(()))
     read: dict[int, Versions] = field(default_factory=dict)
     ended: bool = False

@@ -171,7 +171,7 @@ class _HollowResult(torch.autograd.Function):
         run.gradients = [hollow.edge(g) for g in given]
         hollow.mark("backward in", ctx.index)
         hollow.again = hollow.parts.learn(run.path, run.number, part, gradients) or hollow.again
-        run.given = given if part.returns_tangents else []
+        run.given = [gradients[i] for i in part.differentiated] if part.returns_tangents else []
         return None, None, None, ctx.token
 
 
@@ -209,8 +209,11 @@ def _moved(tensor: torch.Tensor, hollow: Hollow, run: int, storage: Storage, mad
     return new
 
 
-def _stand_in(node: fx.Node | None, ctx: Any, given: list[torch.Tensor], made: dict[Any, Any]) -> Any:
-    """Zeros laid out like a gradient that the region returns, in the memory that the true one has."""
+def _stand_in(node: fx.Node | None, ctx: Any, given: list[torch.Tensor | None], made: dict[Any, Any]) -> Any:
+    """Zeros laid out like a gradient that the region returns, in the memory that the true one has.
+
+    Where that is a gradient which the backward does not give, the region is captured for other ones next.
+    """
     if node is None:
         return None
     part: Part = ctx.owner.part
@@ -218,13 +221,15 @@ def _stand_in(node: fx.Node | None, ctx: Any, given: list[torch.Tensor], made: d
     assert isinstance(storage, Storage)
     offset = value.storage_offset()
     if storage not in made:
-        position = part.position.get(storage)
-        if position is None or (position >= part.traced.num_primals and not part.dense[position]):
+        position, count, source = part.position.get(storage), part.traced.num_primals, None
+        if position is not None and position < count:
+            source = ctx.primals[position]
+        elif position is not None and part.dense[position]:
+            source = given[position - count]
+        if source is None:
             made[storage] = ctx.hollow.storage(storage.bytes, ctx.index, storage), 0
             torch.empty(0, dtype=torch.uint8, device=made[storage][0].device).set_(made[storage][0]).zero_()
         else:
-            count = part.traced.num_primals
-            source = ctx.primals[position] if position < count else given[position - count]
             made[storage] = source.untyped_storage(), source.storage_offset()
     memory, start = made[storage]
     return torch.empty(0, dtype=value.dtype, device=memory.device).set_(

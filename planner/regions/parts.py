@@ -106,6 +106,11 @@ class Part:
         return any(position < self.traced.num_primals for position in self._handed_on)
 
     @cached_property
+    def differentiated(self) -> list[int]:
+        """The outputs, by number, whose gradients its backward starts from."""
+        return [leaf.index for leaf in self.traced.outputs if leaf.input is None and leaf.differentiated]
+
+    @cached_property
     def returns_tangents(self) -> bool:
         """Whether a gradient lies in the memory of one that the backward starts from."""
         return any(position >= self.traced.num_primals for position in self._handed_on)
@@ -237,10 +242,9 @@ class Parts:
         """Note from which outputs, and in which strides, a backward starts; whether another part is needed."""
         returned = {leaf.index: leaf for leaf in part.traced.outputs if leaf.input is None}
         given = {i: g for i, g in enumerate(gradients) if g is not None}
-        planned = [leaf.index for leaf in returned.values() if leaf.differentiated]
         tangents = part.traced.placeholders[part.traced.num_primals :]
         strides = [tuple(t.meta["val"].stride()) for t in tangents]
-        if planned == list(given) and all(map(is_laid_out, given.values(), strides)):
+        if part.differentiated == list(given) and all(map(is_laid_out, given.values(), strides)):
             return False
         paths = {i: returned[i].path for i in given}
         known = tuple((gradient_key(paths[i], g), tuple(g.stride())) for i, g in given.items())

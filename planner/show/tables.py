@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from passes.trace.modules import ancestors, module_path
@@ -154,8 +155,10 @@ def within(path: str, module: str) -> bool:
 def unknown_module(plan: Decided, name: str) -> PlannerError:
     """Nothing is called `name`: say what is."""
     known = [r.module for r in module_rows(op_rows(plan)) if r.module and (r.saved_bytes or r.dropped_bytes)]
-    near = [k for k in known if name.split(".")[-1] in k] or known
-    return PlannerError(f"no op of the step belongs to {name!r}; modules that save or recompute: {', '.join(near[:6])}")
+    near = get_close_matches(name, known, n=6) or [k for k in known if name.split(".")[-1] in k] or known
+    more = f" and {len(near) - 6} more" if len(near) > 6 else ""
+    shown = f"{', '.join(near[:6])}{more}"
+    return PlannerError(f"no op of the step belongs to {name!r}; modules that save or recompute: {shown}.")
 
 
 # Tables ---------------------------------------------------------------------------------------------------------------

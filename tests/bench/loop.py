@@ -6,6 +6,7 @@ plain peak (or at its minimum). The 8-bit AdamW is torchao's, where that is inst
 
 from __future__ import annotations
 
+import argparse
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -61,6 +62,7 @@ def row(name: str, make: Any, micro_batches: int) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     columns = "optimizer | micro-batches | state | temporaries | plain peak | budget | predicted | measured | off by"
     print(f"| {columns} |\n|{'---|' * 9}")
     for name, make in optimizers():

@@ -5,8 +5,8 @@ Losses and parameters of four steps of AdamW with dropout are compared bit for b
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -86,11 +86,14 @@ def row(name: str, answers: list[Any]) -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", default="", help="of the names of the cases to run")
+    part = parser.parse_args().part
     print("| case | losses, parameters | recompute | budget, MiB | predicted | measured | off by |")
     print("|---" * 7 + "|")
     chosen = {**CASES, **MORE}
     for name, case in chosen.items():
-        if len(sys.argv) < 2 or sys.argv[1] in name:
+        if part in name:
             print(row(name, try_ranks(case, seconds=300.0)), flush=True)
     for planned in (False, True):
         shares = try_ranks(first_bucket, planned)

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from passes._torch import FakeTensorMode
+from passes.errors import ForwardFailed
 from passes.run.step import DoubleBackward
 from passes.trace import refuse
 from passes.trace.structure import flatten
@@ -181,6 +182,22 @@ def test_an_unknown_solver_lists_those_there_are(name: Any) -> None:
 def test_what_is_no_module() -> None:
     with pytest.raises(PlannerError, match=r"model is a function: pass a torch.nn.Module"):
         plan(lambda x: x, batch())  # type: ignore[arg-type]
+    with pytest.raises(PlannerError, match=r"model is the class Linear: pass an instance of it"):
+        plan(nn.Linear, batch())  # type: ignore[arg-type]
+
+
+def test_a_sample_that_the_model_cannot_run() -> None:
+    with pytest.raises(ForwardFailed, match=r"The sample is a list, which is one argument: pass tuple\(sample\)"):
+        plan(linear(), [batch()])
+    model, ids = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8)), torch.tensor([1, 5])
+    with pytest.warns(UserWarning, match="not checked: the plain step raises IndexError: .* run on this sample"):
+        plan(model, ids)
+
+
+@pytest.mark.parametrize("loss", [None, 0.5])
+def test_a_loss_that_is_no_tensor(loss: Any) -> None:
+    with pytest.raises(PlannerError, match=f"loss_fn returned {loss}: it has to return the loss as a tensor"):
+        plan(linear(), batch(), loss_fn=lambda output: loss)
 
 
 @pytest.mark.parametrize("sample", [(torch.ones(4, 8), 1), {"y": torch.ones(4, 8)}])

@@ -339,6 +339,28 @@ def test_ten_lengths_are_planned_once_each_and_slowing_down_is_said() -> None:
     assert [text.split()[0] for text in slow] == ["5", "10"] and "input: 5" in slow[0]
 
 
+class Annealed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.weight = nn.Linear(16, 16), 1.0
+
+    def forward(self, x: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        return self.inner(x).square().mean() * temperature * self.weight
+
+
+@pytest.mark.parametrize("of_the_model", [False, True])
+def test_a_number_that_changes_is_better_a_tensor(of_the_model: bool) -> None:
+    model, x = Annealed(), torch.randn(4, 16)
+    plan = auto_checkpoint(model, (x, 1.0), progress=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(5):
+            model.weight = 0.5 + step if of_the_model else 1.0
+            plan.module(x, 1.0 if of_the_model else 0.5 + step).backward()
+    slow = [str(w.message) for w in caught if "calls were planned anew so far" in str(w.message)]
+    assert len(slow) == 1 and "pass a number that changes as a tensor, or keep it in a buffer" in slow[0]
+
+
 def test_a_harmless_change_does_not_replan() -> None:
     model, x = perceptron(16)
     plan = auto_checkpoint(model, x, loss_fn=loss_of, progress=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -20,6 +21,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
 
 from passes._torch import StorageWeakRef
 from passes.errors import Unsupported
@@ -1081,7 +1083,7 @@ def test_what_code_after_a_region_changes_is_not_read_again_in_the_backward() ->
     plain = copy.deepcopy(model)
     with pytest.raises(BudgetError) as refused:
         auto_checkpoint(model, x, budget_mb=0.001, regions="blocks.*", progress=False)
-    plan = auto_checkpoint(model, x, budget_mb=refused.value.minimum_mb, regions="blocks.*", progress=False)
+    plan = auto_checkpoint(model, x, budget_mb=refused.value.minimum_mb, regions="blocks.*", progress=False, check=True)
     assert plan.recomputed and plan.checked
     for seed in (1, 2):
         assert differences(run_step(plain, plain, x, seed), run_step(plan.module, model, x, seed)) == []
@@ -1109,3 +1111,56 @@ def test_a_block_added_to_the_model_is_told_as_what_it_is() -> None:
     model.blocks.append(nn.Sequential(nn.ReLU(), nn.Linear(16, 16)))
     with pytest.warns(UserWarning, match=r"'\(parameters\)': got others"):
         plan.module(x).backward()
+
+
+class ReturnsBoth(nn.Module):
+    """Returns its hidden state, too, and hands the gradient of what it adds to on as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.inner(x))
+        return hidden, hidden * 2 + y
+
+
+class UsesTheSecond(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.parts = nn.Linear(16, 16), nn.ModuleList(ReturnsBoth() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        for part in self.parts:
+            _, hidden = part(torch.relu(hidden), hidden)
+        return hidden.square().mean()
+
+
+def test_an_output_of_which_no_gradient_comes() -> None:
+    torch.manual_seed(0)
+    model, x = UsesTheSecond(), torch.randn(8, 16)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, regions=["parts.*"], check=True, progress=False)
+    assert len(plan.runs) == 2
+    for _ in range(2):
+        plain(x).backward()
+        plan.module(x).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradients that the plan did not count", "ignore:backward started from")
+def test_within_a_reentrant_checkpoint_regions_run_plain() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Part(), nn.Dropout(0.1), Part()), torch.randn(8, 16)
+    plain = copy.deepcopy(model)
+    module = auto_checkpoint(model, x, regions=["0", "2"], check=False, progress=False).module
+    found, told = [], pytest.warns(match="not used within a backward")
+    for called, warned in ((plain, contextlib.nullcontext()), (module, told)):
+        torch.manual_seed(1)
+        given = x.clone().requires_grad_()
+        with warned:
+            checkpoint(called, given * 2, use_reentrant=True).square().sum().backward()
+        found.append(given.grad)
+    assert torch.equal(*found)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from planner import BudgetError, Plan, PlannerError, auto_checkpoint
+from planner import BudgetError, Plan, PlannerError, Unsupported, auto_checkpoint
 from tests.planner.steps import SmallGPT, assert_same_gradients, assert_same_state
 
 QUICK: dict[str, Any] = {"solver": "greedy", "time_limit": 5, "progress": False}
@@ -276,6 +276,22 @@ def test_accelerate_prepares_what_waits_for_its_first_batch(accelerator: Any) ->
     waiting.start()
     model(SAMPLE["input_ids"])
     assert calls
+
+
+def test_where_planning_failed_another_budget_is_waited_with() -> None:
+    from planner.integrations import plan_on_first_batch
+
+    model = SmallGPT()
+    waiting = plan_on_first_batch(model, "1%", **QUICK)
+    with pytest.raises(Unsupported, match=r"module that waits for its first batch.* Run that batch, or call stop\(\)"):
+        auto_checkpoint(model, SAMPLE["input_ids"], "75%", **QUICK)
+    with pytest.raises(BudgetError):
+        model(SAMPLE["input_ids"])
+    again = plan_on_first_batch(model, "75%", **QUICK)
+    model(SAMPLE["input_ids"])
+    assert waiting.plan is None and again.plan is not None
+    again.stop()
+    assert "forward" not in vars(model)
 
 
 def test_a_model_waits_once(accelerator: Any) -> None:

@@ -177,14 +177,16 @@ show(plan.schedule)
 # ## 6. Rewrite: the schedule as code
 #
 # The rewrite copies and reorders nodes of the joint graph; an op whose input dies in it may write its result there
-# (`gelu_`), as the simulation counted. The forward returns the loss and what it saves.
+# (`gelu_`), as the simulation counted. The forward returns the loss and what it saves. Ops are arguments with defaults, so
+# that a call looks nothing up.
 
 # %%
 print(plan.rewritten.forward.code)
 
 # %% [markdown]
 # In the backward, a random op runs again under the generator's state from before its first run (`run_with_rng_state`), so
-# that it draws the same numbers and leaves the generator where it was.
+# that it draws the same numbers and leaves the generator where it was. The backward yields each gradient as soon as nothing
+# reads it any more (`handed_over`), so that autograd takes it while the rest is computed.
 
 # %%
 print(plan.rewritten.backward.code)

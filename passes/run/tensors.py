@@ -47,9 +47,9 @@ def memory_of(tensor: torch.Tensor) -> int:
     return place and place - int(tensor.storage_offset()) * tensor.itemsize
 
 
-def nodes_behind(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """The nodes of autograd's graph that the tensors were computed by, each once."""
-    seen, waiting = set[Any](), [tensor.grad_fn for tensor in tensors]
+def nodes_behind(tensors: Iterable[torch.Tensor], nodes: Iterable[Any] = ()) -> Iterator[Any]:
+    """The nodes of autograd's graph that the tensors were computed by, each once, and others with those behind them."""
+    seen, waiting = set[Any](), [*(tensor.grad_fn for tensor in tensors), *nodes]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:

@@ -1164,3 +1164,42 @@ def test_within_a_reentrant_checkpoint_regions_run_plain() -> None:
         found.append(given.grad)
     assert torch.equal(*found)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+class ReadsTwice(nn.Module):
+    """Reads its input twice, as a residual block does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = Part(), nn.Parameter(torch.randn(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + x.roll(1, -1) * self.scale
+
+
+class ChoosesByValue(nn.Module):
+    """Two blocks read one tensor; whether the second one's result counts is in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(16, 16), nn.ModuleList(ReadsTwice() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        one, other = (block(hidden) for block in self.blocks)
+        return (one * other if int(both) else one).square().mean()
+
+
+def test_a_block_beside_it_that_this_batch_does_without_is_counted_as_a_reader() -> None:
+    torch.manual_seed(0)
+    model, x = ChoosesByValue(), torch.randn(8, 16)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, (x, torch.tensor(0)), progress=False)
+    assert plan.regions is not None
+    eager = {region.path: region.eager for region in plan.regions}
+    assert "by code that comes after it" in str(eager["blocks.0"]) and not eager["blocks.0.inner"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the gradient of .* is a sum")
+        for both in (0, 1, 0, 1):
+            found = [run_step(m, own, (x, torch.tensor(both)), 1) for m, own in ((plain, plain), (plan.module, model))]
+            assert differences(*found) == []

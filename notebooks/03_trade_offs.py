@@ -160,7 +160,7 @@ def draw(name, curves, table):
     axes.autoscale(axis="y")
     axes.set_ylim(bottom=0)
     axes.set_title(name, loc="left", fontsize=10)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(framealpha=1, edgecolor="none", fontsize=8)
     return figure
 
 

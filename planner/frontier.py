@@ -84,11 +84,11 @@ class Frontier:
             axes.plot(*zip(*proved, strict=True), color=TEXT, linestyle="--", lw=1, label="proved lower bound")
         floor, plain = self.floor_bytes / MIB, self.plain_peak_bytes / MIB
         axes.axvline(floor, color=BUDGET, lw=1, linestyle=":", label=f"proved floor {floor:,.1f} MiB")
-        axes.axvline(plain, color=PLAIN, lw=1, linestyle=":", label=f"plain step {plain:,.1f} MiB")
+        axes.axvline(plain, color=PLAIN, lw=1, linestyle=":", label=f"nothing recomputed {plain:,.1f} MiB")
         axes.set_ylim(bottom=0)
         axes.set_xlabel("budget, MiB of peak memory")
         axes.set_ylabel(f"recompute, % of the step ({self.cost_name})")
-        axes.legend(frameon=False, fontsize=8.5)
+        axes.legend(framealpha=1, edgecolor="none", fontsize=8.5)  # over lines that cross it
         return figure
 
     def to_dict(self) -> dict[str, Any]:

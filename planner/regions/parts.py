@@ -242,8 +242,7 @@ class Parts:
         """Note from which outputs, and in which strides, a backward starts; whether another part is needed."""
         returned = {leaf.index: leaf for leaf in part.traced.outputs if leaf.input is None}
         given = {i: g for i, g in enumerate(gradients) if g is not None}
-        tangents = part.traced.placeholders[part.traced.num_primals :]
-        strides = [tuple(t.meta["val"].stride()) for t in tangents]
+        strides = [tuple(t.meta["val"].stride()) for t in part.traced.placeholders[part.traced.num_primals :]]
         if part.differentiated == list(given) and all(map(is_laid_out, given.values(), strides)):
             return False
         paths = {i: returned[i].path for i in given}

@@ -60,7 +60,7 @@ def demo(
 ) -> None:
     """Train a language model plain and at half its peak.
 
-    Plans a GPT-2-class model with dropout at half of its plain peak, trains both, and prints one table.
+    Plans a GPT-2-class model with dropout at half of its peak without recompute, trains both, and prints one table.
 
     \b
     Example:

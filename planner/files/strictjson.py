@@ -32,8 +32,6 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     except RecursionError as error:
         raise _error(place, "depth", f"nested deeper than {MAX_DEPTH} levels") from error
     except ValueError as error:
-        if not text.endswith("\n"):
-            raise _error(place, "size", f"cut off after {len(text.encode())} bytes") from error
         raise _error(place, "json", f"not a valid plan file: {brief(error)}") from error
     if fault := _fault(data, 1):
         raise _error(place, *fault)
@@ -55,6 +53,8 @@ def _text(path: Path) -> str:
         raise _error(path, "path", error.strerror or str(error)) from error
     if len(raw) > MAX_BYTES:
         raise _error(path, "size", f"larger than {MAX_BYTES >> 20} MiB, which no plan is")
+    if not raw.endswith(b"\n"):
+        raise _error(path, "size", f"cut off after {len(raw)} bytes, or its last newline was taken away")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -93,13 +93,13 @@ class FirstBatch:
             self.hook = self.model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         else:
             waiting = stand_in_within(self.model)
-            if isinstance(waiting, _Waiting) and waiting.first.failed:
+            if isinstance(waiting, _Waiting):
+                if not waiting.first.failed:
+                    raise PlannerError(
+                        f"this {type(self.model).__name__} waits for its first batch already: call stop() of what "
+                        "plan_on_first_batch returned then, or close() of the PlanCallback."
+                    )
                 waiting.first.stop()
-            elif isinstance(waiting, _Waiting):
-                raise PlannerError(
-                    f"this {type(self.model).__name__} waits for its first batch already: call stop() of what "
-                    "plan_on_first_batch returned then, or close() of the PlanCallback."
-                )
             previous, signature = self.model.__dict__.get("forward"), inspect.signature(self.model.forward)
             self.waiting = self.model.forward = _Waiting(self.model, previous, signature, self)
         return self

@@ -58,7 +58,7 @@ def test_the_allocator_is_asked_for_what_is_predicted_event_by_event(share: int 
 
 
 def convolutions() -> tuple[nn.Module, tuple[torch.Tensor]]:
-    """A step whose backward peaks above where the halves of most convolutions' backward would have room at once."""
+    """The halves of most convolutions' backward have room at once: its highest point lies elsewhere."""
     wide = [nn.Conv2d(16, 16, 3, padding=1), nn.GELU(), nn.Conv2d(16, 16, 1), nn.GELU()]
     narrow = [nn.Conv2d(16, 16, 3, padding=1), nn.GELU()]
     layers = [nn.Conv2d(3, 16, 3), *wide, nn.MaxPool2d(2), *narrow, nn.Flatten(), nn.LazyLinear(8), Mean()]

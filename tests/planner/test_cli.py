@@ -140,7 +140,7 @@ def test_frontier_min_budget_and_max_batch(factory: Path, capsys: pytest.Capture
     ("arguments", "said"),
     [
         (("plan", "mine:small", "--budget", "1KiB"), "smallest budget"),
-        (("plan", "mine:small", "--budget", "12"), "did you mean 12MiB?"),
+        (("plan", "mine:small", "--budget", "12"), "is not a size (did you mean 12MiB?)"),
         (("plan", "mine:small", "--budget", "0%"), "not above zero"),
         (("plan", "mine:small", "--budget", "80%", "--solver", "magic"), "no solver is named"),
         (("plan", "mine:small", "--budget", "80%", "--cost", "gold"), "cost='gold'"),

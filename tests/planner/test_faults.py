@@ -273,12 +273,10 @@ def test_a_kill_while_exporting_leaves_nothing_or_all(plans: tuple[Plan, Plan], 
 def test_a_plan_file_cut_at_any_byte_is_refused(tmp_path: Path) -> None:
     whole = plan(linear(), batch()).save(tmp_path / "plan.json").read_bytes()
     assert len(whole) > 1000
-    for end in range(len(whole) - 1):  # the last newline alone may be missing
+    for end in range(len(whole)):
         (tmp_path / "cut.json").write_bytes(whole[:end])
         with pytest.raises(PlanFileError):
             read(tmp_path / "cut.json")
-    (tmp_path / "cut.json").write_bytes(whole[:-1])
-    assert read(tmp_path / "cut.json")
 
 
 def test_a_full_disk_leaves_the_old_files(plans: tuple[Plan, Plan], tmp_path: Path) -> None:

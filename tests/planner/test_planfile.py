@@ -96,7 +96,7 @@ def damaged(path: Path, content: bytes, tmp_path: Path) -> PlanFileError:
 
 def test_every_truncation_is_noticed(saved: tuple[Plan, Path], tmp_path: Path) -> None:
     content = saved[1].read_bytes()
-    for end in [*range(600), *range(600, len(content) - 40, 97), *range(len(content) - 40, len(content) - 1)]:
+    for end in [*range(600), *range(600, len(content) - 40, 97), *range(len(content) - 40, len(content))]:
         damaged(saved[1], content[:end], tmp_path)
 
 

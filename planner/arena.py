@@ -8,6 +8,7 @@ and changed a little, again and again, as in any local search.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable
 
@@ -20,6 +21,17 @@ from .footprint import Footprint, Start
 ENOUGH = 1.02  # reserved over allocated; there is less to gain than a segment is large
 EVENTS, FEWEST, MOST = 600_000, 9, 72  # of steps that are played in all, and how often one is, in either search
 SEGMENTS = 5
+SMALL_STEP, LARGE_STEP = 100 << 20, 1 << 30
+AIM, AIM_LARGE, AIM_EXPANDABLE = 1.15, 1.05, 1.03  # reserved over allocated: of larger steps, little is lost
+
+
+def aimed_bytes(allocated_bytes: int, expandable: bool) -> float:
+    """What is little to reserve for so much allocated; anything where segments are large beside it."""
+    if allocated_bytes < SMALL_STEP:
+        return math.inf
+    if allocated_bytes < LARGE_STEP:
+        return AIM * allocated_bytes
+    return (AIM_EXPANDABLE if expandable else AIM_LARGE) * allocated_bytes
 
 
 def best_arena(measure: Callable[[Arena], Footprint], start: Start, length: int, limit_bytes: int) -> Arena:

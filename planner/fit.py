@@ -2,12 +2,14 @@
 
 The solvers count tensors. The allocator adds blocks that it does not split, and segments, which decide whether the
 device is full. Both are known once a schedule is, so a schedule that turns out too large is solved anew for as much
-less; where that gives away too much, for something in between.
+less; where that gives away too much, for something in between. Of a schedule for which much more is reserved than
+allocated, others that cost about as much are looked at: the solvers cannot tell them apart, and the allocator does.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from passes.device import kind_of, room_bytes
@@ -20,13 +22,17 @@ from solvers.simulate import simulate
 from solvers.solution import Solution, solution
 from solvers.unneeded import drop_unneeded
 
+from .arena import aimed_bytes
 from .footprint import Footprint, unknown_settings
 from .options import BUCKET
-from .preference import placed, placed_within, solve_step
+from .preference import AS_OFTEN, paid_for, placed, placed_within, solve_step
 from .prepared import Prepared
 
 TRIES = 8
 WELL_USED = 0.97
+# Where a schedule reserves too much: how many others are looked at, in what part of the time limit each, how much less
+# each is asked to take (a part of what is not static), and how much more it may cost (a part of the step).
+OTHERS, SHARE, LESS, DEARER = 8, 0.2, 1 / 400, 0.02
 
 
 @dataclass(frozen=True)
@@ -54,22 +60,9 @@ def solve_to_fit(
     if prepared.start is None:
         return _without_allocator(prepared, budget_bytes, report, warm_starts)
     search = _Search(prepared, budget_bytes, report, warm_starts)
-    best, failed = None, search.first()
-    if failed.over_bytes <= 0:
-        return failed.found
-    for _ in range(TRIES):
-        asked = failed.asked_bytes - failed.over_bytes if best is None else (best.asked_bytes + failed.asked_bytes) // 2
-        try:
-            tried = search.attempt(asked)
-        except BudgetError:
-            break
-        if tried.over_bytes <= 0:
-            best = tried
-            if tried.over_bytes > -(1 - WELL_USED) * search.limit_bytes:
-                break
-        else:
-            failed = tried
-    return search.noted(best or search.smallest())
+    first = search.first()
+    fitting = first if first.over_bytes <= 0 else search.within(first)
+    return search.noted(search.reserving_less(fitting), first)
 
 
 def _without_allocator(
@@ -99,8 +92,10 @@ def _in_flight(
             budget_bytes=budget_bytes, minimum_bytes=needed, floor_bytes=smallest.floor_bytes,
         )  # fmt: skip
     asked = high
+    first = None
     for _ in range(TRIES):
         found = solve_step(prepared, asked, report=report, warm_starts=warm_starts)
+        first = first or found
         if found.peak_bytes + prepared.others_bytes(found.schedule) <= budget_bytes:
             best, low = found, asked
         else:
@@ -108,7 +103,24 @@ def _in_flight(
         if high - low <= (1 - WELL_USED) * budget_bytes:
             break
         asked = (low + high) // 2
-    return best
+    return _proved_by(prepared, best, first)
+
+
+def _proved_by(prepared: Prepared, found: Solution, asked: Solution | None) -> Solution:
+    """`found`, with what is proved of all that the budget allows: what was solved for less of it proves too much.
+
+    Args:
+        asked: the answer for the whole budget.
+    """
+    if asked is None or asked.bound is None or asked is found:
+        return found
+    bound = asked.bound
+    if asked.family.startswith(AS_OFTEN):  # the bound holds what the answer pays for preferred ops
+        problem, preferred = prepared.problem, prepared.preferred
+        bound += paid_for(problem, found.schedule, preferred) - paid_for(problem, asked.schedule, preferred)
+    return solution(
+        prepared.problem, found.schedule, found.solver, bound=bound, family=asked.family, notes=found.notes
+    )
 
 
 def trimmed_to_fit(prepared: Prepared, live: Live, budget_bytes: int) -> Solution | None:
@@ -146,12 +158,18 @@ class _Search:
         self.room_bytes = prepared.start.room_bytes
         self.limit_bytes = self.room_bytes if budget_bytes is None else min(self.room_bytes, budget_bytes)
 
-    def attempt(self, asked_bytes: int | None) -> _Try:
-        found = solve_step(self.prepared, asked_bytes, report=self.report, warm_starts=self.warm_starts)
+    def attempt(self, asked_bytes: int | None, share: float = 1.0) -> _Try:
+        """Args: share: of the time limit."""
+        seconds = share * self.prepared.options.time_limit
+        hurried = replace(self.prepared, options=replace(self.prepared.options, time_limit=seconds))
+        found = solve_step(hurried, asked_bytes, report=self.report, warm_starts=self.warm_starts)
         return self.measured(found.peak_bytes if asked_bytes is None else min(asked_bytes, found.peak_bytes), found)
 
     def first(self) -> _Try:
-        """What the budget alone allows."""
+        """What the budget alone allows, or the device's memory."""
+        if self.budget_bytes is None:
+            with suppress(BudgetError):
+                return self.attempt(self.room_bytes)
         try:
             return self.attempt(self.budget_bytes)
         except BudgetError as error:
@@ -163,6 +181,49 @@ class _Search:
                 f"{error} {taken}", budget_bytes=error.budget_bytes, minimum_bytes=needed.allocated_bytes,
                 floor_bytes=error.floor_bytes,
             ) from error  # fmt: skip
+
+    def within(self, failed: _Try) -> _Try:
+        """What fits, if what was asked for first does not."""
+        best = None
+        for _ in range(TRIES):
+            asked = failed.asked_bytes - failed.over_bytes if best is None else _middle(best, failed)
+            try:
+                tried = self.attempt(asked)
+            except BudgetError:
+                break
+            if tried.over_bytes <= 0:
+                best = tried
+                if tried.over_bytes > -(1 - WELL_USED) * self.limit_bytes:
+                    break
+            else:
+                failed = tried
+        return best or self.smallest()
+
+    def reserving_less(self, best: _Try) -> _Try:
+        """Of schedules that cost about as much, one for which less is reserved, where much is and there is a budget.
+
+        The search for them is short and starts from nothing: near the first, they reserve as much.
+        """
+        assert self.prepared.start is not None
+        if self.budget_bytes is None or not best.found.added_cost:
+            return best
+        problem, expandable = self.prepared.problem, self.prepared.start.expandable
+        needed = self._least(best.found.schedule)
+        dearest = best.found.added_cost + DEARER * problem.step_cost
+        asked, step = best.asked_bytes, int(LESS * (best.asked_bytes - problem.static_bytes))
+        for _ in range(OTHERS):
+            if needed.reserved_bytes <= aimed_bytes(needed.allocated_bytes, expandable):
+                break
+            asked -= step
+            try:
+                tried = self.attempt(asked, SHARE)
+            except BudgetError:
+                break
+            if tried.over_bytes <= 0 and tried.found.added_cost <= dearest:
+                other = self._least(tried.found.schedule)
+                if other.reserved_bytes < needed.reserved_bytes:
+                    best, needed = tried, other
+        return best
 
     def smallest(self) -> _Try:
         """What is left to try: the schedule of the smallest peak known.
@@ -185,14 +246,14 @@ class _Search:
             budget_bytes=self.budget_bytes, minimum_bytes=needed.allocated_bytes, floor_bytes=minimum.floor_bytes,
         )  # fmt: skip
 
-    def noted(self, tried: _Try) -> Solution:
+    def noted(self, tried: _Try, first: _Try) -> Solution:
         """The answer, saying that the device's memory and not the budget decided, where that is so."""
-        plain = self.budget_bytes is None or self.budget_bytes > self.room_bytes
-        if not plain:
-            return tried.found
-        reserved_bytes = self._least(tried.found.schedule).reserved_bytes
+        found = _proved_by(self.prepared, tried.found, first.found)
+        if first.over_bytes <= 0 or (self.budget_bytes is not None and self.budget_bytes <= self.room_bytes):
+            return found
+        reserved_bytes = self._least(found.schedule).reserved_bytes
         size = f"{reserved_bytes / MIB:,.1f} of the device's {self.room_bytes / MIB:,.1f} MiB"
-        return replace(tried.found, notes=(*tried.found.notes, f"planned to reserve {size}"))
+        return replace(found, notes=(*found.notes, f"planned to reserve {size}"))
 
     def measured(self, asked_bytes: int, found: Solution) -> _Try:
         """What a solution needs of the device."""
@@ -208,3 +269,7 @@ class _Search:
     def _least(self, schedule: Schedule) -> Footprint:
         """With what is asked for in advance."""
         return self.prepared.worst_footprint(schedule, self.prepared.arena(schedule, self.budget_bytes))
+
+
+def _middle(fits: _Try, fails: _Try) -> int:
+    return (fits.asked_bytes + fails.asked_bytes) // 2

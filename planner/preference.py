@@ -159,8 +159,7 @@ def prefer(
     if live.peak_bytes <= limit:
         _drop_all(live, preferred, limit)
         schedule = live.schedule()
-    runs = Counter(computes(schedule))
-    given = sum(problem.ops[i].cost * (runs[i] - 1) for i in preferred)
+    given = paid_for(problem, schedule, preferred)
     if bound_of_others is None:
         bound, family = found.bound, found.family
     else:
@@ -171,6 +170,12 @@ def prefer(
         notes += (f"the budget leaves no room to recompute {kept} of the {len(preferred)} ops of the recompute hints",)
     solver = "hints" if found.solver == "none" else found.solver
     return solution(problem, schedule, solver, bound=bound, family=family, notes=notes)
+
+
+def paid_for(problem: Problem, schedule: Schedule, preferred: Sequence[int]) -> int:
+    """What a schedule's recompute of the preferred ops costs."""
+    runs = Counter(computes(schedule))
+    return sum(problem.ops[i].cost * (runs[i] - 1) for i in preferred)
 
 
 def _drop_all(live: Live, preferred: Sequence[int], limit: float) -> None:

@@ -13,13 +13,16 @@ from passes.allocator import Segment
 from passes.lower import Lowered
 from passes.run.arena import Arena
 from planner import BudgetError, auto_checkpoint
-from planner.arena import best_arena
-from planner.fit import solve_to_fit
+from planner.arena import aimed_bytes, best_arena
+from planner.fit import DEARER, solve_to_fit
 from planner.footprint import Footprint, Start, asked, footprint, state_sizes, unknown_settings
 from planner.plan import Plan
+from planner.preference import solve_step
+from planner.prepared import Prepared
 from solvers.errors import MIB
 from solvers.schedule import plain_order, with_frees
 from solvers.simulate import simulate
+from solvers.solution import Status
 
 EIGHT = 8  # the CPU's sizes are multiples of 64 bytes, the caching allocator's of 512
 EMPTY = Start((), 0, 1 << 40, True, False)
@@ -127,6 +130,45 @@ def test_what_is_reserved_fits_once_it_is_asked_for_at_once(mixed: Plan) -> None
     assert asked_for.reserved_bytes < left_alone.reserved_bytes - 2 * MIB
     room = replace(start, room_bytes=asked_for.reserved_bytes)
     assert solve_to_fit(replace(prepared, start=room), None).added_cost == 0
+
+
+@pytest.fixture
+def fragmented(mixed: Plan) -> tuple[Prepared, int]:
+    """`mixed` on an allocator whose segments do not grow, and what its plain step allocates there."""
+    lowered = _larger(mixed.prepared.lowered, 16)
+    prepared = replace(mixed.prepared, lowered=lowered, profiles={}, start=replace(EMPTY, expandable=False))
+    plain = with_frees(lowered.problem, plain_order(lowered.problem))
+    return prepared, prepared.worst_footprint(plain).allocated_bytes
+
+
+def test_of_schedules_that_cost_about_as_much_one_reserves_less(fragmented: tuple[Prepared, int]) -> None:
+    prepared, plain_bytes = fragmented
+    lower = 0
+    for share in (55, 50):
+        budget = plain_bytes * share // 100
+        cheapest, found = solve_step(prepared, budget), solve_to_fit(prepared, budget)
+        schedules = cheapest.schedule, found.schedule
+        before, after = (prepared.worst_footprint(s, prepared.arena(s, budget)) for s in schedules)
+        assert before.reserved_bytes > aimed_bytes(before.allocated_bytes, expandable=False)
+        assert after.allocated_bytes <= budget and after.reserved_bytes <= before.reserved_bytes
+        assert found.added_cost - cheapest.added_cost <= DEARER * prepared.problem.step_cost
+        lower += after.reserved_bytes < before.reserved_bytes
+    assert lower
+
+
+def test_where_nothing_need_be_recomputed_nothing_is_to_reserve_less(fragmented: tuple[Prepared, int]) -> None:
+    prepared, plain_bytes = fragmented
+    assert solve_to_fit(prepared, None).added_cost == solve_to_fit(prepared, plain_bytes).added_cost == 0
+
+
+def test_what_is_proved_is_proved_of_all_that_the_budget_allows(fragmented: tuple[Prepared, int]) -> None:
+    prepared, plain_bytes = fragmented
+    for share in (80, 65):  # blocks that are not split are too much
+        budget = plain_bytes * share // 100
+        cheapest, found = solve_step(prepared, budget), solve_to_fit(prepared, budget)
+        assert prepared.worst_footprint(cheapest.schedule).allocated_bytes > budget
+        assert found.added_cost > cheapest.added_cost
+        assert (found.bound, found.family) == (cheapest.bound, cheapest.family) and found.status is Status.FEASIBLE
 
 
 def test_settings_that_are_not_simulated_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

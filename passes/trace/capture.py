@@ -270,7 +270,7 @@ def capture(
 def _with_settings(traced: Traced, tracer: StepTracer, model: nn.Module) -> Traced:
     """With what the forward sets besides its outputs, as a planned step does, too; what it does not set is said."""
     set_plainly = steady(tracer.settings, {left.path: left.value for left in tracer.left}, model)
-    others = (Left(path, None, is_kept=False, is_of_hook=False) for path in tracer.recorder.set_as_before())
+    others = (Left(path, None, is_kept=False) for path in tracer.recorder.set_as_before())
     notes, left = say_what_is_left((*tracer.left, *others), set_plainly)
     return replace(
         traced, settings=set_plainly, notes=tuple(dict.fromkeys((*traced.notes, *notes))),

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 
 from passes._torch import pytree
 
@@ -80,13 +79,11 @@ class Left:
         value: what it leaves there, if that is plain.
         holder: what the place is in, if that is a container, whose keys may be of the trace; else the place.
         is_kept: whether it does so at its first call alone, and reads what is there.
-        is_of_hook: whether it is an attribute of a module with hooks before its forward, which set it for the forward.
     """
 
     path: str
     value: Any
     is_kept: bool
-    is_of_hook: bool
     holder: str = ""
 
 
@@ -131,8 +128,7 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[Left, ...]:
     return tuple(
         Left(
             c.path, c.after if is_plain(c.after) else None,
-            is_kept=c.path not in written_again and bool(reads(watch.codes, c.name)), is_of_hook=_is_of_hook(c),
-            holder=holder(c),
+            is_kept=c.path not in written_again and bool(reads(watch.codes, c.name)), holder=holder(c),
         )
         for c in others
     )  # fmt: skip
@@ -148,15 +144,10 @@ def holder(change: Change) -> str:
     return change.node.path if change.node.kind == "items" else change.path
 
 
-def _is_of_hook(change: Change) -> bool:
-    owner = change.node.owner
-    return isinstance(owner, nn.Module) and change.node.kind == "attributes" and bool(owner._forward_pre_hooks)
-
-
 def say_what_is_left(found: Sequence[Left], settings: Sequence[Setting]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Say what a planned step does not set, unlike `settings`.
 
-    Returns notes for the plan, and the places that forward leaves something in for others to read.
+    Returns notes for the plan, and the places that forward, or hooks before it, leave something in for others to read.
     """
     done = set(map(str, settings))
     others = [left for left in found if left.path not in done]
@@ -168,7 +159,7 @@ def say_what_is_left(found: Sequence[Left], settings: Sequence[Setting]) -> tupl
             )
     kept = [left.path for left in others if left.is_kept]
     notes = tuple(f"forward remembers {path} at its first call; the planned step will not set it" for path in kept)
-    return notes, tuple(left.path for left in others if not (left.is_kept or left.is_of_hook))
+    return notes, tuple(left.path for left in others if not left.is_kept)
 
 
 def _say(text: str) -> None:

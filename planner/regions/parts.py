@@ -20,7 +20,7 @@ from passes.trace.arguments import state_tensors
 from passes.trace.capture import EVERY_OUTPUT, Traced, capture
 from passes.trace.layouts import Layouts, gradient_key, learned
 from passes.trace.matching import Differs, match, match_arguments
-from passes.trace.reads import Matched
+from passes.trace.reads import HOOKS, Matched
 from passes.trace.refuse import CACHED, refuse_sharded
 from passes.trace.structure import held_objects
 from planner.dropin.plan_key import Key, call_key, state_key
@@ -295,6 +295,14 @@ def _alone(error: CaptureError | Unsupported) -> CaptureError | Unsupported:
 
 
 def _looks(module: nn.Module) -> Any:
-    """What is alike in modules that are likely to be refused alike."""
+    """What is alike in modules that are likely to be refused alike: their hooks and flags, but not their numbers in a
+    row of layers.
+    """
     tensors = (*module.parameters(), *module.buffers())
-    return tuple((name, type(m)) for name, m in module.named_modules()), tuple(map(state_key, tensors))
+    return tuple(map(_look, *zip(*module.named_modules(), strict=True))), tuple(map(state_key, tensors))
+
+
+def _look(name: str, module: nn.Module) -> Any:
+    own = vars(module)
+    flags = tuple(item for item in own.items() if isinstance(item[1], bool))
+    return name, type(module), tuple(len(own[kind]) for kind in HOOKS), flags

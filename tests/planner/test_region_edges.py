@@ -610,6 +610,80 @@ def test_a_region_whose_hook_would_run_twice_stays_eager() -> None:
         assert torch.equal(plan.module(x), plain(x))
 
 
+class Judging(nn.Module):
+    """Sets a tensor that the loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.penalty = Part(), torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.part(x)
+        self.penalty = h.detach().square().mean()
+        return x + h
+
+
+class Judged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Judging() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean() * (1 + sum(block.penalty for block in self.blocks))
+
+
+def test_what_forward_sets_is_no_less_set_where_the_module_has_a_hook() -> None:
+    """So has each module that `fully_shard` was called for."""
+    torch.manual_seed(0)
+    model, x = Judged(), torch.randn(8, 16)
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(RegionError, match=r"blocks.0: something that forward sets and others may read at self.penalty"):
+        auto_checkpoint(model, x, progress=False, time_limit=1, regions="blocks.*")
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False, time_limit=1, regions="blocks.*.part")
+    optimizers = [torch.optim.SGD(m.parameters(), 0.5) for m in (plain, model)]
+    for _ in range(3):
+        losses = plain(x), plan.module(x)
+        assert torch.equal(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@pytest.mark.parametrize("within", [False, True])
+def test_a_weight_that_a_hook_makes_is_for_others_to_read(within: bool) -> None:
+    """Its gradient is the sum of what all of them give, before it goes on to what the hook makes it of."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        first = nn.utils.weight_norm(nn.Linear(16, 16))
+        return nn.Sequential(nn.Sequential(first, nn.GELU()) if within else first, Part(), Part())
+
+    (plain, model), x = (made(), made()), torch.randn(8, 16)
+    plan = auto_checkpoint(model, x, progress=False, time_limit=1, regions=["0", "1", "2"])
+    assert {r.path for r in plan.regions if r.eager} == {"0"}
+    for _ in range(2):
+        for module, owner in ((plain, plain), (plan.module, model)):
+            loss = module(x).square().mean() + owner.get_submodule("0.0" if within else "0").weight.square().sum()
+            loss.backward()
+            torch.optim.SGD(owner.parameters(), 0.1).step()
+        assert all(map(torch.equal, plain.parameters(), model.parameters()))
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_region_that_is_refused_leaves_its_equals_to_be_planned(which: int) -> None:
+    """A hook on it, or a flag, may be why."""
+    model, x = nn.Sequential(Part(), Part(), Part()), torch.randn(8, 16)
+    model[which].first.register_full_backward_hook(lambda *_: None)
+    plan = auto_checkpoint(model, x, progress=False, time_limit=1, regions=["0", "1", "2"])
+    assert {r.path: bool(r.eager) for r in plan.regions if r.path in "012"} == {str(k): k == which for k in range(3)}
+
+
 def test_a_model_without_submodules_has_no_regions() -> None:
     with pytest.raises(RegionError, match="LSTM has no submodules"):
         auto_checkpoint(nn.LSTM(8, 16), torch.randn(3, 2, 8), progress=False, regions="*")

@@ -49,7 +49,8 @@ def refuse_sums(hollow: Hollow, outputs: Sequence[torch.Tensor], wanted: Collect
     Args:
         wanted: the outputs that the backward starts from.
     """
-    nodes = list(nodes_behind(outputs, hollow.nodes))  # of regions, too, that other batches' losses may come from
+    called = [node for node in hollow.nodes if hasattr(node, "owner")]  # other batches' losses may come from any
+    nodes = list(nodes_behind(outputs, called))
     starts = [get_gradient_edge(outputs[i])[:2] for i in wanted]
     regions = [node for node in nodes if isinstance(getattr(node, "owner", None), Run)]
     new = _refuse_other_sums(hollow, nodes, regions, starts)

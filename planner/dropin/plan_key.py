@@ -9,11 +9,13 @@ from operator import call
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from passes._torch import DEFAULTS, is_distributed, local_part, look_alike
 from passes.run._torch import Autocast, active_autocast
 from passes.trace.arguments import argument_names
 from passes.trace.constructs import is_generator
+from passes.trace.reads import HOOKS
 from passes.trace.recorder import is_looked_into
 from passes.trace.structure import is_shared
 from passes.trace.templates import Again, Constant, Opaque, Slot, Template, Tree, outline
@@ -70,6 +72,20 @@ def state_key(t: torch.Tensor) -> tuple[Any, ...]:
         spread: Any = t
         return (*state_key(local_part(t)), tuple(map(str, spread.placements)), tuple(t.shape))
     return t.shape, t.dtype, home(t), t.requires_grad, arrangement(t)
+
+
+def module_key(module: nn.Module) -> Any:
+    """What modules that are refused alike have in common: submodules, state, hooks and flags. Their numbers may differ,
+    as those of layers in a row do.
+    """
+    tensors = (*module.parameters(), *module.buffers())
+    return tuple(map(_look, *zip(*module.named_modules(), strict=True))), tuple(map(state_key, tensors))
+
+
+def _look(name: str, module: nn.Module) -> Any:
+    own = vars(module)
+    flags = tuple(item for item in own.items() if isinstance(item[1], bool))
+    return name, type(module), tuple(len(own[kind]) for kind in HOOKS), flags
 
 
 def arrangement(t: torch.Tensor) -> Any:

@@ -20,10 +20,10 @@ from passes.trace.arguments import state_tensors
 from passes.trace.capture import EVERY_OUTPUT, Traced, capture
 from passes.trace.layouts import Layouts, gradient_key, learned
 from passes.trace.matching import Differs, match, match_arguments
-from passes.trace.reads import HOOKS, Matched
+from passes.trace.reads import Matched
 from passes.trace.refuse import CACHED, refuse_sharded
 from passes.trace.structure import held_objects
-from planner.dropin.plan_key import Key, call_key, state_key
+from planner.dropin.plan_key import Key, call_key, module_key, state_key
 from planner.progress import Progress
 
 from .losses import CrossEntropy
@@ -195,7 +195,7 @@ class Parts:
         if not any(t.requires_grad for t in (*module.parameters(), *tensors)):
             self.refuse(path, NO_GRADIENT)
             return None, True
-        alike = _looks(module), key
+        alike = module_key(module), key
         try:
             if alike in self.errors:
                 raise self.errors[alike]
@@ -292,17 +292,3 @@ def _alone(error: CaptureError | Unsupported) -> CaptureError | Unsupported:
     """
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
-
-
-def _looks(module: nn.Module) -> Any:
-    """What is alike in modules that are likely to be refused alike: their hooks and flags, but not their numbers in a
-    row of layers.
-    """
-    tensors = (*module.parameters(), *module.buffers())
-    return tuple(map(_look, *zip(*module.named_modules(), strict=True))), tuple(map(state_key, tensors))
-
-
-def _look(name: str, module: nn.Module) -> Any:
-    own = vars(module)
-    flags = tuple(item for item in own.items() if isinstance(item[1], bool))
-    return name, type(module), tuple(len(own[kind]) for kind in HOOKS), flags

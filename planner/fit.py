@@ -205,9 +205,11 @@ class _Search:
         The search for them is short and starts from nothing: near the first, they reserve as much.
         """
         assert self.prepared.start is not None
-        if self.budget_bytes is None or not best.found.added_cost:
-            return best
         problem, expandable = self.prepared.problem, self.prepared.start.expandable
+        needed = self.prepared.worst_footprint(best.found.schedule)  # an arena, which takes long to find, comes next
+        little = needed.reserved_bytes <= aimed_bytes(needed.allocated_bytes, expandable)
+        if little or self.budget_bytes is None or not best.found.added_cost:
+            return best
         needed = self._least(best.found.schedule)
         dearest = best.found.added_cost + DEARER * problem.step_cost
         asked, step = best.asked_bytes, int(LESS * (best.asked_bytes - problem.static_bytes))

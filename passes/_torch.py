@@ -51,7 +51,8 @@ try:
         "random.default_generator", "fx.node._side_effectful_functions",
         "ops.aten.mm.default.py_kernels", "ops.aten.mm.default._dispatch_cache", "cuda.memory._record_memory_history",
         "cuda.memory._snapshot", "autograd.Function.apply", "_C._functorch.peek_interpreter_stack",
-        "_C._len_torch_function_stack", "_C._get_flash_sdp_enabled", "_C._get_mem_efficient_sdp_enabled",
+        "_C._len_torch_function_stack", "_C._get_function_stack_at",
+        "_C._get_flash_sdp_enabled", "_C._get_mem_efficient_sdp_enabled",
         "_C._get_math_sdp_enabled", "_C._get_cudnn_sdp_enabled", "_C._get_math_sdp_allow_fp16_bf16_reduction",
         "_C._get_mkldnn_enabled", "_C._get_cudnn_enabled", "Tensor._make_wrapper_subclass",
         "_C._disabled_torch_function_impl", "autograd.function.BackwardCFunction",
@@ -104,6 +105,7 @@ __all__ = [
     "flop_registry",
     "forget_cublas_workspaces",
     "forget_source",
+    "function_modes",
     "global_hooks",
     "grouped_mm_of_any_type",
     "inside_transform",
@@ -650,9 +652,18 @@ _OF_EVERY_MODULE = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", 
 def global_hooks() -> list[Any]:
     """What `register_module_forward_hook` and its like were given for every module, except for those who only watch."""
     tables = (getattr(torch.nn.modules.module, f"_global_{name}", {}) for name in _OF_EVERY_MODULE)
-    hooks = [hook for table in tables for hook in table.values()]
-    watchers = ("torch.", "passes.")  # FlopCounterMode's; those of a trace in another thread
-    return [h for h in hooks if not str(getattr(h, "__module__", "")).startswith(watchers)]
+    # Others are FlopCounterMode's, and those of a trace in another thread.
+    return [hook for table in tables for hook in table.values() if _is_users(hook)]
+
+
+def function_modes() -> list[Any]:
+    """The `TorchFunctionMode`s that are active, but for torch's own (of the default device) and ours."""
+    count = torch._C._len_torch_function_stack()
+    return [mode for mode in map(torch._C._get_function_stack_at, range(count)) if _is_users(type(mode))]
+
+
+def _is_users(value: Any) -> bool:
+    return not str(getattr(value, "__module__", "")).startswith(("torch.", "passes.", "planner."))
 
 
 def keeps_parametrized() -> bool:

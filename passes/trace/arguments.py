@@ -245,6 +245,12 @@ def state_tensors(model: nn.Module, entries: tuple[StateEntry, ...] | list[State
     return [_read(modules, e) for e in entries]
 
 
+def lend_attributes(tensor: torch.Tensor, stand_in: torch.Tensor) -> torch.Tensor:
+    """A stand-in, with what was set on the tensor that it stands for (`weight.scale = ...`)."""
+    vars(stand_in).update({name: value for name, value in vars(tensor).items() if name not in vars(stand_in)})
+    return stand_in
+
+
 def _read(modules: dict[str, nn.Module], entry: StateEntry) -> Any:
     path, _, leaf = entry.name.rpartition(".")
     module = modules[path]

@@ -47,6 +47,7 @@ from .arguments import (
     argument_names,
     call_signature,
     check_inputs,
+    lend_attributes,
     names_given,
     run_model,
     runs_hooks,
@@ -57,6 +58,7 @@ from .buffers import refuse_needed, refuse_returned, refuse_with_gradient, write
 from .collectives import functional_collectives
 from .contexts import private_contexts
 from .custom_backward import used_in_backward
+from .expected import MISSING
 from .failure import capture_error
 from .first_call import FirstCall
 from .given import Changed, Given, Place, Returned, changed_slots, left_alone
@@ -79,7 +81,14 @@ from .notice import Left, Rerun, check_backward, judged, notice, say_what_is_lef
 from .overlaps import Overlaps, overlaps
 from .reads import Reads
 from .recorder import Recorder
-from .refuse import own_generator, refuse_attributes, refuse_backward_hooks, refuse_not_dense, storage_kind
+from .refuse import (
+    hook_of_given,
+    own_generator,
+    refuse_attributes,
+    refuse_backward_hooks,
+    refuse_not_dense,
+    storage_kind,
+)
 from .settings import Setting, steady
 from .state import Snapshot
 from .structure import Bound, flatten, unflatten
@@ -270,7 +279,7 @@ def capture(
 def _with_settings(traced: Traced, tracer: StepTracer, model: nn.Module) -> Traced:
     """With what the forward sets besides its outputs, as a planned step does, too; what it does not set is said."""
     set_plainly = steady(tracer.settings, {left.path: left.value for left in tracer.left}, model)
-    others = (Left(path, None, is_kept=False) for path in tracer.recorder.set_as_before())
+    others = (Left(path, None, is_kept=False) for path in tracer.recorder.set_as_before(tracer.watch.codes))
     notes, left = say_what_is_left((*tracer.left, *others), set_plainly)
     return replace(
         traced, settings=set_plainly, notes=tuple(dict.fromkeys((*traced.notes, *notes))),
@@ -353,6 +362,8 @@ class StepTracer:
         flat = tuple(map(as_distributed, parts, self.given))
         for i, pair in enumerate(zip(flat, self.given, strict=True)):
             keep_gradient_spread(*pair, partial(self.spread.__setitem__, i))
+        for tensor, stand_in in zip(self.given[: len(self.entries)], flat, strict=False):
+            lend_attributes(tensor, stand_in)
         self.remembered = Remembered()
         self.remembered.add(flat)
         recording = self.recorder.recording(flat[: len(self.entries)])
@@ -393,7 +404,7 @@ class StepTracer:
         state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
         bound = Bound(unflatten(self.input_template, flat[len(self.entries) :]), self.by_name)
         known = self._known_values(flat)
-        usual = {name for tensor in flat for name in vars(tensor)}
+        usual, hooks = [dict(vars(tensor)) for tensor in flat], list(map(_hooks_of, flat))
         with left_alone(bound) as given, ExitStack() as stack:
             first = (casts_kept(self.keeps_casts), swapped_state(self.model, state), *self.below)
             entered: list[AbstractContextManager[Any]] = [*first, known, EagerLayouts(self.remembered), *modes]
@@ -410,11 +421,29 @@ class StepTracer:
             self.settings = self.recorder.settings()
             result = given.returned(value, self.written)
             refuse_returned(replaced, result.tensors)
-            for tensor in (*flat[len(self.entries) :], *result.tensors):
-                refuse_attributes(vars(tensor).keys() - usual, "what forward takes or returns")
+            self._refuse_attributes(flat, usual, result.tensors)
+            for i, before in enumerate(hooks):
+                if _hooks_of(flat[i]) != before:
+                    raise hook_of_given(self._name_of(i))
         self.given_now.clear()
         self.guard = known.guard
         return result
+
+    def _refuse_attributes(
+        self, flat: Sequence[torch.Tensor], before: list[dict[str, Any]], returned: list[torch.Tensor]
+    ) -> None:  # fmt: skip
+        """Refuse what the forward has set on a tensor, of those it was given since `before`."""
+        for i, tensor in enumerate(flat):
+            changed = [name for name, value in vars(tensor).items() if value is not before[i].get(name, MISSING)]
+            refuse_attributes(changed, self._name_of(i))
+        of_torch = {name for own, given in zip(before, self.given, strict=True) for name in own.keys() - vars(given)}
+        for tensor in returned:
+            if not any(tensor is each for each in flat):
+                refuse_attributes(vars(tensor).keys() - of_torch, "what forward returns")
+
+    def _name_of(self, index: int) -> str:
+        """Of a tensor that the forward is given, in an error message."""
+        return self.entries[index].name if index < len(self.entries) else "what forward takes"
 
     def _known_values(self, flat: Sequence[torch.Tensor]) -> KnownValues:
         return KnownValues(flat, self.given, len(self.entries), self.changing)
@@ -463,6 +492,11 @@ class StepTracer:
             own = tuple(aliased) if dense else torch.empty(tensor.shape, device="meta").stride()
         strides = self.layouts.get(gradient_key(path, tensor), own) if self.layouts else own
         return tensor if strides is None else GivenGradient.apply(tensor, strides)
+
+
+def _hooks_of(tensor: torch.Tensor) -> int:
+    """How many hooks are registered on a tensor."""
+    return sum(len(hooks or ()) for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks))
 
 
 def _sharing(outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[set[int], set[int]]:

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import functools
+import gc
 import types
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from .expected import has_attributes
 from .nodes import PLAIN, Node, Walk, refill
 from .places import is_users, is_users_module, is_users_own
 
 CACHE = functools._lru_cache_wrapper
+_MUTABLE = (list, dict, set, deque)
+
+
+def remembered_by(function: Any) -> list[Any]:
+    """The objects and containers with which a function under `functools.cache` answers again.
+
+    With a limit on how many it remembers, they are among what it refers to; without one, in the last dict of these.
+    """
+    held = [each for each in gc.get_referents(function) if each is not function.__dict__]
+    last = [each for each in held if type(each) is dict][-1]
+    answers = {id(v): v for v in (*last.values(), *(each for each in held if each is not last))}
+    return [answers[i] for i in sorted(answers) if type(answers[i]) in _MUTABLE or has_attributes(answers[i])]
 
 
 def visit_function(walk: Walk, value: Any, path: str, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import queue
 import threading
 import types
@@ -22,6 +23,8 @@ import torch
 from torch import nn
 
 from passes._torch import wrapped_tensors
+
+from .places import is_users
 
 
 class Missing:
@@ -91,6 +94,25 @@ LITERALS = frozenset({
     torch.memory_format, Missing,
 })  # fmt: skip
 LARGEST = 2000
+ON_THE_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
+_NOT_OBJECTS = (type, types.ModuleType, types.FunctionType, BaseException, enum.Enum, torch.Generator)
+_LOOKED_INTO = (
+    "argparse.Namespace", "collections.UserDict", "collections.UserList", "configparser.", "torch.amp.",
+    "torch.distributions.", "torch.nn.", "torch.optim.",
+)  # fmt: skip
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether attributes of `value` are recorded: modules, configs, objects of the user's and of libraries' classes.
+
+    Of Python's own and torch's those that programs keep their settings in (a learning rate, in an optimizer).
+    """
+    kind = type(value)
+    if isinstance(value, nn.Module):
+        return True
+    if not kind.__flags__ & ON_THE_HEAP or isinstance(value, _NOT_OBJECTS):
+        return False
+    return is_users(kind) or f"{kind.__module__}.{kind.__name__}".startswith(_LOOKED_INTO)
 
 
 def parts_of(value: Any) -> list[Any] | None:
@@ -130,6 +152,15 @@ def _plain_part(value: Any) -> list[Any]:
     return [next(kind.__repr__(value) for kind in _DERIVED if isinstance(value, kind))]
 
 
+def _settings_of(variable: ContextVar[Any]) -> list[Any]:
+    """What it is set to, unless that is something into which forward may collect things."""
+    try:
+        value = variable.get()
+    except LookupError:
+        return []
+    return [] if isinstance(value, (list, dict, set, deque, torch.Tensor)) else [value]
+
+
 _DERIVED = (int, float, complex, str, bytes)
 _PARTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
     ((list, tuple, deque), list),
@@ -150,7 +181,7 @@ _PARTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
     (types.MappingProxyType, lambda m: items_of(dict(m))),
     (ChainMap, lambda m: list(m.maps)),
     (weakref.ref, lambda r: [r()]),
-    (ContextVar, lambda v: [c for c in [v.get(None)] if type(c) in LITERALS]),  # a setting; others collect things
+    (ContextVar, _settings_of),
     (torch.Tensor, lambda t: [t.requires_grad, *wrapped_tensors(t)]),
 )
 BY_VALUE = (
@@ -159,7 +190,7 @@ BY_VALUE = (
     ChainMap, weakref.ref, ContextVar,
 )  # fmt: skip
 _PLAIN = frozenset({
-    "builtins", "collections", "functools", "types", "numpy", "array", "weakref", "threading", "queue",
+    "builtins", "collections", "types", "numpy", "array", "weakref", "threading", "queue",
     "multiprocessing.sharedctypes",
 })  # fmt: skip
 

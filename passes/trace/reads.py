@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from .arguments import StateEntry
+from .closures import remembered_by
 from .expected import LITERALS, MISSING, Expected, holds_these, same_value
 
 Getter = Callable[[str, Any], Any]
@@ -27,6 +28,18 @@ Getter = Callable[[str, Any], Any]
 
 def by_attribute(holder: Any) -> Getter:
     return partial(getattr, holder)
+
+
+def by_path(holder: Any) -> Getter:
+    """A getter of attributes of attributes, by their dotted names."""
+
+    def get(name: str, default: Any) -> Any:
+        value = holder
+        for part in name.split("."):
+            value = getattr(value, part, default)
+        return value
+
+    return get
 
 
 def by_plain_attribute(holder: Any) -> Getter:
@@ -65,6 +78,11 @@ def of_hooks(holder: nn.Module) -> Getter:
 def of_call(holder: Callable[[], Any]) -> Getter:
     """A getter of what a function without arguments answers."""
     return lambda *_: holder()
+
+
+def of_remembered(holder: Any) -> Getter:
+    """A getter of what a function under `functools.cache` answers again and forward may change."""
+    return lambda *_: remembered_by(holder)
 
 
 def of_class(holder: type) -> Getter:

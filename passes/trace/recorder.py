@@ -33,10 +33,12 @@ from torch.overrides import TorchFunctionMode
 from passes._torch import TORCH_FOLDER, wrapped_tensors
 
 from .arguments import StateEntry, state_tensors
+from .closures import CACHE
 from .expected import (
     LARGEST,
     LITERALS,
     MISSING,
+    ON_THE_HEAP,
     Constant,
     Contents,
     Expected,
@@ -47,6 +49,7 @@ from .expected import (
     Whole,
     compared_in,
     describe_kind,
+    has_attributes,
     parts_of,
 )
 from .nodes import kept_by_torch, same
@@ -59,6 +62,7 @@ from .reads import (
     Read,
     Reads,
     by_attribute,
+    by_path,
     by_plain_attribute,
     names_of,
     of_call,
@@ -66,6 +70,7 @@ from .reads import (
     of_globals,
     of_hooks,
     of_instance,
+    of_remembered,
 )
 from .rerun import reads
 from .settings import Setting, is_plain
@@ -85,7 +90,8 @@ class Recorder:
         self.numbers: dict[int, int] = {}
         self.reads: dict[tuple[Any, ...], Read] = {}
         self.looked_at: set[tuple[int, str]] = set()
-        self.written: dict[tuple[int, str], None] = {}  # attributes that were set before they were read
+        self.written: dict[tuple[int, str], None] = {}  # plain attributes that were set before they were read
+        self.stored: dict[tuple[int, str], None] = {}  # the others
         self.elsewhere: list[tuple[int, str, Any]] = []  # plain values that it set in other objects than modules
         self.entered: set[Any] = set()
         self.functions: dict[int, types.FunctionType] = {}
@@ -149,10 +155,10 @@ class Recorder:
         given = dict(bound)
         self.inputs = {id(leaf) for leaf in flatten(given)[0]}
         self.copies = {id(each): each for each in copies_in(template, given)}
-        self.arguments = tuple(
-            self.snapshot(value, argument_path(path)) if is_looked_into(value) else None
-            for value, path in zip(held_objects(bound), object_paths(template), strict=True)
-        )
+        values = held_objects(bound)
+        found = [self.snapshot(v, argument_path(p)) for v, p in zip(values, object_paths(template), strict=True)]
+        # Functions are the same by the key of a call; what their closures hold was noted.
+        self.arguments = tuple(f if is_looked_into(v) else None for v, f in zip(values, found, strict=True))
 
     def let_go(self) -> None:
         """Keep no copies of what the call was given, as these hold tensors of the trace."""
@@ -161,26 +167,34 @@ class Recorder:
         self.copies.clear()
 
     def left(self, codes: Iterable[types.CodeType]) -> tuple[str, ...]:
-        """Attributes of the model's modules that forward sets, whatever was there before, and does not read."""
-        written = [(i, name) for i, name in self._written() if self.known[i].is_submodule]
-        unread = [(i, n) for i, n in written if n not in kept_by_torch(self.objects[i]) and not reads(codes, n)]
-        return tuple(sorted(str(Setting(self.known[i].path, name, None)) for i, name in unread))
+        """Attributes of the model's modules that forward sets, whatever was there before.
+
+        Of plain ones those that it does not read: others are `settings`.
+        """
+        found = {
+            (i, name) for of_kind in (self.written, self.stored) for i, name in self._numbered(of_kind)
+            if self.known[i].is_submodule and name not in kept_by_torch(self.objects[i])
+        }  # fmt: skip
+        values = {(i, name): by_attribute(self.objects[i])(name, MISSING) for i, name in found}
+        left = [key for key, value in values.items() if not (is_plain(value) and reads(codes, key[1]))]
+        return tuple(sorted(str(Setting(self.known[i].path, name, None)) for i, name in left))
 
     def settings(self) -> tuple[Setting, ...]:
         """The plain values now in attributes of the model's modules that forward sets before it reads them."""
-        written = [(i, name, by_attribute(self.objects[i])(name, MISSING)) for i, name in self._written()]
+        written = [(i, name, by_attribute(self.objects[i])(name, MISSING)) for i, name in self._numbered(self.written)]
         plain = [each for each in written if is_plain(each[2])]
         self.elsewhere = [each for each in plain if not self.known[each[0]].is_submodule]
         return tuple(Setting(self.known[i].path, name, v) for i, name, v in plain if self.known[i].is_submodule)
 
-    def set_as_before(self) -> tuple[str, ...]:
-        """Attributes of other objects (a loss function) that forward sets to what they are outside of the trace."""
+    def set_as_before(self, codes: Iterable[types.CodeType]) -> tuple[str, ...]:
+        """What else forward sets to what it is outside of the trace: globals, attributes of a loss function."""
         found = [(i, n, v) for i, n, v in self.elsewhere if self.objects[i] is not None]
         alike = [(i, n) for i, n, v in found if same(by_attribute(self.objects[i])(n, MISSING), v)]
-        return tuple(f"{self.known[i].path}.{name}" for i, name in alike)
+        named, stored = ({n for code in codes for n in _globals(code, op)} for op in (_LOADS, _STORES))
+        return (*(f"{self.known[i].path}.{n}" for i, n in alike), *(f"the global {n}" for n in sorted(stored - named)))
 
-    def _written(self) -> list[tuple[int, str]]:
-        return [(self.numbers[each], name) for each, name in self.written if each in self.numbers]
+    def _numbered(self, attributes: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
+        return [(self.numbers[each], name) for each, name in attributes if each in self.numbers]
 
     def finish(self, graph_module: fx.GraphModule) -> Reads:
         """What was read; outside the model's modules, as it is after the trace."""
@@ -224,19 +238,23 @@ class Recorder:
                 return State(self.state[id(value)])
             if wrapped_tensors(value):
                 return self._contents(value, parts_of(value) or [], path, depth)
-            return Constant(value) if type(value) in (torch.Tensor, nn.Parameter, nn.Buffer) else None
+            if type(value) not in (torch.Tensor, nn.Parameter, nn.Buffer) and not is_users(type(value)):
+                return None  # of the trace itself
+            if vars(value):
+                self.opaque.setdefault(id(value), value)
+            return Constant(value)
         if id(value) in self.numbers:
             return Object(self.numbers[id(value)])
         parts = None if isinstance(value, enum.Enum) else parts_of(value)
         if parts is not None:
             return self._contents(value, parts, path, depth)
-        if _is_plain_object(value):
+        if has_attributes(value):
             return self._add(value, path)
         self._discover(value)
         if id(value) not in self.opaque:
             self.opaque[id(value)] = value
-            if isinstance(value, type):
-                self._class_data(value, self.said)
+            if not isinstance(value, types.ModuleType):
+                self._opaque(value)
         return Same(value)
 
     def _contents(self, value: Any, parts: list[Any], path: str, depth: int) -> Expected:
@@ -267,7 +285,9 @@ class Recorder:
 
     def _discover(self, value: Any) -> None:
         """A function reads its closure and defaults; a wrapper's function is one too."""
-        cached = isinstance(value, functools._lru_cache_wrapper)
+        cached = isinstance(value, CACHE)
+        if cached:
+            self._read(value, of_remembered, "answers", f"the cache of {value.__qualname__}()")
         for kind, attribute in _WRAPPERS.items():
             value = getattr(value, attribute) if isinstance(value, kind) else value
         if not isinstance(value, types.FunctionType) or id(value) in self.functions:
@@ -338,10 +358,12 @@ class Recorder:
         registered = any(name in own.get(table, ()) for table in REGISTERED)
         defined = next((vars(c)[name] for c in type(obj).__mro__ if name in vars(c)), None)
         described = hasattr(defined, "__set__") and not isinstance(defined, types.MemberDescriptorType)
-        plain = not (registered or described or isinstance(value, (torch.Tensor, nn.Module)))
-        if plain and threading.get_ident() == self.thread and not self.in_backward:
+        if described or threading.get_ident() != self.thread or self.in_backward:
+            return
+        plain = not (registered or isinstance(value, (torch.Tensor, nn.Module)))
+        (self.written if plain else self.stored)[id(obj), name] = None
+        if plain:
             self.looked_at.add((id(obj), name))
-            self.written[id(obj), name] = None
             self._class_attribute(type(obj), name)
 
     def _whole(self, obj: Any) -> None:
@@ -475,6 +497,11 @@ class Recorder:
         """
         for kind in dict.fromkeys(known.kind for known in self.known):
             self._class_data(kind, self.said_of_types)
+        places = {known.path: i for i, known in enumerate(self.known) if known.is_submodule}
+        for entry, tensor in zip(self.entries, state_tensors(self.model, self.entries), strict=True):
+            path, _, leaf = entry.name.rpartition(".")
+            for name in [n for n in vars(tensor) if n in self.said and path in places]:
+                self._own(self.objects[places[path]], f"{leaf}.{name}", by_path)
         done = 0
         while done < len(self.opaque):  # what is read may lead to further ones
             found = list(self.opaque.values())[done:]
@@ -485,16 +512,22 @@ class Recorder:
     def _opaque(self, value: Any) -> None:
         if isinstance(value, type):
             self._class_data(value, self.said)
+        elif isinstance(value, torch.Tensor):
+            for name in [n for n in vars(value) if n in self.said]:
+                self._read(value, by_attribute, name, "a tensor")
         elif isinstance(value, types.ModuleType):
             # One of another class (transformers' lazy ones) changes as it is used.
             if type(value) is types.ModuleType and _is_users_file(getattr(value, "__file__", None) or ""):
                 for name in [n for n in self.said if _is_data(vars(value).get(n, len))]:
                     self._read(vars(value), of_globals, name, f"module {value.__name__}")
         elif not (callable(value) or hasattr(type(value), "__get__") or type(value).__module__.startswith("torch")):
-            held = dict.fromkeys(chain(*(vars(c) for c in type(value).__mro__), getattr(value, "__dict__", ())))
-            for name in (n for n in self.said if n in held and not n.startswith("__")):
-                if by_plain_attribute(value)(name, MISSING) is not MISSING:
-                    self._read(value, by_plain_attribute, name, describe_kind(type(value)))
+            kind, own = type(value), getattr(value, "__dict__", {})  # of this thread, of a `threading.local`
+            held = {*own, *chain(*map(vars, kind.__mro__))}
+            for name in [n for n in self.said if n in held and not n.startswith("__")]:
+                if name in own:
+                    self._read(value, by_attribute, name, describe_kind(kind))
+                elif by_plain_attribute(value)(name, MISSING) is not MISSING:
+                    self._read(value, by_plain_attribute, name, describe_kind(kind))
 
     def _class_data(self, kind: type, names: dict[str, None]) -> None:
         """Those of the names under which a class of the user's has something else than functions."""
@@ -511,7 +544,7 @@ class Recorder:
         if not defined or kind.__module__ == "builtins":
             return
         for each in look[: look.index(defined[-1]) + 1]:
-            if each.__flags__ & _ON_THE_HEAP:
+            if each.__flags__ & ON_THE_HEAP:
                 self._read(each, of_class, name, f"class {each.__qualname__}")
 
 
@@ -548,12 +581,16 @@ def _is_data(value: Any) -> bool:
 
 def _is_attribute(name: str, code: types.CodeType) -> bool:
     """Whether code says a name without reading the global: `x.step` where the loop counts a `step`."""
-    return name in code.co_names and name not in _loaded(code)
+    return name in code.co_names and name not in _globals(code, _LOADS)
 
 
 @functools.lru_cache(maxsize=4096)
-def _loaded(code: types.CodeType) -> frozenset[str]:
-    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+def _globals(code: types.CodeType, ops: tuple[str, ...]) -> frozenset[str]:
+    """Those that code reads or sets."""
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname in ops)
+
+
+_LOADS, _STORES = ("LOAD_GLOBAL", "LOAD_NAME"), ("STORE_GLOBAL",)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -577,41 +614,24 @@ _SETTINGS = frozenset({
     "is_deterministic_algorithms_warn_only_enabled", "is_warn_always_enabled",
 })  # fmt: skip
 _WRAPPERS = {
-    property: "fget", staticmethod: "__func__", classmethod: "__func__", functools._lru_cache_wrapper: "__wrapped__"
+    property: "fget", staticmethod: "__func__", classmethod: "__func__", CACHE: "__wrapped__"
 }  # fmt: skip
-_ON_THE_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 _READ_BY_MACHINERY = frozenset({"forward", *HOOKS})
 _MACHINERY = frozenset({
     "__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward", "inner",
     "__getattr__", "__setattr__", "__delattr__",
 })  # fmt: skip
 _READ_AS_A_WHOLE = frozenset({"__dict__", "__reduce_ex__", "__reduce__", "__getstate__", "__deepcopy__", "__copy__"})
-_NOT_OBJECTS = (type, types.ModuleType, types.FunctionType, BaseException, enum.Enum, torch.Generator)
 
 
 def is_looked_into(value: Any) -> bool:
     """Whether an argument is compared by what forward reads of it, or by what it consists of."""
     if type(value) in LITERALS or isinstance(value, enum.Enum):
         return False
-    return _is_plain_object(value) or parts_of(value) is not None
+    return has_attributes(value) or parts_of(value) is not None
 
 
-def _is_plain_object(value: Any) -> bool:
-    """Whether attributes of `value` are recorded: modules, configs, objects of the user's and of libraries' classes."""
-    kind = type(value)
-    if isinstance(value, nn.Module):
-        return True
-    if not kind.__flags__ & _ON_THE_HEAP or isinstance(value, _NOT_OBJECTS):
-        return False
-    module = kind.__module__
-    if module.startswith(("torch.distributions", "torch.nn.")) or (module, kind.__name__) in _PLAIN_OF_PYTHON:
-        return True
-    return module.partition(".")[0] not in _OTHERS
-
-
-_PLAIN_OF_PYTHON = frozenset({("argparse", "Namespace"), ("collections", "UserDict"), ("collections", "UserList")})
 _OURS = frozenset({"planner", "passes", "solvers"})
-_OTHERS = sys.stdlib_module_names | {"torch", "numpy"} | _OURS - {"__main__"}
 _TORCH_NN = os.path.join(TORCH_FOLDER, "nn", "")
 _PYTHON = os.path.join(sysconfig.get_paths()["stdlib"], "")
 

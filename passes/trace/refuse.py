@@ -9,7 +9,14 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from passes._torch import global_hooks, is_distributed, keeps_parametrized, plain_class, wrapped_tensors
+from passes._torch import (
+    function_modes,
+    global_hooks,
+    is_distributed,
+    keeps_parametrized,
+    plain_class,
+    wrapped_tensors,
+)
 from passes.errors import Unsupported
 
 
@@ -52,6 +59,10 @@ def _hooks_of_every_module(model: nn.Module) -> Iterator[str]:
     return (getattr(hook, "__qualname__", type(hook).__name__) for hook in global_hooks())
 
 
+def _function_modes(model: nn.Module) -> Iterator[str]:
+    return (type(mode).__qualname__ for mode in function_modes())
+
+
 def cached_parametrizations(model: nn.Module) -> Iterator[str]:
     """Where a parametrization computes what an open block of `cached()` keeps."""
     return (n for n, m in model.named_modules() if is_parametrized(m)) if keeps_parametrized() else iter(())
@@ -69,6 +80,15 @@ def own_generator(place: str) -> Unsupported:
     return Unsupported(
         "random generator of its own", place, "only the default generators' state is kept for what is computed again",
         "Draw from the default generator (torch.manual_seed), or pass the random tensor as an argument.",
+    )  # fmt: skip
+
+
+def hook_of_given(name: str) -> Unsupported:
+    """The refusal of `x.register_hook(...)`, of an x that is there before forward runs."""
+    return Unsupported(
+        "hook that forward registers on a tensor that it is given", name, "each step would register another one, and "
+        "it acts on the gradient of all uses, also of those outside forward",
+        "Register it once, before planning; or on what forward computes (x * 1).",
     )  # fmt: skip
 
 
@@ -253,6 +273,10 @@ TABLE: tuple[Refusal, ...] = (
         "hook of every module (register_module_forward_hook, ...)", "it would run on modules of the tracer's own",
         "Remove it before planning, or register it on the model's submodules (register_forward_hook).",
         _hooks_of_every_module,
+    ),
+    Refusal(
+        "TorchFunctionMode", "it would be told of ops that are not those of forward, or of none",
+        "Leave it before planning, and before steps that are to be planned ones.", _function_modes,
     ),
     CACHED,
     Refusal(

@@ -10,6 +10,7 @@ from torch import nn
 from passes._torch import storage_of
 from passes.memory import span
 from passes.run.tensors import alone
+from passes.trace.arguments import lend_attributes
 
 SCALE = 31 / 32
 NUDGE = 2.0**-7
@@ -42,8 +43,8 @@ def _copy(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
 
 def _like(tensor: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(twin, tensor.requires_grad)
-    return twin.requires_grad_(tensor.requires_grad)
+        return lend_attributes(tensor, nn.Parameter(twin, tensor.requires_grad))
+    return lend_attributes(tensor, twin.requires_grad_(tensor.requires_grad))
 
 
 def nudged(tensor: torch.Tensor, is_parameter: bool) -> torch.Tensor:

@@ -16,9 +16,9 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from passes._torch import active_saving_hooks, global_hooks, profiler_runs, saving_hooks_aside
+from passes._torch import active_saving_hooks, function_modes, global_hooks, profiler_runs, saving_hooks_aside
 from passes.device import kind_of
-from passes.errors import ForwardFailed, InputMismatch, NoBackward, StateChanged, Unsupported
+from passes.errors import CaptureError, ForwardFailed, InputMismatch, NoBackward, StateChanged, Unsupported
 from passes.run._torch import Autocast, backward_number
 from passes.run.arena import ask_for
 from passes.run.step import refuse_tracing
@@ -33,7 +33,7 @@ from passes.trace.refuse import cached_parametrizations, has_sharded, is_sharded
 from passes.trace.structure import flatten, held_objects
 from passes.trace.templates import argument_path
 from planner.decided import Decided
-from planner.errors import NothingTrained
+from planner.errors import RegionError
 from planner.options import BUCKET
 from planner.pipeline import Replan
 from planner.ranks.sharded import Gathers, gathered_aside, input_dtype
@@ -61,7 +61,7 @@ class PlanState:
         self.model, self.loss_fn, self.replan, self.on_new_shape = model, loss_fn, replan, on_new_shape
         self.signature = signature
         self.cache: list[Entry] = []
-        self.idle: list[tuple[Key, list[bool]]] = []  # calls, and what required a gradient then, with no region to plan
+        self.idle: list[tuple[Key, list[bool]]] = []  # calls that cannot be planned, and what required a gradient then
         self.losses = Losses()
         self.last: Entry | None = None  # that ran by regions
         self.watched: Watched | None = None
@@ -121,6 +121,9 @@ class PlanState:
         if global_hooks():
             self.notices.global_hooks()
             return plain(bound)
+        if modes := function_modes():
+            self.notices.function_mode(modes[-1])
+            return plain(bound)
         if self.outdated:
             self.notices.outdated(self.outdated)
             return plain(bound)
@@ -171,7 +174,7 @@ class PlanState:
             except (ForwardFailed, StateChanged) as error:  # the plain forward leaves what it leaves in eager
                 warnings.warn(f"planned step not used, not under the budget: {error}", stacklevel=user_frame())
                 return None, []
-            except NothingTrained as error:
+            except (CaptureError, RegionError) as error:  # training goes on
                 self.idle.append((key, trained))
                 warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=user_frame())
                 return None, []
@@ -482,7 +485,7 @@ def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if state is None or state.unplanned:
         return
     state.look_at_gathers()
-    if state.outdated or global_hooks() or not module.training or not torch.is_grad_enabled():
+    if state.outdated or global_hooks() or function_modes() or not module.training or not torch.is_grad_enabled():
         return
     bound = bind_call(state.signature, args, kwargs)
     state.looking = True

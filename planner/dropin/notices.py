@@ -37,6 +37,7 @@ class Notices:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.noticed_function_mode = False
         self.noticed_hooks = self.noticed_global_hooks = self.noticed_gradients = self.noticed_outdated = False
         self.noticed_waiting = self.noticed_eval = False
         self.still_eval = False
@@ -178,6 +179,16 @@ class Notices:
             warnings.warn(
                 "hooks of every module (register_module_forward_hook and its like) are registered: the model's own "
                 "forward runs as long as they are, and not under the budget. Register them on submodules instead.",
+                stacklevel=user_frame(),
+            )
+
+    def function_mode(self, mode: object) -> None:
+        """Say once that a mode that may change what functions do keeps the plan from being used."""
+        if not self.noticed_function_mode:
+            self.noticed_function_mode = True
+            warnings.warn(
+                f"a TorchFunctionMode ({type(mode).__qualname__}) is active: the model's own forward runs as long as "
+                "it is, and not under the budget.",
                 stacklevel=user_frame(),
             )
 

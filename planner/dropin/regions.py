@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from passes._torch import active_saving_hooks
+from passes._torch import active_saving_hooks, function_modes, global_hooks
 from passes.run._torch import Autocast, under_transform
 from passes.trace.arguments import binder, call_bound, call_signature, set_forward
 from passes.trace.matching import Differs, match
@@ -96,6 +96,9 @@ class RegionForward:
             return self.original(*args, **kwargs)
         if self.previous is not self.traced or active_saving_hooks():  # a checkpoint would run the plain one again
             self._miss(number, "its forward is another one, or runs under hooks on saved tensors", helps=False)
+            return self.original(*args, **kwargs)
+        if global_hooks() or function_modes():
+            self._miss(number, "hooks of every module, or a TorchFunctionMode, are there for it", helps=False)
             return self.original(*args, **kwargs)
         bound = self.bind(args, kwargs)
         inputs, template = flatten(bound)

@@ -20,6 +20,7 @@ from passes.trace.arguments import (
     StateEntry,
     call_bound,
     call_signature,
+    lend_attributes,
     names_given,
     run_model,
     state_entries,
@@ -233,6 +234,7 @@ def _consume(parameter: torch.Tensor) -> None:
 
 def _stand_in_of(tensor: torch.Tensor, is_parameter: bool, written: bool) -> torch.Tensor:
     """A parameter's data without its hooks and gradient; a copy of what the step may change."""
+    data = tensor.detach() if is_parameter and not written else tensor.detach().clone()
     if is_parameter:
-        return nn.Parameter(tensor.detach().clone() if written else tensor.detach(), tensor.requires_grad)
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return lend_attributes(tensor, nn.Parameter(data, tensor.requires_grad))
+    return lend_attributes(tensor, data.requires_grad_(tensor.requires_grad))

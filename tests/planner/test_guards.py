@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import configparser
 import copy
 import cProfile
 import ctypes
@@ -37,6 +38,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.overrides import TorchFunctionMode
 
 from planner import Plan, PlannerError, Unsupported
 from tests.planner.steps import assert_same_state, linear, plan
@@ -538,10 +540,38 @@ CHANGES: dict[str, Change] = {
         lambda: Net(lambda self, h: h * self.w, w=nn.Parameter(torch.ones(8))),
         lambda m: (m.__delattr__("w"), setattr(m, "w", torch.full((8,), 3.0))),
     ),
+    "a weight's attribute": (lambda: Marked(), lambda m: setattr(m.layer.weight, "gain", 3.0)),
+    "a buffer's attribute": (lambda: Marked(), lambda m: setattr(m.scale, "gain", 3.0)),
+    "a tensor of a class of one's own": (
+        lambda: Net(lambda self, h: h * self.w.as_subclass(torch.Tensor), w=special(2.0)),
+        lambda m: setattr(m, "w", special(3.0)),
+    ),
     "a parameter resized through .data": (
         lambda: nn.Sequential(nn.Linear(8, 8, bias=False)), lambda m: setattr(m[0].weight, "data", torch.randn(5, 8))
     ),
 }  # fmt: skip
+
+
+class Marked(nn.Module):
+    """Reads what was set on its weight and its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+        self.layer.weight.gain, self.scale.gain = 2.0, 2.0
+        self.layer.weight.steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale * self.layer.weight.gain * self.scale.gain
+
+
+class Special(torch.Tensor):
+    """A tensor that wraps no other."""
+
+
+def special(value: float) -> torch.Tensor:
+    return torch.full((8,), value).as_subclass(Special)
 
 
 class Buffered(nn.Module):
@@ -699,6 +729,29 @@ SHARED, SHARED_LIST, NUMBER = multiprocessing.Value("d", 2.0), multiprocessing.A
 HELD: dict[str, Any] = {"class": Derived, "module": sys.modules[__name__], "style": Style.PLAIN}
 LOCALS.scale = 2.0
 BYTES = memoryview(bytearray(b"\2"))
+LOCALS.config = Config()
+OPTIMIZER: Any = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
+SCHEDULER: Any = torch.optim.lr_scheduler.StepLR(OPTIMIZER, 1)
+PARSER = configparser.ConfigParser()
+PARSER.read_string("[a]\nscale=2")
+PART: Any = functools.partial(helper, factor=2.0)
+PART.gain = 2.0
+CONTEXT: ContextVar[Config] = ContextVar("CONTEXT")
+CONTEXT.set(Config())
+MARKED: Any = torch.ones(1)
+MARKED.scale = 2.0
+
+
+@functools.cache
+def configured() -> Config:
+    return Config()
+
+
+@functools.lru_cache
+def tabled(name: str) -> dict[str, float]:
+    return {"scale": 2.0}
+
+
 WEAKLY: Any = weakref.WeakKeyDictionary({Derived: 2.0})
 
 
@@ -728,11 +781,24 @@ WEAKLY: Any = weakref.WeakKeyDictionary({Derived: 2.0})
         (lambda: 2.0 + FLAG.is_set(), lambda patch: FLAG.set()),
         (lambda: 2.0 + LINE.qsize(), lambda patch: LINE.put(1)),
         (lambda: WEAKLY[Derived], lambda patch: patch.setitem(WEAKLY, Derived, 5.0)),
+        (lambda: LOCALS.config.scale, lambda patch: patch.setattr(LOCALS.config, "scale", 5.0)),
+        (lambda: OPTIMIZER.param_groups[0]["lr"], lambda patch: patch.setitem(OPTIMIZER.param_groups[0], "lr", 5.0)),
+        (lambda: SCHEDULER.get_last_lr()[0], lambda patch: patch.setattr(SCHEDULER, "_last_lr", [5.0])),
+        (lambda: PARSER.getfloat("a", "scale"), lambda patch: PARSER.set("a", "scale", "5")),
+        (lambda: PART.gain, lambda patch: patch.setattr(PART, "gain", 5.0)),
+        (lambda: CONTEXT.get().scale, lambda patch: patch.setattr(CONTEXT.get(), "scale", 5.0)),
+        (lambda: CONTEXT.get().scale, lambda patch: CONTEXT.set(Config(scale=5.0))),
+        (lambda: configured().scale, lambda patch: patch.setattr(configured(), "scale", 5.0)),
+        (lambda: tabled("a")["scale"], lambda patch: patch.setitem(tabled("a"), "scale", 5.0)),
+        (lambda: MARKED.scale, lambda patch: patch.setattr(MARKED, "scale", 5.0)),
     ],
     ids=["a class in a dict", "an object's class", "a class in a class", "getattr", "vars", "a metaclass's property",
          "a member of an enumeration", "a member in a dict", "globals", "a module's vars", "an imported module",
          "a module in a dict", "attrgetter", "a thread's own", "a thread's own of a class", "a shared value",
-         "a shared array", "a number of C's", "memory", "an event", "a queue", "a weak dict"],
+         "a shared array", "a number of C's", "memory", "an event", "a queue", "a weak dict",
+         "an object of a thread's own", "a learning rate", "a scheduler", "a parser", "a partial's attribute",
+         "an object in a context", "another object in a context", "a remembered object", "a remembered dict",
+         "a tensor's attribute"],
 )  # fmt: skip
 def test_what_is_not_come_to_by_name_changes(read: Any, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, model, x = planned(lambda: Net(lambda self, h: h * read()))
@@ -949,6 +1015,76 @@ def test_what_is_not_read_changes_nothing(name: str) -> None:
         HARMLESS[name](model)
         compare(chosen, model, x)
     assert count(chosen) == 1
+
+
+def test_an_attribute_of_a_weight_that_is_not_read_changes_nothing() -> None:
+    chosen, model, x = planned(Marked)
+    model.layer.weight.steps = 7
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(chosen, model, x)
+
+
+class Marking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.layer.weight.steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer.weight.steps += 1
+        return self.layer(x)
+
+
+def test_an_attribute_that_forward_sets_on_a_weight_is_refused() -> None:
+    with pytest.raises(Unsupported, match=r"attribute of a tensor \(steps\) at layer\.weight"):
+        planned(Marking)
+
+
+def test_what_cannot_be_planned_anew_trains_on() -> None:
+    """As Lightning's averaging of weights does, which lets batch norms count for a while."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(linear(), nn.BatchNorm1d(8), nn.ReLU(), linear()), x_of()
+    chosen = plan(model, x)
+    compare(chosen, model, x)
+    model[1].momentum = None
+    with pytest.warns(UserWarning, match=r"cannot trace the model at .*Such calls run in eager, not under the budget"):
+        compare(chosen, model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(chosen, model, x)
+        model[1].momentum = 0.1
+        compare(chosen, model, x)
+    assert count(chosen) == 1
+
+
+class Registering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer.weight.register_hook(lambda gradient: gradient * 2)
+        return torch.tanh(self.layer(x))
+
+
+def test_a_hook_that_forward_registers_on_a_weight_is_refused() -> None:
+    with pytest.raises(Unsupported, match=r"hook that forward registers on a tensor that it is given at layer\.weight"):
+        planned(Registering)
+
+
+class Twice(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is F.gelu else result
+
+
+def test_a_mode_that_changes_functions_has_steps_run_plain() -> None:
+    chosen, model, x = planned(lambda: Net(lambda self, h: F.gelu(h)))
+    with Twice(), pytest.warns(UserWarning, match=r"a TorchFunctionMode \(Twice\) is active: the model's own forward"):
+        compare(chosen, model, x)
+    with Twice(), pytest.raises(Unsupported, match="TorchFunctionMode"):
+        planned(lambda: Net(lambda self, h: F.gelu(h)))
 
 
 # While tracing --------------------------------------------------------------------------------------------------------

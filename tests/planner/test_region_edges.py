@@ -7,6 +7,7 @@ import copy
 import gc
 import itertools
 import random
+import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,9 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from passes._torch import StorageWeakRef
@@ -900,6 +903,128 @@ def test_a_region_that_leaves_more_than_a_plain_value_for_others_stays_eager(whe
         assert torch.equal(found, forward_backward(plain, x))
         for a, b in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)
+
+
+SET = 1.0
+
+
+class SetsAgain(Part):
+    """Sets what is there already, where the sample is run."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.one, self.other = where, [1.0], [2.0]
+        self.current, self.chosen = self.one, self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global SET
+        if self.where == "a global":
+            SET = 1.0
+        elif self.where == "a list":
+            self.current = self.one
+        else:
+            self.chosen = self.first
+        return x + super().forward(x)
+
+
+class ReadsWhatIsSet(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.front, self.back = Part(), SetsAgain(where)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.back(self.front(x))
+        return y.pow(2).mean() * SET * self.back.current[0] * self.back.chosen.weight.sum()
+
+
+@pytest.mark.parametrize("where", ["a global", "a list", "a submodule"])
+def test_a_region_that_sets_what_is_there_already_stays_eager(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = ReadsWhatIsSet(where), torch.randn(8, 16)
+    plain = copy.deepcopy(model)
+    monkeypatch.setattr(sys.modules[__name__], "SET", 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = auto_checkpoint(model, x, regions=["front", "back"], recompute=["*"], progress=False)
+    assert any("back" in str(row) and "others may read" in str(row) for row in plan.regions), plan.regions
+    results = []
+    for each, call in ((model, plan.module), (plain, plain)):
+        monkeypatch.setattr(sys.modules[__name__], "SET", 3.0)
+        each.back.current, each.back.chosen = each.back.other, each.back.second
+        results.append(forward_backward(call, x))
+    assert torch.equal(*results)
+
+
+class Between(nn.Module):
+    """Does something around its region that changes what that computes, in some steps."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.part, self.how, self.now = Part(), how, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with contextlib.ExitStack() as stack:
+            if self.now and self.how == "a mode":
+                stack.enter_context(Halves())
+            elif self.now:
+                stack.callback(register_module_forward_hook(halve).remove)
+            return self.part(x).sum()
+
+
+class Halves(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result / 2 if func is F.gelu else result
+
+
+def halve(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
+    return output / 2 if type(module) is nn.Linear else output
+
+
+@pytest.mark.parametrize("how", ["a mode", "a hook of every module"])
+def test_what_code_between_regions_puts_around_them_has_them_run_plain(how: str) -> None:
+    torch.manual_seed(0)
+    model, x = Between(how), torch.randn(8, 16)
+    plan = auto_checkpoint(model, x, regions=["part"], recompute=["*"], progress=False)
+    before = plan.module(x)
+    model.now = True
+    with pytest.warns(UserWarning, match="hooks of every module, or a TorchFunctionMode, are there for it"):
+        found = plan.module(x)
+    assert torch.equal(found, model(x))
+    assert not torch.equal(found, before)
+
+
+class Given(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Part()
+
+    def forward(self, x: torch.Tensor, act: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return act(self.part(x))
+
+
+class Gives(nn.Module):
+    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.region, self.act = Given(), [act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.region(x, self.act[0]).sum()
+
+
+def test_what_a_function_that_a_region_is_given_holds() -> None:
+    torch.manual_seed(0)
+    scale = 1.0
+
+    def act(x: torch.Tensor) -> torch.Tensor:
+        return x * scale
+
+    model, x = Gives(act), torch.randn(8, 16)
+    plan = auto_checkpoint(model, x, regions=["region"], recompute=["*"], progress=False)
+    assert torch.equal(plan.module(x), model(x))
+    scale = 3.0
+    with pytest.warns(UserWarning, match="scale in the closure of"):
+        assert torch.equal(plan.module(x), model(x))
 
 
 class Draws(nn.Module):

@@ -39,6 +39,7 @@ try:
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as get_dispatch_modes
     from torch.utils.flop_counter import flop_registry
     from torch.utils.weak import WeakIdKeyDictionary
 
@@ -51,7 +52,7 @@ try:
         "random.default_generator", "fx.node._side_effectful_functions",
         "ops.aten.mm.default.py_kernels", "ops.aten.mm.default._dispatch_cache", "cuda.memory._record_memory_history",
         "cuda.memory._snapshot", "autograd.Function.apply", "_C._functorch.peek_interpreter_stack",
-        "_C._len_torch_function_stack", "_C._get_function_stack_at",
+        "_C._len_torch_function_stack", "_C._get_function_stack_at", "_C._len_torch_dispatch_stack",
         "_C._get_flash_sdp_enabled", "_C._get_mem_efficient_sdp_enabled",
         "_C._get_math_sdp_enabled", "_C._get_cudnn_sdp_enabled", "_C._get_math_sdp_allow_fp16_bf16_reduction",
         "_C._get_mkldnn_enabled", "_C._get_cudnn_enabled", "Tensor._make_wrapper_subclass",
@@ -99,6 +100,7 @@ __all__ = [
     "cuda_allocations",
     "direct_call",
     "disable_current_modes",
+    "dispatch_modes",
     "eager_kernels",
     "ended_work",
     "export_joint",
@@ -660,6 +662,12 @@ def function_modes() -> list[Any]:
     """The `TorchFunctionMode`s that are active, but for torch's own (of the default device) and ours."""
     count = torch._C._len_torch_function_stack()
     return [mode for mode in map(torch._C._get_function_stack_at, range(count)) if _is_users(type(mode))]
+
+
+def dispatch_modes() -> list[Any]:
+    """The user's `TorchDispatchMode`s that are active."""
+    modes = get_dispatch_modes() if torch._C._len_torch_dispatch_stack() else ()
+    return [mode for mode in modes if _is_users(type(mode))]
 
 
 def _is_users(value: Any) -> bool:

@@ -82,7 +82,7 @@ class Contents:
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """A container too large to be taken apart: of this type, and holding these very objects."""
+    """A container not taken apart, as it is too large, or a large one of literals: of this type, and holding these."""
 
     kind: type
     items: list[Any]
@@ -202,7 +202,7 @@ def compared_in(container: Any) -> list[Any]:
 
 def holds_these(container: Any, items: list[Any]) -> bool:
     """Whether a container that held these items, as `compared_in` has them, still does."""
-    now = compared_in(container)
+    now = container if type(container) is list else compared_in(container)
     return len(now) == len(items) and (all(map(is_, now, items)) or all(map(same_value, now, items)))
 
 

@@ -97,6 +97,8 @@ class Recorder:
         self.functions: dict[int, types.FunctionType] = {}
         self.watched: dict[type, dict[str, Any]] = {}
         self.opaque: dict[int, Any] = {}
+        self.open: set[int] = set()  # containers that are being taken apart
+        self.room = _ROOM  # items of containers that may be
         self.registered: dict[tuple[int, Any, str], torch.Tensor] = {}
         self.said: dict[str, None] = {}
         self.said_of_types: dict[str, None] = {}
@@ -258,11 +260,15 @@ class Recorder:
         return Same(value)
 
     def _contents(self, value: Any, parts: list[Any], path: str, depth: int) -> Expected:
-        if len(parts) > LARGEST:
+        if len(parts) > self.room or (len(parts) > LARGEST and all(type(part) in LITERALS for part in parts)):
             return Whole(type(value), compared_in(value))
-        if depth > _DEEPEST:
+        if depth > _DEEPEST or id(value) in self.open:  # it holds itself
             return None
-        return Contents(type(value), tuple(self.snapshot(part, path, depth + 1) for part in parts))
+        self.room -= len(parts)
+        self.open.add(id(value))
+        taken = tuple(self.snapshot(part, path, depth + 1) for part in parts)
+        self.open.discard(id(value))
+        return Contents(type(value), taken)
 
     def _add(self, value: Any, path: str, is_submodule: bool = False) -> Object:
         number = self.numbers[id(value)] = len(self.objects)
@@ -607,7 +613,8 @@ _LOOKUPS = frozenset({
     "__dict__", "attrgetter", "getattr", "getattr_static", "globals", "hasattr", "import_module", "modules", "vars",
 })  # fmt: skip
 _ASK_FOR_TYPES = frozenset({"__class__", "__mro__", "type"})
-_DEEPEST = 12
+_DEEPEST = 100
+_ROOM = 200_000
 _SETTINGS = frozenset({
     "are_deterministic_algorithms_enabled", "get_deterministic_debug_mode", "get_float32_matmul_precision",
     "get_num_interop_threads", "get_num_threads", "is_anomaly_check_nan_enabled", "is_anomaly_enabled",

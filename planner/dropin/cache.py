@@ -16,7 +16,14 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from passes._torch import active_saving_hooks, function_modes, global_hooks, profiler_runs, saving_hooks_aside
+from passes._torch import (
+    active_saving_hooks,
+    dispatch_modes,
+    function_modes,
+    global_hooks,
+    profiler_runs,
+    saving_hooks_aside,
+)
 from passes.device import kind_of
 from passes.errors import CaptureError, ForwardFailed, InputMismatch, NoBackward, StateChanged, Unsupported
 from passes.run._torch import Autocast, backward_number
@@ -124,6 +131,8 @@ class PlanState:
         if modes := function_modes():
             self.notices.function_mode(modes[-1])
             return plain(bound)
+        if modes := dispatch_modes():
+            self.notices.dispatch_mode(modes[-1])
         if self.outdated:
             self.notices.outdated(self.outdated)
             return plain(bound)

@@ -37,7 +37,7 @@ class Notices:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.noticed_function_mode = False
+        self.noticed_function_mode = self.noticed_dispatch_mode = False
         self.noticed_hooks = self.noticed_global_hooks = self.noticed_gradients = self.noticed_outdated = False
         self.noticed_waiting = self.noticed_eval = False
         self.still_eval = False
@@ -179,6 +179,16 @@ class Notices:
             warnings.warn(
                 "hooks of every module (register_module_forward_hook and its like) are registered: the model's own "
                 "forward runs as long as they are, and not under the budget. Register them on submodules instead.",
+                stacklevel=user_frame(),
+            )
+
+    def dispatch_mode(self, mode: object) -> None:
+        """Say once that a mode looks at ops that are not those of the plain step."""
+        if not self.noticed_dispatch_mode:
+            self.noticed_dispatch_mode = True
+            warnings.warn(
+                f"a TorchDispatchMode ({type(mode).__qualname__}) is active: it is told of ops of the planned step, "
+                "which are not all those of the model's own forward. If it changes what they return, remove the plan.",
                 stacklevel=user_frame(),
             )
 

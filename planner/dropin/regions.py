@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from passes._torch import active_saving_hooks, function_modes, global_hooks
+from passes._torch import active_saving_hooks, dispatch_modes, function_modes, global_hooks
 from passes.run._torch import Autocast, under_transform
 from passes.trace.arguments import binder, call_bound, call_signature, set_forward
 from passes.trace.matching import Differs, match
@@ -41,6 +41,7 @@ class RegionForward:
         eager_calls: calls that no gradient reaches, by their numbers; `sometimes_eager`: another course plans none.
         surprise: the autocast of a backward that was not one that was planned for; None where each was.
         scattered: parameters that `fully_shard` gathers for it, or for another module of the model.
+        modes: the user's dispatch modes, as the step began.
         unplanned: the first call of this step that ran plain and should not have; None where there was none.
 
     Dynamo does not see it: it is there only while a planned model's forward runs, which Dynamo leaves alone.
@@ -60,6 +61,7 @@ class RegionForward:
         self.losses, self.calls = Losses(), 0
         self.surprise: Autocast | None = None
         self.unplanned: Unplanned | None = None
+        self.modes: list[Any] = []
         every = [*runs, *others]
         self.numbers, self.cache = [run.number for run in every], [self._entry(run) for run in every]
         self.own = self.cache[: len(runs)]
@@ -97,8 +99,8 @@ class RegionForward:
         if self.previous is not self.traced or active_saving_hooks():  # a checkpoint would run the plain one again
             self._miss(number, "its forward is another one, or runs under hooks on saved tensors", helps=False)
             return self.original(*args, **kwargs)
-        if global_hooks() or function_modes():
-            self._miss(number, "hooks of every module, or a TorchFunctionMode, are there for it", helps=False)
+        if global_hooks() or function_modes() or dispatch_modes() != self.modes:
+            self._miss(number, "hooks of every module, or a mode, are there for it", helps=False)
             return self.original(*args, **kwargs)
         bound = self.bind(args, kwargs)
         inputs, template = flatten(bound)
@@ -158,7 +160,7 @@ class RegionForward:
     def start(self) -> None:
         """Be the module's forward."""
         current = self.model.__dict__.get("forward")
-        self.calls, self.unplanned = 0, None
+        self.calls, self.unplanned, self.modes = 0, None, dispatch_modes()
         self.previous = self.previous if current is self else current
         set_forward(self.model, self)
 

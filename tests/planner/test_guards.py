@@ -40,6 +40,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
 
+from passes._torch import TorchDispatchMode
 from planner import Plan, PlannerError, Unsupported
 from tests.planner.steps import assert_same_state, linear, plan
 
@@ -1079,6 +1080,27 @@ class Twice(TorchFunctionMode):
         return result * 2 if func is F.gelu else result
 
 
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_that_looks_at_ops_is_told_of() -> None:
+    chosen, _, x = planned(lambda: Net(lambda self, h: F.gelu(h)))
+    with Counting() as counting, pytest.warns(UserWarning, match=r"a TorchDispatchMode \(Counting\) is active"):
+        chosen.module(x)
+    assert counting.ops
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once
+        with Counting():
+            chosen.module(x)
+
+
 def test_a_mode_that_changes_functions_has_steps_run_plain() -> None:
     chosen, model, x = planned(lambda: Net(lambda self, h: F.gelu(h)))
     with Twice(), pytest.warns(UserWarning, match=r"a TorchFunctionMode \(Twice\) is active: the model's own forward"):
@@ -1256,6 +1278,49 @@ LARGE: dict[str, Callable[[range], Any]] = {
     "list": list, "tuple": tuple, "frozenset": lambda r: frozenset(map(str, r)), "set": lambda r: set(map(str, r)),
     "dict": lambda r: {str(i): i for i in r}, "objects": lambda r: numpy.array([str(i) for i in r], dtype=object),
 }  # fmt: skip
+
+
+class Table(nn.Module):
+    """Reads what lies in a container of thousands of containers and objects, or in many others."""
+
+    def __init__(self, table: Any, path: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.layer, self.table, self.path = linear(), table, path
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.table
+        for key in self.path:
+            found = found[key]
+        return torch.tanh(self.layer(x)) * (found.power if isinstance(found, Inner) else found)
+
+
+def innermost(found: list[Any], depth: int) -> list[Any]:
+    return functools.reduce(operator.getitem, [0] * depth, found)
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = [2.0]
+    found.append(found)  # it holds itself
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "change"),
+    [
+        (lambda: [[2.0] for _ in range(3000)], (7, 0), lambda t: operator.setitem(t[7], 0, 3.0)),
+        (lambda: {f"w{i}": Inner() for i in range(3000)}, ("w7",), lambda t: setattr(t["w7"], "power", 3.0)),
+        (lambda: nested(30), (0,) * 31, lambda t: operator.setitem(innermost(t, 30), 0, 3.0)),
+    ],
+    ids=["lists in a list", "objects in a dict", "deep"],
+)
+def test_what_lies_in_large_and_deep_containers(make: Any, path: tuple[Any, ...], change: Any) -> None:
+    chosen, model, x = planned(lambda: Table(make(), path))
+    compare(chosen, model, x)
+    change(model.table)
+    with pytest.warns(UserWarning, match="planning anew"):
+        compare(chosen, model, x)
 
 
 @pytest.mark.parametrize("kind", LARGE)

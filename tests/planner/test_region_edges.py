@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from passes._torch import StorageWeakRef
+from passes._torch import StorageWeakRef, TorchDispatchMode
 from passes.errors import Unsupported
 from passes.memory import measure_peak
 from planner import BudgetError, CaptureError, RegionError, auto_checkpoint
@@ -964,8 +964,8 @@ class Between(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with contextlib.ExitStack() as stack:
-            if self.now and self.how == "a mode":
-                stack.enter_context(Halves())
+            if self.now and "mode" in self.how:
+                stack.enter_context(Halves() if self.how == "a mode" else HalvesOps())
             elif self.now:
                 stack.callback(register_module_forward_hook(halve).remove)
             return self.part(x).sum()
@@ -981,14 +981,20 @@ def halve(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
     return output / 2 if type(module) is nn.Linear else output
 
 
-@pytest.mark.parametrize("how", ["a mode", "a hook of every module"])
+class HalvesOps(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result / 2 if func is torch.ops.aten.addmm.default else result
+
+
+@pytest.mark.parametrize("how", ["a mode", "a mode of ops", "a hook of every module"])
 def test_what_code_between_regions_puts_around_them_has_them_run_plain(how: str) -> None:
     torch.manual_seed(0)
     model, x = Between(how), torch.randn(8, 16)
     plan = auto_checkpoint(model, x, regions=["part"], recompute=["*"], progress=False)
     before = plan.module(x)
     model.now = True
-    with pytest.warns(UserWarning, match="hooks of every module, or a TorchFunctionMode, are there for it"):
+    with pytest.warns(UserWarning, match="hooks of every module, or a mode, are there for it"):
         found = plan.module(x)
     assert torch.equal(found, model(x))
     assert not torch.equal(found, before)

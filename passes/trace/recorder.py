@@ -280,13 +280,16 @@ class Recorder:
         return Object(number)
 
     def _special_methods(self, kind: type) -> None:
-        """Python looks them up by itself, and the functions may have other names; no `__init__` of what is there."""
+        """Python looks them up by itself, and the functions may have other names; no `__init__` of what is there.
+
+        Of torch's own those that run are seen as they do.
+        """
         if kind in self.entered:
             return
         self.entered.add(kind)
         for name in [n for n in dir(kind) if n != "__init__"]:
             function = getattr(kind, name, None) if name.startswith("__") else None
-            if isinstance(function, types.FunctionType) and (_is_users(function.__code__) or name == "__call__"):
+            if isinstance(function, types.FunctionType) and (is_users(function) or name == "__call__"):
                 self._class_attribute(kind, name)
 
     def _discover(self, value: Any) -> None:
@@ -304,7 +307,7 @@ class Recorder:
             self._read(cell, by_attribute, "cell_contents", f"{name} in the closure of {value.__qualname__}")
         if cached:  # what it read when it ran is in what it remembers
             self._enter(value.__code__, None, value.__globals__)
-        if _is_users(value.__code__):
+        if is_users(value):  # of torch's, that it is this one is enough
             for name in ("__code__", "__defaults__", "__kwdefaults__", "__dict__"):
                 self._read(value, by_attribute, name, where)
 
@@ -648,8 +651,9 @@ def _is_users(code: types.CodeType) -> bool:
 
 
 def _is_ours(frame: types.FrameType) -> bool:
-    """Whether the code is what `dataclasses` wrote for us, which has no file."""
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS
+    """Whether the code is what `dataclasses` wrote for us or for torch, which has no file."""
+    root = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return root in _OURS or (root == "torch" and frame.f_code.co_filename.startswith("<"))
 
 
 @functools.lru_cache(None)

@@ -119,6 +119,7 @@ __all__ = [
     "look_alike",
     "mutation_count",
     "native_kernels",
+    "num_dispatch_modes",
     "number_of",
     "optimizer_hooks_aside",
     "outside_tracing",
@@ -662,6 +663,11 @@ def function_modes() -> list[Any]:
     """The `TorchFunctionMode`s that are active, but for torch's own (of the default device) and ours."""
     count = torch._C._len_torch_function_stack()
     return [mode for mode in map(torch._C._get_function_stack_at, range(count)) if _is_users(type(mode))]
+
+
+def num_dispatch_modes() -> int:
+    """How many `TorchDispatchMode`s are active, whoever's."""
+    return int(torch._C._len_torch_dispatch_stack())
 
 
 def dispatch_modes() -> list[Any]:

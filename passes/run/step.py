@@ -62,6 +62,9 @@ class Fallback(Protocol):
     ) -> list[Any]:  # fmt: skip
         """The gradients of the primals, or None, from the generators before the forward and the outputs' gradients."""
 
+    def changed(self) -> str:
+        """What Python that the backward runs reads and is not what it was in the forward, in words; "" for nothing."""
+
     def not_needed(self) -> None:
         """Note that the backward is the planned one."""
 
@@ -256,6 +259,11 @@ class _Run:
                 stacklevel=2,
             )
         self._check_settings()
+        if self.fallback is not None and (changed := self.fallback.changed()):
+            raise ChangedInPlace(
+                f"what the backward reads was changed between forward and backward: {changed}. A planned step has read "
+                "it in the forward. Change it after the backward, or before the forward."
+            )
         tangents = [laid_out(g, s) for g, s in zip(given, step.tangent_strides, strict=True)]
         self._check_primals(i for i in step.saved_primals if i not in step.mutated)
         self.read = {i: self.sources[i] for part in step.reads for i in part}

@@ -251,6 +251,13 @@ def lend_attributes(tensor: torch.Tensor, stand_in: torch.Tensor) -> torch.Tenso
     return stand_in
 
 
+def lend_kind(tensor: torch.Tensor, stand_in: torch.Tensor) -> None:
+    """Have `isinstance(x, nn.Parameter)` and `nn.Buffer` answer for a stand-in as for the tensor."""
+    for kind, flag in ((nn.Parameter, "_is_param"), (nn.Buffer, "_is_buffer")):
+        if isinstance(tensor, kind) and not isinstance(stand_in, kind):
+            setattr(stand_in, flag, True)
+
+
 def _read(modules: dict[str, nn.Module], entry: StateEntry) -> Any:
     path, _, leaf = entry.name.rpartition(".")
     module = modules[path]

@@ -48,6 +48,7 @@ from .arguments import (
     call_signature,
     check_inputs,
     lend_attributes,
+    lend_kind,
     names_given,
     run_model,
     runs_hooks,
@@ -362,8 +363,8 @@ class StepTracer:
         flat = tuple(map(as_distributed, parts, self.given))
         for i, pair in enumerate(zip(flat, self.given, strict=True)):
             keep_gradient_spread(*pair, partial(self.spread.__setitem__, i))
-        for tensor, stand_in in zip(self.given[: len(self.entries)], flat, strict=False):
-            lend_attributes(tensor, stand_in)
+        for i, (tensor, stand_in) in enumerate(zip(self.given, flat, strict=True)):
+            lend_attributes(tensor, stand_in) if i < len(self.entries) else lend_kind(tensor, stand_in)
         self.remembered = Remembered()
         self.remembered.add(flat)
         recording = self.recorder.recording(flat[: len(self.entries)])

@@ -87,8 +87,14 @@ OF_ARGUMENT = Construct(
 )
 
 HISTORY = Construct(
-    "what autograd knows of a tensor (is_leaf, grad_fn, _version) in forward",
+    "what autograd knows of a tensor (is_leaf, grad_fn, _version, _base, hooks) in forward",
     "while tracing, inputs have another history, and versions count otherwise",
+    "Ask outside forward, and pass the answer as an argument.",
+)
+
+MEMORY = Construct(
+    "how a tensor lies in memory (storage_offset, untyped_storage, _is_view, is_conj, is_neg) in forward",
+    "while tracing, inputs and parameters have memory of their own, and a plan is for others as well",
     "Ask outside forward, and pass the answer as an argument.",
 )
 

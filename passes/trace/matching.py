@@ -198,6 +198,9 @@ class _Matching:
             matched.getters.append(getter)
             matched.names.append(read.name)
             matched.found.append(value)
+        if read.late:
+            matched.late.append((read, getter, value))
+        known = len(matched.contents)
         if getattr(type(value), "runs_plan", False):
             value = MISSING if value.previous is None else value.previous
         if not self.agrees(read.expected, value):
@@ -205,6 +208,8 @@ class _Matching:
             if read.getter is of_hooks:
                 now, then = "other hooks", "those at planning"
             raise Differs("(read by forward)", f"{label} with {now}", then)
+        if read.late:
+            matched.late_contents += [(read, *each) for each in matched.contents[known:]]
 
     def agrees(self, expected: Expected, value: Any) -> bool:
         """Whether `value` can stand for what was found there while tracing."""

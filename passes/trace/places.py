@@ -55,7 +55,8 @@ def is_users_own(code: types.CodeType) -> bool:
 @functools.lru_cache(maxsize=4096)
 def compares_types_of_tensors(code: types.CodeType) -> int:
     """The line on which code compares the exact type of something with a class of tensors (not `isinstance`); or 0."""
-    if _TYPES.isdisjoint(code.co_names) or _TENSORS.isdisjoint(code.co_names):
+    said = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
+    if _TYPES.isdisjoint(code.co_names) or _TENSORS.isdisjoint(said):
         return 0
     starts, line, asks, before = dict(dis.findlinestarts(code)), 0, False, ""
     for step in dis.get_instructions(code):

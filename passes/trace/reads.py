@@ -21,7 +21,7 @@ from torch import nn
 
 from .arguments import StateEntry
 from .closures import remembered_by
-from .expected import LITERALS, MISSING, Expected, holds_these, same_value
+from .expected import LITERALS, MISSING, Expected, holds_these, same_value, show
 
 Getter = Callable[[str, Any], Any]
 
@@ -64,6 +64,11 @@ def names_of(holder: Any) -> Getter:
     """A getter of the names that there are (`forward`, which `plan.apply` sets, is read by itself)."""
     own: dict[str, Any] = object.__getattribute__(holder, "__dict__")
     return lambda *_: tuple(sorted(own.keys() - {"forward"}))
+
+
+def names_among(names: frozenset[str]) -> Callable[[Any], Getter]:
+    """A getter of which of these names a `threading.local` has in this thread."""
+    return lambda holder: lambda *_: tuple(sorted(names & vars(holder).keys()))
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -123,6 +128,7 @@ class Read:
         holder: an `Object`, or the class, function, cell or dict of globals that has it.
         getter: how the name is looked up there.
         label: the holder in words, where it is not an `Object`.
+        late: whether Python that the backward runs (a custom function's backward, a hook) reads it, too.
     """
 
     holder: Any
@@ -130,6 +136,7 @@ class Read:
     name: str
     expected: Expected
     label: str = ""
+    late: bool = False
 
     @cached_property
     def at_holder(self) -> Getter:
@@ -184,6 +191,8 @@ class Matched:
         self.state_getters: list[tuple[Getter, str]] = []
         self.ties: list[int] = []
         self.numbered: dict[int, Any] = {}  # which object stands for which
+        self.late: list[tuple[Read, Getter, Any]] = []  # what the backward reads, and what was found there
+        self.late_contents: list[tuple[Read, Any, list[Any]]] = []
 
     def state(self) -> list[torch.Tensor] | None:
         """The parameters and buffers of the next call, or None where what was read has changed."""
@@ -203,6 +212,16 @@ class Matched:
             and all(tensor._version == version for tensor, version in self.versions)
             and all(same_value(get(name, MISSING), value) for get, name, value in self.computed)
         )
+
+    def changed_since(self) -> str:
+        """What the backward reads and is not what it was as the forward ran, in words; "" where all is."""
+        for read, get, then in self.late:
+            if not same_value(now := get(read.name, MISSING), then):
+                return f"{read.label} with {read.name}={show(now)}, in the forward {show(then)}"
+        for read, container, items in self.late_contents:
+            if not holds_these(container, items):
+                return f"{read.label} with another content of {read.name} than in the forward"
+        return ""
 
     def tensors(self) -> list[torch.Tensor] | None:
         """One tensor per entry; None where one is gone, untied or tied."""

@@ -64,6 +64,7 @@ from .reads import (
     by_attribute,
     by_path,
     by_plain_attribute,
+    names_among,
     names_of,
     of_call,
     of_class,
@@ -103,6 +104,8 @@ class Recorder:
         self.said: dict[str, None] = {}
         self.said_of_types: dict[str, None] = {}
         self.in_backward = self.on = False
+        self.marking = False  # whether what is read is read by what the backward runs
+        self.late: set[tuple[Any, ...]] = set()
         self.inputs: set[int] = set()
         self.arguments: tuple[Expected, ...] | None = None
         self.copies: dict[int, Any] = {}
@@ -111,14 +114,15 @@ class Recorder:
 
     def follow_backward(self) -> None:
         """Go on recording attributes that the user's code reads: custom functions and hooks of tensors run in it."""
-        self.in_backward = True
+        self.in_backward = self.marking = True
+        self.looked_at = {*self.written, *self.stored}
         for kind in (nn.Module, *(known.kind for known in self.known)):
             if not issubclass(kind, nn.Module) or kind is nn.Module:
                 self._watch(kind)
 
     def stop(self) -> None:
         """Undo `follow_backward`, or what an interrupt left of `recording`."""
-        self.in_backward = False
+        self.in_backward = self.marking = False
         while self.watched:
             kind, own = self.watched.popitem()
             for name, method in own.items():
@@ -139,7 +143,7 @@ class Recorder:
             for kind in (nn.Module, *self.watched):
                 self._watch(kind)
             sys.setprofile(self._profile)
-            with _NotInsideOps(self._profile):
+            with _NotInsideOps(self._profile, self._runs_late):
                 self.on = True
                 yield
         finally:
@@ -201,12 +205,14 @@ class Recorder:
     def finish(self, graph_module: fx.GraphModule) -> Reads:
         """What was read; outside the model's modules, as it is after the trace."""
         self.state = {id(t): i for i, t in enumerate(state_tensors(self.model, self.entries))}
+        self.marking = False
         self._come_to_otherwise()
         self.stop()
         by_object: dict[int, list[Read]] = {}
         fixed: list[Read] = []
         while self.reads:
-            read = self._as_it_is_now(self.reads.pop(next(iter(self.reads))))
+            key = next(iter(self.reads))
+            read = self._as_it_is_now(replace(self.reads.pop(key), late=key in self.late))
             (by_object.setdefault(read.holder.index, []) if isinstance(read.holder, Object) else fixed).append(read)
         nodes = graph_module.graph.find_nodes(op="get_attr")
         live = frozenset(id(getattr(graph_module, str(n.target), None)) for n in nodes)
@@ -299,7 +305,7 @@ class Recorder:
             self._read(value, of_remembered, "answers", f"the cache of {value.__qualname__}()")
         for kind, attribute in _WRAPPERS.items():
             value = getattr(value, attribute) if isinstance(value, kind) else value
-        if not isinstance(value, types.FunctionType) or id(value) in self.functions:
+        if not isinstance(value, types.FunctionType) or (id(value) in self.functions and not self.marking):
             return
         self.functions[id(value)] = value
         where = f"function {value.__qualname__}"
@@ -315,6 +321,8 @@ class Recorder:
         """Record a read of what does not belong to the model; returns what is there."""
         value = getter(holder)(name, MISSING)
         key = (id(holder), getter, name)
+        if self.marking:
+            self.late.add(key)
         if key not in self.reads:
             self.reads[key] = Read(holder, getter, name, None, label)
             self.reads[key] = Read(holder, getter, name, self.snapshot(value, label), label)
@@ -420,6 +428,8 @@ class Recorder:
 
     def _own(self, obj: Any, name: str, getter: Callable[[Any], Getter] = of_instance) -> None:
         number = self.numbers[id(obj)]
+        if self.marking:
+            self.late.add((number, getter, name))
         if (number, getter, name) in self.reads:
             return
         place = Object(number)
@@ -442,9 +452,9 @@ class Recorder:
 
     def _enter(self, code: types.CodeType, owner: type | None, names: dict[str, Any]) -> None:
         """Record what the code's names mean: globals, attributes of modules and classes, environment variables."""
-        if (code, owner, id(names)) in self.entered:
+        if (code, owner, id(names), self.marking) in self.entered:
             return
-        self.entered.add((code, owner, id(names)))
+        self.entered.add((code, owner, id(names), self.marking))
         label, said = f"module {names.get('__name__', '?')}", _names_in(code)
         self.said.update(dict.fromkeys(said))
         if not _ASK_FOR_TYPES.isdisjoint(said):
@@ -471,9 +481,11 @@ class Recorder:
                 self._class_attribute(value, name)
             if issubclass(value, torch.autograd.Function) and value is not torch.autograd.Function:
                 self._autograd_function(value)
-        if not isinstance(value, types.ModuleType) or (code, value) in self.entered:
+        if self.marking and isinstance(value, types.FunctionType) and is_users(value):  # no profile function runs then
+            self._enter(value.__code__, None, value.__globals__)
+        if not isinstance(value, types.ModuleType) or (code, value, self.marking) in self.entered:
             return
-        self.entered.add((code, value))
+        self.entered.add((code, value, self.marking))
         if value.__name__.startswith("torch"):
             self._settings(value, code)
         users = _is_users_file(getattr(value, "__file__", None) or "")
@@ -495,9 +507,23 @@ class Recorder:
         """Torch calls these by name, and the backward after the forward."""
         for name in ("forward", "setup_context", "backward"):
             self._class_attribute(kind, name)
-            function = getattr(kind, name)
-            if isinstance(function, types.FunctionType) and _is_users(function.__code__):
+            if name == "backward":
+                self._runs_late(getattr(kind, name), kind)
+            elif isinstance(function := getattr(kind, name), types.FunctionType) and _is_users(function.__code__):
                 self._enter(function.__code__, kind, function.__globals__)
+
+    def _runs_late(self, function: Any, owner: type | None = None) -> None:
+        """Record what a function that the backward calls reads, as far as its code tells."""
+        while isinstance(function, (types.MethodType, functools.partial)):
+            function = function.__func__ if isinstance(function, types.MethodType) else function.func
+        if not isinstance(function, types.FunctionType) or not _is_users(function.__code__):
+            return
+        before, self.marking = self.marking, True
+        try:
+            self._discover(function)
+            self._enter(function.__code__, owner, function.__globals__)
+        finally:
+            self.marking = before
 
     def _come_to_otherwise(self) -> None:
         """Reads of what was not come to by its name: the code that ran may have read any attribute that it says.
@@ -517,6 +543,8 @@ class Recorder:
             done += len(found)
             for value in found:
                 self._opaque(value)
+                if isinstance(value, threading.local):
+                    self._read(value, names_among(frozenset(self.said)), "attributes", describe_kind(type(value)))
 
     def _opaque(self, value: Any) -> None:
         if isinstance(value, type):
@@ -569,12 +597,14 @@ def _profile_again(before: Any) -> None:
 class _NotInsideOps(TorchFunctionMode):
     """Suspends the profile function while torch works on an op, unless the op is handed a function."""
 
-    def __init__(self, profile: Callable[..., None]) -> None:
+    def __init__(self, profile: Callable[..., None], runs_late: Callable[[Any], None]) -> None:
         super().__init__()
-        self.profile = profile
+        self.profile, self.runs_late = profile, runs_late
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.register_hook:
+            self.runs_late(args[1] if len(args) > 1 else kwargs.get("hook"))
         if any(map(callable, args)) or any(map(callable, kwargs.values())):
             return func(*args, **kwargs)
         sys.setprofile(None)

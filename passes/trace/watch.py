@@ -23,6 +23,7 @@ from .constructs import (
     ENVIRONMENT,
     GRADIENT,
     HISTORY,
+    MEMORY,
     OF_ARGUMENT,
     REENTRANT,
     SAVED,
@@ -75,6 +76,8 @@ class Watch(TorchFunctionMode):
         self.inputs, self.plain_inputs = (
             frozenset(id(tensor) for tensor in inputs if tensor.requires_grad is wanted) for wanted in (True, False)
         )
+        given_to = self.inputs | self.plain_inputs
+        self.history = (self.inputs, ("is_leaf", "grad_fn")), (given_to, ("grad",)), (given_to | self.given, _OF_ALL)
         self.codes: dict[types.CodeType, None] = {}
         self.error: Unsupported | None = None
         self.held: dict[int, tuple[Any, int]] = {}
@@ -131,9 +134,11 @@ class Watch(TorchFunctionMode):
                     self._refuse(OF_ARGUMENT, caller)
                 if id(args[0]) in self.given and _flags(func):
                     self._refuse(GRADIENT, caller)
-                history = ("is_leaf", "grad_fn", "_version") if id(args[0]) in self.inputs else ("_version",)
-                if any(_sets(func, name, "__get__") for name in history):
+                history = [name for ids, names in self.history if id(args[0]) in ids for name in names]
+                if _sets(func, "_version", "__get__") or any(_sets(func, name, "__get__") for name in history):
                     self._refuse(HISTORY, caller)
+                if history and getattr(func, "__name__", "") in _OF_MEMORY:
+                    self._refuse(MEMORY, caller)
             return func(*args, **(kwargs or {}))
         finally:
             sys.setprofile(self._event)
@@ -197,6 +202,9 @@ def _code_of(function: Any) -> types.CodeType:
     return code
 
 
+# What a trace's own tensors answer otherwise, or other calls' do, and no plan is for.
+_OF_ALL = ("_backward_hooks", "_post_accumulate_grad_hooks", "_base", "output_nr", "retains_grad")
+_OF_MEMORY = frozenset({"storage_offset", "untyped_storage", "_is_view", "is_conj", "is_neg"})
 CHECKPOINTED = (
     "forward uses torch.utils.checkpoint: the plan decides in its place, and the peak without recompute, of which a "
     "budget in % is a share, is that of the step without it"

@@ -235,5 +235,9 @@ class _NoOtherBackward:
     def __call__(self, primals: Sequence[torch.Tensor], *_: Any) -> list[Any]:
         return [None] * len(primals)
 
+    def changed(self) -> str:
+        """Nothing has."""
+        return ""
+
     def not_needed(self) -> None:
         """As planned."""

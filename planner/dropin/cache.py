@@ -21,6 +21,7 @@ from passes._torch import (
     dispatch_modes,
     function_modes,
     global_hooks,
+    num_dispatch_modes,
     profiler_runs,
     saving_hooks_aside,
 )
@@ -226,6 +227,8 @@ class PlanState:
         """
         if not kind_of(self.first.planned.prepared.device).caches and profiler_runs():
             return "while a profiler runs (planning measures memory with one of its own)"
+        if num_dispatch_modes():
+            return "within a TorchDispatchMode (it would be told of planning's ops, and keep their tensors)"
         if self.first.by_regions and backward_number() >= 0:
             return "within a backward (a reentrant torch.utils.checkpoint: leave it out)"
         cached = next(cached_parametrizations(self.model), None) is not None

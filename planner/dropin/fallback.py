@@ -83,6 +83,8 @@ class Fallback:
         prepared = entry.planned.prepared
         self.state, self.traced, self.layouts = state, prepared.traced, prepared.layouts
         self.key, self.compiled, self.as_called = entry.key, entry.planned.compiled, as_called
+        late = entry.matched is not None and (entry.matched.late or entry.matched.late_contents)
+        self.matched = entry.matched if late else None
         self.device = prepared.device
         self.started = state.losses.called(entry.starts)
         self.before = held_before(self.traced.changes, bound)
@@ -129,6 +131,10 @@ class Fallback:
                     entry.outdated = entry.outdated or concerned
             self.started.paths, self.started.seen = paths, True
             self.state.losses.expected = self.started
+
+    def changed(self) -> str:
+        """See `passes.run.step.Fallback`."""
+        return self.matched.changed_since() if self.matched is not None else ""
 
     def not_needed(self) -> None:
         """See `passes.run.step.Fallback`."""

@@ -33,7 +33,7 @@ class Key:
 
 def call_key(tensors: Sequence[torch.Tensor], template: Template, cast: torch.dtype | None = None) -> Key:
     """The key of a call with these arguments, made now; `cast` is to what those of floating point are cast before."""
-    looks = [(*state_key(t), t.is_inference()) for t in tensors]
+    looks = [(*state_key(t), _kind_of(t), t.is_inference()) for t in tensors]
     # Forward may look for attributes that the caller set.
     named = [(i, *sorted(vars(t))) for i, t in enumerate(tensors) if type(t) is torch.Tensor and vars(t)]
     inputs: tuple[Any, ...] = (f"{template_key(template)}{named or ''}", *looks)
@@ -41,6 +41,12 @@ def call_key(tensors: Sequence[torch.Tensor], template: Template, cast: torch.dt
         floats = [t.is_floating_point() for t in tensors]
         inputs = (inputs[0], *((k[0], cast, *k[2:]) if f else k for k, f in zip(inputs[1:], floats, strict=True)))
     return Key(inputs, active_autocast(), torch_defaults(), template)
+
+
+def _kind_of(t: torch.Tensor) -> str:
+    """Whether a tensor is a parameter or buffer, in words."""
+    kinds = {"a parameter": isinstance(t, nn.Parameter), "a buffer": isinstance(t, nn.Buffer)}
+    return "".join(f", {what}" for what, holds in kinds.items() if holds)
 
 
 class Look(NamedTuple):
@@ -101,6 +107,7 @@ def home(t: torch.Tensor) -> torch.device:
 def describe_tensor(key: Any) -> str:
     shape, dtype, device, requires_grad, strides, *others = key
     more = ", requires_grad" * requires_grad + ", made under inference_mode" * (others[-1:] == [True])
+    more += next((other for other in others if isinstance(other, str)), "")
     if isinstance(strides, torch.layout):
         more += f", {str(strides).removeprefix('torch.')}"
     elif strides != torch.empty(shape, device="meta").stride():

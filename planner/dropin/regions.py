@@ -93,6 +93,8 @@ class RegionForward:
         return self.previous or type(self.model).forward.__get__(self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # compiled since it was planned
+            return self.original(*args, **kwargs)
         number, self.calls = self.calls, self.calls + 1
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)

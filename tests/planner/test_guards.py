@@ -39,8 +39,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from passes._torch import TorchDispatchMode
+from passes.run.step import ChangedInPlace
 from planner import Plan, PlannerError, Unsupported
 from tests.planner.steps import assert_same_state, linear, plan
 
@@ -782,6 +784,7 @@ WEAKLY: Any = weakref.WeakKeyDictionary({Derived: 2.0})
         (lambda: 2.0 + FLAG.is_set(), lambda patch: FLAG.set()),
         (lambda: 2.0 + LINE.qsize(), lambda patch: LINE.put(1)),
         (lambda: WEAKLY[Derived], lambda patch: patch.setitem(WEAKLY, Derived, 5.0)),
+        (lambda: getattr(LOCALS, "later", 2.0), lambda patch: patch.setattr(LOCALS, "later", 5.0, raising=False)),
         (lambda: LOCALS.config.scale, lambda patch: patch.setattr(LOCALS.config, "scale", 5.0)),
         (lambda: OPTIMIZER.param_groups[0]["lr"], lambda patch: patch.setitem(OPTIMIZER.param_groups[0], "lr", 5.0)),
         (lambda: SCHEDULER.get_last_lr()[0], lambda patch: patch.setattr(SCHEDULER, "_last_lr", [5.0])),
@@ -797,7 +800,8 @@ WEAKLY: Any = weakref.WeakKeyDictionary({Derived: 2.0})
          "a member of an enumeration", "a member in a dict", "globals", "a module's vars", "an imported module",
          "a module in a dict", "attrgetter", "a thread's own", "a thread's own of a class", "a shared value",
          "a shared array", "a number of C's", "memory", "an event", "a queue", "a weak dict",
-         "an object of a thread's own", "a learning rate", "a scheduler", "a parser", "a partial's attribute",
+         "set later in a thread", "an object of a thread's own", "a learning rate", "a scheduler", "a parser",
+         "a partial's attribute",
          "an object in a context", "another object in a context", "a remembered object", "a remembered dict",
          "a tensor's attribute"],
 )  # fmt: skip
@@ -1072,6 +1076,109 @@ class Registering(nn.Module):
 def test_a_hook_that_forward_registers_on_a_weight_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"hook that forward registers on a tensor that it is given at layer\.weight"):
         planned(Registering)
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, module: Any) -> torch.Tensor:
+        ctx.module = module
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return -gradient * ctx.module.strength * factor_of_the_backward(), None
+
+
+def factor_of_the_backward() -> float:
+    return IN_BACKWARD["factor"]
+
+
+IN_BACKWARD = {"factor": 1.0}
+
+
+class Reversing(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.last, self.strength, self.seen, self.how = linear(), linear(), 1.0, 1.0, how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x)) * self.seen
+        if self.how == "function":
+            h = Reverse.apply(h, self)
+        else:
+            h.register_hook(lambda gradient: gradient * self.strength * IN_BACKWARD["factor"])
+        return self.last(h)
+
+
+@pytest.mark.parametrize("regions", ["whole", ["0"]])
+@pytest.mark.parametrize("how", ["function", "hook"])
+@pytest.mark.parametrize(
+    "change", [lambda m: setattr(m, "strength", 3.0), lambda _: operator.setitem(IN_BACKWARD, "factor", 3.0)],
+    ids=["attribute", "dict"],
+)
+def test_what_the_backward_reads_may_not_change_before_it(
+    regions: Any, how: str, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Reversing(how), linear()), x_of()
+    monkeypatch.setitem(IN_BACKWARD, "factor", 1.0)
+    chosen = plan(model, x, regions=regions)
+    output = chosen.module(x)
+    model[0].seen = 2.0  # which the forward alone reads
+    output.pow(2).sum().backward()
+    model[0].seen = 1.0
+    compare(chosen, model, x)
+    output = chosen.module(x)
+    change(model[0])
+    with pytest.raises(ChangedInPlace, match="what the backward reads was changed between forward and backward"):
+        output.pow(2).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compare(chosen, model, x)  # before the forward it may
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: x.storage_offset(), lambda x: x.untyped_storage().nbytes(), lambda x: x.grad is None,
+        lambda x: x._base is None, lambda x: x.is_conj(),
+    ],
+    ids=["offset", "storage", "grad", "base", "conj"],
+)
+def test_what_a_plan_cannot_know_of_a_tensor_is_refused(ask: Any) -> None:
+    with pytest.raises(Unsupported, match="how a tensor lies in memory|what autograd knows of a tensor"):
+        plan(Asks(ask), x_of())
+
+
+class Asks(nn.Module):
+    def __init__(self, ask: Any) -> None:
+        super().__init__()
+        self.layer, self.ask = linear(), ask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * 2 if self.ask(x) else self.layer(x)
+
+
+def test_a_parameter_as_an_argument_is_one_while_tracing() -> None:
+    model, x = Asks(lambda x: isinstance(x, nn.Parameter)), x_of()
+    chosen = plan(model, x)
+    compare(chosen, model, x)
+    with pytest.warns(UserWarning, match="a parameter"):
+        compare(chosen, model, nn.Parameter(x.clone(), requires_grad=False))
+
+
+def test_nothing_is_planned_anew_under_a_mode_that_looks_at_ops() -> None:
+    chosen, model, x = planned(lambda: Net(lambda self, h: F.gelu(h) * self.factor, factor=2.0))
+    model.factor = 3.0
+    with FlopCounterMode(display=False), pytest.warns(UserWarning, match="not used within a TorchDispatchMode"):
+        compare(chosen, model, x)
+    with pytest.warns(UserWarning, match="planning anew"):
+        compare(chosen, model, x)
+
+
+def test_the_name_of_a_tensors_class_is_its_type() -> None:
+    with pytest.raises(Unsupported, match="type"):
+        plan(Asks(lambda x: type(x).__name__ == "Tensor"), x_of())
 
 
 class Twice(TorchFunctionMode):

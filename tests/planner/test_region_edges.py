@@ -1000,6 +1000,17 @@ def test_what_code_between_regions_puts_around_them_has_them_run_plain(how: str)
     assert not torch.equal(found, before)
 
 
+def test_a_region_that_is_compiled_after_it_was_planned_runs_as_it_is() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Part(), Part()), torch.randn(8, 16)
+    plan = auto_checkpoint(model, x, regions=["0", "1"], recompute=["*"], progress=False)
+    before = plan.module(x)
+    model[0].compile(backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(plan.module(x), before)
+
+
 class Given(nn.Module):
     def __init__(self) -> None:
         super().__init__()

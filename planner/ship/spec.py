@@ -44,7 +44,7 @@ def spec_of(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tenso
         "device": plan.prepared.device.type,
         "signature": [[p.name, p.kind.name, p.default is not p.empty] for p in state.signature.parameters.values()],
         "inputs": _template(traced.input_template, "the sample"),
-        "input_tensors": _inputs(traced, [asked for *_, asked, _, _ in state.first.key.inputs[1:]]),
+        "input_tensors": _inputs(traced, [asked for _, _, _, asked, *_ in state.first.key.inputs[1:]]),
         "outputs": _template(traced.output_template, None),
         "outputs_at": [_leaf(leaf) for leaf in traced.outputs],
         "state": _state(traced, model),

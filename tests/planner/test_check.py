@@ -259,7 +259,7 @@ def test_a_step_that_repeats_itself_by_deterministic_algorithms_alone_is_compare
 
 def test_a_wrong_step_is_told_though_the_plain_one_does_not_repeat_itself() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        traced = type(x).__name__ != "Tensor"
+        traced = str(type(x)) != "<class 'torch.Tensor'>"
         return noisy(self.inner(x) * (1.5 if traced else 1.0), 1e4).pow(2).sum()
 
     model = Wrap(forward, inner=linear())

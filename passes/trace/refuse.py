@@ -59,10 +59,6 @@ def _hooks_of_every_module(model: nn.Module) -> Iterator[str]:
     return (getattr(hook, "__qualname__", type(hook).__name__) for hook in global_hooks())
 
 
-def _function_modes(model: nn.Module) -> Iterator[str]:
-    return (type(mode).__qualname__ for mode in function_modes())
-
-
 def cached_parametrizations(model: nn.Module) -> Iterator[str]:
     """Where a parametrization computes what an open block of `cached()` keeps."""
     return (n for n, m in model.named_modules() if is_parametrized(m)) if keeps_parametrized() else iter(())
@@ -276,7 +272,8 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(
         "TorchFunctionMode", "it would be told of ops that are not those of forward, or of none",
-        "Leave it before planning, and before steps that are to be planned ones.", _function_modes,
+        "Leave it before planning, and before steps that are to be planned ones.",
+        lambda model: (type(mode).__qualname__ for mode in function_modes()),
     ),
     CACHED,
     Refusal(

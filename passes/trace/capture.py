@@ -361,10 +361,10 @@ class StepTracer:
         self.before.restore()  # torch traces several times: each time from what the model held
         _make_leaves(parts[: len(self.entries)])
         flat = tuple(map(as_distributed, parts, self.given))
-        for i, pair in enumerate(zip(flat, self.given, strict=True)):
-            keep_gradient_spread(*pair, partial(self.spread.__setitem__, i))
-        for i, (tensor, stand_in) in enumerate(zip(self.given, flat, strict=True)):
-            lend_attributes(tensor, stand_in) if i < len(self.entries) else lend_kind(tensor, stand_in)
+        for i, (stand_in, tensor) in enumerate(zip(flat, self.given, strict=True)):
+            keep_gradient_spread(stand_in, tensor, partial(self.spread.__setitem__, i))
+            lend = lend_attributes if i < len(self.entries) else lend_kind
+            lend(tensor, stand_in)
         self.remembered = Remembered()
         self.remembered.add(flat)
         recording = self.recorder.recording(flat[: len(self.entries)])

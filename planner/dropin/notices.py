@@ -37,9 +37,8 @@ class Notices:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.noticed_function_mode = self.noticed_dispatch_mode = False
-        self.noticed_hooks = self.noticed_global_hooks = self.noticed_gradients = self.noticed_outdated = False
-        self.noticed_waiting = self.noticed_eval = False
+        self.said: set[str] = set()
+        self.noticed_hooks = self.noticed_gradients = self.noticed_waiting = self.noticed_eval = False
         self.still_eval = False
         self.replan_seconds, self.next_slow = 0.0, SLOW_REPLANS
 
@@ -160,47 +159,42 @@ class Notices:
 
     def outdated(self, modules: Sequence[str]) -> None:
         """Say once that modules hold whole parameters from before a change."""
-        if not self.noticed_outdated:
-            self.noticed_outdated = True
-            warnings.warn(
-                f"fully_shard kept the whole parameters of {brief(', '.join(modules))} (after "
-                "set_reshard_after_backward(False) or unshard()), perhaps from before an optimizer changed their "
-                "parts: eager uses the old ones in this forward and new ones in its backward. Such steps run plain, "
-                "and not under the budget. Call reshard() on each of these modules before optimizer.step(), or "
-                "set_reshard_after_backward(True) before the last backward that comes before it; in the place of "
-                "unshard(), set_modules_to_forward_prefetch.",
-                stacklevel=user_frame(),
-            )
+        self._once(
+            "outdated", f"fully_shard kept the whole parameters of {brief(', '.join(modules))} (after "
+            "set_reshard_after_backward(False) or unshard()), perhaps from before an optimizer changed their "
+            "parts: eager uses the old ones in this forward and new ones in its backward. Such steps run plain, "
+            "and not under the budget. Call reshard() on each of these modules before optimizer.step(), or "
+            "set_reshard_after_backward(True) before the last backward that comes before it; in the place of "
+            "unshard(), set_modules_to_forward_prefetch.",
+        )  # fmt: skip
 
     def global_hooks(self) -> None:
         """Say once that hooks of every module keep the plan from being used."""
-        if not self.noticed_global_hooks:
-            self.noticed_global_hooks = True
-            warnings.warn(
-                "hooks of every module (register_module_forward_hook and its like) are registered: the model's own "
-                "forward runs as long as they are, and not under the budget. Register them on submodules instead.",
-                stacklevel=user_frame(),
-            )
+        self._once(
+            "hooks", "hooks of every module (register_module_forward_hook and its like) are registered: the model's "
+            "own forward runs as long as they are, and not under the budget. Register them on submodules instead.",
+        )  # fmt: skip
 
     def dispatch_mode(self, mode: object) -> None:
         """Say once that a mode looks at ops that are not those of the plain step."""
-        if not self.noticed_dispatch_mode:
-            self.noticed_dispatch_mode = True
-            warnings.warn(
-                f"a TorchDispatchMode ({type(mode).__qualname__}) is active: it is told of ops of the planned step, "
-                "which are not all those of the model's own forward. If it changes what they return, remove the plan.",
-                stacklevel=user_frame(),
-            )
+        self._once(
+            "dispatch mode", f"a TorchDispatchMode ({type(mode).__qualname__}) is active: it is told of ops of the "
+            "planned step, which are not all those of the model's own forward. If it changes what they return, remove "
+            "the plan.",
+        )  # fmt: skip
 
     def function_mode(self, mode: object) -> None:
         """Say once that a mode that may change what functions do keeps the plan from being used."""
-        if not self.noticed_function_mode:
-            self.noticed_function_mode = True
-            warnings.warn(
-                f"a TorchFunctionMode ({type(mode).__qualname__}) is active: the model's own forward runs as long as "
-                "it is, and not under the budget.",
-                stacklevel=user_frame(),
-            )
+        self._once(
+            "function mode", f"a TorchFunctionMode ({type(mode).__qualname__}) is active: the model's own forward runs "
+            "as long as it is, and not under the budget.",
+        )  # fmt: skip
+
+    def _once(self, what: str, text: str) -> None:
+        """Warn, unless something was said of this before."""
+        if what not in self.said:
+            self.said.add(what)
+            warnings.warn(text, stacklevel=user_frame())
 
 
 def user_frame() -> int:

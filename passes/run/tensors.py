@@ -59,7 +59,11 @@ def nodes_behind(tensors: Iterable[torch.Tensor], nodes: Iterable[Any] = ()) -> 
 
 
 def laid_out(gradient: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """The gradient in the layout that was traced; where there is one index only, the steps between indices are free."""
+    """The gradient in the layout that was traced; where there is one index only, the steps between indices are free.
+
+    Bits that say that it is conjugated or negated are resolved: the traced ones had none.
+    """
+    gradient = gradient.resolve_conj().resolve_neg()
     if gradient.stride() == stride:
         return gradient.detach()
     if is_laid_out(gradient, stride):

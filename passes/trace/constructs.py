@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .._torch import TORCH_FOLDER
+from ..errors import Unsupported
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,10 @@ class Construct:
     what: str
     why: str
     remedy: str
+
+    def at(self, place: str) -> Unsupported:
+        """The refusal of one that was found there."""
+        return Unsupported(self.what, place, self.why, self.remedy)
 
 
 SEED = Construct(
@@ -96,6 +101,18 @@ MEMORY = Construct(
     "how a tensor lies in memory (storage_offset, untyped_storage, _is_view, is_conj, is_neg) in forward",
     "while tracing, inputs and parameters have memory of their own, and a plan is for others as well",
     "Ask outside forward, and pass the answer as an argument.",
+)
+
+UNTRACKED = Construct(
+    "tensor made under torch.inference_mode()",
+    "torch does not count its changes, which a plan has to notice",
+    "Make it under torch.no_grad(), or take a clone() outside of the block.",
+)
+
+LAZY = Construct(
+    "lazily conjugated or negated tensor",
+    "its memory holds other numbers than it has, and a trace cannot tell",
+    "Give its resolve_conj().resolve_neg().",
 )
 
 COMPILED = Construct(

@@ -17,7 +17,6 @@ import torch
 
 from passes._torch import pytree
 
-from ..errors import Unsupported
 from .constructs import KEPT
 
 
@@ -39,7 +38,7 @@ class Remembered:
             tensor = reference()
             if tensor is not None:
                 holder = _holder(gc.get_referrers(tensor), tensor)
-                raise Unsupported(KEPT.what, f"one of shape {tuple(tensor.shape)} in {holder}", KEPT.why, KEPT.remedy)
+                raise KEPT.at(f"one of shape {tuple(tensor.shape)} in {holder}")
 
 
 def _holder(referrers: Iterable[Any], tensor: torch.Tensor) -> str:

@@ -19,6 +19,8 @@ from passes._torch import (
 )
 from passes.errors import Unsupported
 
+from .constructs import LAZY, UNTRACKED
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -114,30 +116,25 @@ def storage_kind(tensor: torch.Tensor) -> str:
 
 
 def refuse_not_dense(tensor: torch.Tensor, place: str) -> None:
-    """Raise Unsupported for a tensor whose memory is not one strided block, in what is to be one step."""
+    """Raise Unsupported for a tensor whose memory is not one strided block as it is, in what is to be one step."""
     if kind := storage_kind(tensor):
         raise Unsupported(
             f"{kind} tensor", place, "its memory is not one dense block",
             "Use a dense tensor (to_dense(), dequantize(), padding with a mask), or, if it is sparse, name submodules "
             'to plan that take none (regions=["encoder.*"]): code between them may read it.',
         )  # fmt: skip
+    if tensor.is_conj() or tensor.is_neg():
+        raise LAZY.at(place)
 
 
 def refuse_untracked(tensor: torch.Tensor, place: str) -> None:
     """Raise Unsupported for a tensor made under `inference_mode`."""
     if tensor.is_inference():
-        construct, reason, remedy = UNTRACKED
-        raise Unsupported(construct, place, reason, remedy)
+        raise UNTRACKED.at(place)
 
 
 def _untracked(model: nn.Module) -> Iterator[str]:
     return (name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_inference())
-
-
-UNTRACKED = (
-    "tensor made under torch.inference_mode()", "torch does not count its changes, which a plan has to notice",
-    "Make it under torch.no_grad(), or take a clone() outside of the block.",
-)  # fmt: skip
 
 
 def refuse_sparse(gradient: torch.Tensor | None) -> None:
@@ -281,7 +278,7 @@ TABLE: tuple[Refusal, ...] = (
         "Convert the parameter to a plain tensor before planning. A frozen one of a class that torch can trace "
         "(__tensor_flatten__, as torchao's quantized weights) may stay.", _subclasses,
     ),
-    Refusal(*UNTRACKED, _untracked),
+    Refusal(UNTRACKED.what, UNTRACKED.why, UNTRACKED.remedy, _untracked),
     Refusal(
         "parameters on several devices", "one budget covers one device", "Move the model to one device.",
         _mixed_devices,

@@ -156,7 +156,7 @@ class Watch(TorchFunctionMode):
                 self.codes[code] = None
                 self._note_containers(frame)
                 if line := compares_types_of_tensors(code):
-                    self.error = Unsupported(TYPES.what, place_at(code.co_filename, line), TYPES.why, TYPES.remedy)
+                    self.error = TYPES.at(place_at(code.co_filename, line))
                     raise self.error
             elif python_call(code) is not None or code in _WATCHED:
                 self._python_call(frame, code)
@@ -193,7 +193,7 @@ class Watch(TorchFunctionMode):
 
     def _refuse(self, found: Construct, frame: types.FrameType | None) -> None:
         if frame is not None:
-            self.error = Unsupported(found.what, place(frame), found.why, found.remedy)
+            self.error = found.at(place(frame))
             raise self.error
 
 

@@ -633,3 +633,38 @@ def test_what_is_told_at_once_of_a_call_is_what_its_key_tells(known: str) -> Non
             same = look is not None and look.is_of(*given)
             assert not same or call_key(*given) == key, name
             assert same or name != known or known in ("an attribute", "a list")
+
+
+class Waves(nn.Module):
+    """Complex numbers in, and out where `spectrum`."""
+
+    def __init__(self, spectrum: bool) -> None:
+        super().__init__()
+        self.linear, self.spectrum = nn.Linear(8, 8), spectrum
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        y = self.linear(z.real + z.imag)
+        return torch.view_as_complex(y.view(-1, 4, 2)) if self.spectrum else y.relu().sum()
+
+
+@pytest.mark.parametrize("lazily", [torch.Tensor.conj, lambda z: z.conj().imag])
+def test_a_tensor_that_is_yet_to_be_conjugated_or_negated_is_refused_by_name(lazily: Any) -> None:
+    z = torch.randn(4, 8, dtype=torch.complex64)
+    if lazily is torch.Tensor.conj:
+        plan = auto_checkpoint(Waves(spectrum=False), z, progress=False)
+        plan.module(z).backward()
+        with pytest.raises(Unsupported, match=r"argument z"), pytest.warns(match=r"got .* conjugated or negated"):
+            plan.module(lazily(z))
+        plan.module(lazily(z).resolve_conj()).backward()
+    model = nn.Sequential(nn.Linear(8, 8)) if lazily is not torch.Tensor.conj else Waves(spectrum=False)
+    with pytest.raises(Unsupported, match=r"conjugated or negated tensor at argument .*resolve_conj\(\)\.resolve_neg"):
+        auto_checkpoint(model, lazily(z), progress=False)
+
+
+def test_a_gradient_that_is_yet_to_be_conjugated_is_the_plain_one() -> None:
+    torch.manual_seed(0)
+    model, z = Waves(spectrum=True), torch.randn(4, 8, dtype=torch.complex64)
+    plain, plan = copy.deepcopy(model), auto_checkpoint(model, z, progress=False)
+    for module in (plain, plan.module):
+        (module(z).conj() * (2 + 1j)).conj().real.sum().backward()
+    assert_same_gradients(plain, model)

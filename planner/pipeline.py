@@ -256,6 +256,7 @@ def bind_step(prepared: Prepared, rewritten: Rewritten, arena: Arena = ()) -> St
         others=tuple(without) if elsewhere else (),
         arena=arena,
         again=any(n.meta.get("recompute_of") for n in rewritten.backward.graph.nodes),
+        draws=any(is_random(n) and not n.meta.get("recompute_of") for n in rewritten.backward.graph.nodes),
     )
 
 

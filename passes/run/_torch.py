@@ -12,7 +12,7 @@ from torch.utils._pytree import register_pytree_node
 
 __all__ = [
     "TORCH_VERSION", "Autocast", "active_autocast", "after_backward", "backward_number", "bare", "below_autograd",
-    "kernel_settings", "num_owners", "overwrite", "own_part", "passed_back", "register_pytree_node",
+    "is_wanted", "kernel_settings", "num_owners", "overwrite", "own_part", "passed_back", "register_pytree_node",
     "run_below_autograd", "segments_that_do_not_grow", "under_autocast", "under_transform", "with_autograd",
 ]  # fmt: skip
 
@@ -122,6 +122,14 @@ def passed_back(node: Any, gradient: torch.Tensor) -> Any:
 def backward_number() -> int:
     """Tells the backward that is running from others; -1 outside of any."""
     return int(_C._current_graph_task_id())
+
+
+def is_wanted(tensor: torch.Tensor) -> bool:
+    """Whether the backward that is running was asked for this gradient, or for one behind it."""
+    try:
+        return bool(_C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(tensor).node))
+    except RuntimeError:  # as torch answers for a leaf whose gradient is handed to the caller
+        return True
 
 
 def after_backward(call: Callable[[], None]) -> None:

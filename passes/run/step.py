@@ -21,6 +21,7 @@ import torch
 from ._torch import (
     Autocast,
     active_autocast,
+    is_wanted,
     kernel_settings,
     overwrite,
     passed_back,
@@ -97,6 +98,7 @@ class Step:
             the planned layout instead of replaying it.
         arena: bytes of the segments that CUDA's caching allocator is asked for before the first step.
         again: whether the backward runs ops of the forward again.
+        draws: whether the backward draws random numbers of its own.
         told: names of primals of which a warning was given that their gradients are summed in another order.
     """
 
@@ -122,6 +124,7 @@ class Step:
     arena: Arena = ()
     exact: bool = True
     again: bool = False
+    draws: bool = False
     told: set[str] = field(default_factory=set, compare=False)
 
     def __call__(
@@ -263,6 +266,12 @@ class _Run:
             raise ChangedInPlace(
                 f"what the backward reads was changed between forward and backward: {changed}. A planned step has read "
                 "it in the forward. Change it after the backward, or before the forward."
+            )
+        if step.draws and not all(is_wanted(p) for p in self.owners if p.requires_grad):
+            raise PlannerError(
+                "the backward of the planned step draws random numbers, and torch.autograd.grad (or inputs=) asks for "
+                "some gradients alone: the plain model draws for those, the planned step for all. Call "
+                "loss.backward(), or the original model."
             )
         tangents = [laid_out(g, s) for g, s in zip(given, step.tangent_strides, strict=True)]
         self._check_primals(i for i in step.saved_primals if i not in step.mutated)

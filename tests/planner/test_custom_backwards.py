@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from passes.errors import Unsupported
-from planner import auto_checkpoint
+from planner import PlannerError, auto_checkpoint
 
 from .steps import assert_same_gradients, twins
 
@@ -115,3 +115,44 @@ def test_hooks_of_parameters_that_a_backward_differentiates_by_are_refused() -> 
     model.inner.layer.weight.register_hook(lambda g: 2 * g)  # in eager it doubles the gradient twice
     with pytest.raises(Unsupported, match=r"hook of a parameter by .* at inner\.layer\.weight"):
         plan.module(torch.ones(4, 16))
+
+
+class NoisyGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * torch.rand_like(gradient)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noisy, self.plain = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, NoisyGradient.apply(self.noisy.weight)).tanh() + self.plain(x).tanh()
+
+
+@pytest.mark.parametrize("regions", ["whole", "0"])
+def test_a_backward_that_draws_random_numbers_is_for_all_gradients(regions: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Noisy(), nn.Linear(8, 4)), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False, regions=regions)
+    for whole in (True, False):
+        found = []
+        for module, owner in ((plain, plain), (plan.module, model)):
+            parameters = [p for p in owner.parameters() if p.requires_grad]
+            torch.manual_seed(1)
+            loss = module(x).sum()
+            if whole:
+                loss.backward()
+            else:
+                torch.autograd.grad(loss, parameters)
+            found.append([*(p.grad for p in parameters), torch.get_rng_state()])
+        assert all(map(torch.equal, *found))
+    with pytest.raises(PlannerError, match=r"draws random numbers, and torch.autograd.grad"):
+        torch.autograd.grad(plan.module(x).sum(), model[0].plain.weight)

@@ -2,6 +2,9 @@
 
 torch's tracer changes what all threads of a process share (kernels registered for tracing, flags, loggers, patched
 methods), and puts it back in code that an interrupt may cut short. Both go on under `exclusive`.
+
+What changes one model for a while (a trace puts other tensors into it, a step by regions other forwards) goes on in
+its `turn`.
 """
 
 from __future__ import annotations
@@ -17,10 +20,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from solvers.errors import PlannerError
 
 PATIENCE_SECONDS = 2.0
 
 _lock = threading.RLock()
+_turns = WeakKeyDictionary[Any, Any]()  # a lock per model
 _later: _Later | None = None  # what hears of Ctrl-C in the main thread's block
 _cut_short = False  # a block was, since the garbage was last collected
 
@@ -29,6 +36,7 @@ def _renew() -> None:
     """After a fork: whoever held the lock does not run in the child."""
     global _lock
     _lock = threading.RLock()
+    _turns.clear()
 
 
 os.register_at_fork(after_in_child=_renew)
@@ -51,6 +59,25 @@ def exclusive() -> Iterator[None]:
     except BaseException:
         _cut_short = True
         raise
+
+
+@contextmanager
+def turn(model: Any, patience: float = -1) -> Iterator[None]:
+    """Wait until no other thread is in such a block for this model. Blocks may be nested, and `exclusive` within one.
+
+    Args:
+        patience: seconds to wait at most; -1 for no limit.
+
+    Raises:
+        PlannerError: another thread was in one for longer.
+    """
+    lock = _turns.setdefault(model, threading.RLock())
+    if not lock.acquire(timeout=patience):
+        raise PlannerError(f"another thread plans or runs this model, and was not done after {patience:.0f} seconds.")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def alone() -> bool:

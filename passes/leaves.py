@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
@@ -19,8 +20,13 @@ from solvers.problem import Problem
 from solvers.stages import reach
 
 from .alias import Aliases, Storage, ancestors, is_view
+from .fuse.records import BATCH_NORM_STATISTICS, WITH_RUNNING
 from .trace.capture import Traced
 from .trace.layouts import LAID_OUT
+
+_UPDATES = frozenset({
+    WITH_RUNNING, BATCH_NORM_STATISTICS.op, torch.ops.aten._batch_norm_with_update_functional.default,
+})  # fmt: skip
 
 MAX_GROUPS = 64  # about so many nodes in autograd's graph: small gradients wait for others
 
@@ -80,6 +86,17 @@ def read_views(traced: Traced) -> tuple[int, ...]:
     of_views = {leaf.index for leaf in traced.outputs if leaf.is_view}
     found = ((i, _before_views(o)) for i, o in outputs.items() if i in of_views)
     return tuple(i for i, base in found if _reads(base, ahead, list(outputs.values())) > 2)
+
+
+def uncounted(traced: Traced) -> tuple[int, ...]:
+    """The mutated primals whose version does not change in eager: the running statistics of a batch norm.
+
+    Its kernels write them without saying so (native_functions.yaml): a plain forward that waits for its backward may
+    have saved them, and goes on.
+    """
+    results: Any = traced.graph_module.graph.output_node().args[0]
+    news = zip(traced.mutated, results, strict=False)
+    return tuple(i for i, new in news if new.target is getitem and new.args[0].target in _UPDATES)
 
 
 def _before_views(value: fx.Node) -> fx.Node:

@@ -50,8 +50,10 @@ def auto_checkpoint(
 
     One thread of a process plans at a time: a plan begun in another one waits while this one captures or profiles, and
     so does a replan inside a training step. Other threads may train other models meanwhile; on the CPU their random
-    draws are theirs alone. Ctrl-C is heard within about a second, at a moment at which torch and the model are as
-    before; pressed again after two seconds, at once.
+    draws are theirs alone. Calls of one planned model (`plan.module`) from several threads take turns, and wait while
+    it is planned anew. Other uses of a model that is being planned do not (its own calls, `zero_grad`, `plan.apply`):
+    keep them out of other threads meanwhile. Ctrl-C is heard within about a second, at a moment at which torch and the
+    model are as before; pressed again after two seconds, at once.
 
     Args:
         model: any `nn.Module`; it is not changed.

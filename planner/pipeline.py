@@ -14,7 +14,7 @@ from passes.alias import device_of
 from passes.device import kind_of
 from passes.errors import CaptureError, NoBackward, Unsupported
 from passes.exclusive import exclusive
-from passes.leaves import casts, read_views, sums
+from passes.leaves import casts, read_views, sums, uncounted
 from passes.lower import kept_primals
 from passes.ops import is_random
 from passes.rewrite import Rewritten, reads, rewrite
@@ -257,6 +257,7 @@ def bind_step(prepared: Prepared, rewritten: Rewritten, arena: Arena = ()) -> St
         arena=arena,
         again=any(n.meta.get("recompute_of") for n in rewritten.backward.graph.nodes),
         draws=any(is_random(n) and not n.meta.get("recompute_of") for n in rewritten.backward.graph.nodes),
+        uncounted=uncounted(traced),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from passes.errors import ForwardFailed
+from passes.exclusive import turn
 from passes.trace.arguments import bind_sample, runs_hooks
 from passes.trace.refuse import is_sharded
 from solvers.minimum import Minimum
@@ -79,8 +80,9 @@ class Session:
     def plan(self, budget_bytes: int | None) -> Plan:
         """Solve, rewrite and prove; by larger regions than asked for, where those cannot be had within the budget."""
         inner = inner_module(self.model)
-        decided = decide_step(inner, self.arguments, self.prepared, budget_bytes, self.progress)
-        return Plan.of(self.model, self.arguments, decided)
+        with turn(inner):
+            decided = decide_step(inner, self.arguments, self.prepared, budget_bytes, self.progress)
+            return Plan.of(self.model, self.arguments, decided)
 
 
 def open_session(
@@ -124,7 +126,8 @@ def open_session(
     arguments = bind_sample(inner, sample, asked.loss_fn)
     progress = Progress(asked.progress)
     try:
-        prepared = prepare_step(inner, arguments, asked, progress, ceiling_bytes=ceiling_bytes)
+        with turn(inner):
+            prepared = prepare_step(inner, arguments, asked, progress, ceiling_bytes=ceiling_bytes)
     except ForwardFailed as error:
         if isinstance(sample, list):
             error.args = (f"{error} The sample is a list, which is one argument: pass tuple(sample) for several.",)

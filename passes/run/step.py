@@ -99,6 +99,7 @@ class Step:
         arena: bytes of the segments that CUDA's caching allocator is asked for before the first step.
         again: whether the backward runs ops of the forward again.
         draws: whether the backward draws random numbers of its own.
+        uncounted: those of `mutated` whose change eager does not count as one: a plain batch norm's running statistics.
         told: names of primals of which a warning was given that their gradients are summed in another order.
     """
 
@@ -125,6 +126,7 @@ class Step:
     exact: bool = True
     again: bool = False
     draws: bool = False
+    uncounted: tuple[int, ...] = ()
     told: set[str] = field(default_factory=set, compare=False)
 
     def __call__(
@@ -223,7 +225,7 @@ class _Run:
         step, primals = self.step, self.primals
         results = run_below_autograd(step.forward.forward, list(self.given))
         count = len(step.mutated)
-        overwrite([primals[i] for i in step.mutated], results[:count])
+        overwrite([primals[i].data if i in step.uncounted else primals[i] for i in step.mutated], results[:count])
         for i in step.mutated:
             self.versions[i] = self.sources[i]._version
         outputs = distinct(results[count : count + step.num_outputs])

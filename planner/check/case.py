@@ -207,7 +207,8 @@ class Case:
             strides = [p.meta["val"].stride() for p in planned]
             tangents = [tangent(t, s, step) for t, s in zip(chosen, strides, strict=True)]
             memory = {place(storage_of(t)) for t in own}
-            with under_autocast(self.traced.backward_autocast), strangers_kept(chosen, memory):
+            others = strangers_kept(chosen, lambda leaf: place(storage_of(leaf)) in memory)
+            with under_autocast(self.traced.backward_autocast), others:
                 torch.autograd.backward(chosen, tangents)
         return leaves, template
 

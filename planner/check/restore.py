@@ -7,15 +7,13 @@ import random
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from passes._torch import storage_of
-from passes.memory import place
 from passes.run.tensors import nodes_behind
 from passes.trace.nodes import refill
 
@@ -147,13 +145,9 @@ def put_back(snapshot: Snapshot, generators: Generators) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def strangers_kept(outputs: Iterable[torch.Tensor], own: Container[int]) -> Iterator[None]:
-    """Put the gradients back of what a backward from `outputs` reaches and is not the step's: a loss's parameters.
-
-    Args:
-        own: the places (`passes.memory.place`) of the step's tensors.
-    """
-    with gradients_aside(t for t in _leaves_of(outputs) if place(storage_of(t)) not in own):
+def strangers_kept(outputs: Iterable[torch.Tensor], is_own: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """Put the gradients back of what a backward from `outputs` reaches and is not the step's: a loss's parameters."""
+    with gradients_aside(t for t in _leaves_of(outputs) if not is_own(t)):
         yield
 
 

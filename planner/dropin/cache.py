@@ -27,6 +27,7 @@ from passes._torch import (
 )
 from passes.device import kind_of
 from passes.errors import CaptureError, ForwardFailed, InputMismatch, NoBackward, StateChanged, Unsupported
+from passes.exclusive import turn
 from passes.run._torch import Autocast, backward_number
 from passes.run.arena import ask_for
 from passes.run.step import refuse_tracing
@@ -122,9 +123,18 @@ class PlanState:
             del self.cache[-1]
         return entry
 
+    @property
+    def root(self) -> nn.Module:
+        """See `Plans`."""
+        return self.model
+
     def run(self, bound: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> Any:
         """Run the step planned for such a call, planning it first where that is asked for; else `plain`."""
         refuse_tracing()
+        with turn(self.model):
+            return self._run(bound, plain)
+
+    def _run(self, bound: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> Any:
         self.notices.still_eval = False
         if global_hooks():
             self.notices.global_hooks()
@@ -502,7 +512,8 @@ def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     bound = bind_call(state.signature, args, kwargs)
     state.looking = True
     try:
-        state._look(bound, *flatten(dict(bound)))
+        with turn(state.model):
+            state._look(bound, *flatten(dict(bound)))
     finally:
         state.looking = False
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from passes._torch import DEFAULTS, as_distributed, keep_gradient_spread, swapped_state
 from passes.device import kind_of
+from passes.exclusive import turn
 from passes.lower import kept_primals, stateful_primals
 from passes.run._torch import Autocast, active_autocast, backward_number, under_autocast
 from passes.run.random import set_rng_state
@@ -41,6 +42,7 @@ _CAPTURED = (
 _IRREPLAYABLE = (
     ": the plain forward would be replayed, but {}. Call the model again, which is then planned for such a backward."
 )
+_PATIENCE_SECONDS = 60.0
 _OTHER_STRIDES = " with a gradient in other strides"
 _HOW = {
     False: "correct, but not under the budget",
@@ -54,6 +56,10 @@ class Plans(Protocol):
     model: nn.Module
     cache: list[Entry]
     losses: Losses
+
+    @property
+    def root(self) -> nn.Module:
+        """The model."""
 
     def plain(self, bound: Mapping[str, Any]) -> Any:
         """The plain step's forward."""
@@ -90,6 +96,16 @@ class Fallback:
         self.before = held_before(self.traced.changes, bound)
 
     def __call__(
+        self,
+        primals: Sequence[torch.Tensor],
+        generators: dict[str, torch.Generator | None],
+        gradients: dict[int, torch.Tensor],
+    ) -> list[Any]:
+        # On a GPU this is autograd's thread, which whoever has the turn may wait for.
+        with turn(self.state.root, _PATIENCE_SECONDS if self.device.type != "cpu" else -1):
+            return self._gradients(primals, generators, gradients)
+
+    def _gradients(
         self,
         primals: Sequence[torch.Tensor],
         generators: dict[str, torch.Generator | None],

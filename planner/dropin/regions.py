@@ -37,6 +37,7 @@ class RegionForward:
     """The `forward` of a region: each call runs the plan of that call, and what has none runs plain.
 
     Attributes:
+        root: the model that it is a region of.
         traced: the module's own `forward` when it was planned (None: its class's); `previous` is the one of now.
         eager_calls: calls that no gradient reaches, by their numbers; `sometimes_eager`: another course plans none.
         surprise: the autocast of a backward that was not one that was planned for; None where each was.
@@ -50,10 +51,11 @@ class RegionForward:
     runs_plan = True
 
     def __init__(
-        self, module: nn.Module, path: str, runs: Sequence[PlannedRun], others: Sequence[PlannedRun] = (),
-        eager_calls: Collection[int] = (), sometimes_eager: bool = False, scattered: Sequence[Any] = (),
+        self, root: nn.Module, module: nn.Module, path: str, runs: Sequence[PlannedRun],
+        others: Sequence[PlannedRun] = (), eager_calls: Collection[int] = (), sometimes_eager: bool = False,
+        scattered: Sequence[Any] = (),
     ) -> None:  # fmt: skip
-        self.model, self.path, self.scattered = module, path, scattered
+        self.root, self.model, self.path, self.scattered = root, module, path, scattered
         self.eager_calls, self.sometimes_eager = eager_calls, sometimes_eager
         self.traced = self.previous = module.__dict__.get("forward")
         self.signature = call_signature(module)
@@ -203,7 +205,7 @@ def regions_of(model: nn.Module, planned: Decided, others: Sequence[Decided] = (
     scattered = gathered_parameters(model)
     made = [
         RegionForward(
-            m, path, own.get(path, ()), [run for runs in besides for run in runs.get(path, ())],
+            model, m, path, own.get(path, ()), [run for runs in besides for run in runs.get(path, ())],
             {n for r in known for p, n in r.eager_calls if p == path}, any(path in r.eager for r in known), scattered,
         ) for path, m in modules.items()
     ]  # fmt: skip

@@ -123,7 +123,9 @@ class Sample:
         states = put_back(snapshot, generators), swapped_state(self.model, swapped)
         consumes = _consume if self.gradients == "consumed" else None
         hooks = hooks_aside(own.values(), consumes) if sharded else nullcontext()  # others are stand-ins without any
-        with gradients_aside(self.model.parameters()), hooks, states[0], states[1], alone, without_data, first_look:
+        # Of others there are stand-ins: another thread's backward may go on.
+        gradients = gradients_aside(self.model.parameters()) if sharded else nullcontext()
+        with gradients, hooks, states[0], states[1], alone, without_data, first_look:
             generators.set(self.draws)
             if not self.model.training:
                 self.model.train()
@@ -131,7 +133,7 @@ class Sample:
 
             def step(hollow: Hollow = hollow) -> None:
                 with left_alone(bound := Bound(unflatten(template, inputs), names_given(self.arguments))):
-                    self._step(hollow, signature, bound)
+                    self._step(hollow, signature, bound, every)
 
             if not sharded:
                 self._prepare_gradients([p for p in own.values() if p.requires_grad and p.is_leaf])
@@ -180,7 +182,7 @@ class Sample:
             elif self.gradients == "consumed":
                 parameter.register_post_accumulate_grad_hook(_consume)
 
-    def _step(self, hollow: Hollow, signature: Any, bound: Any) -> None:
+    def _step(self, hollow: Hollow, signature: Any, bound: Any, own: Sequence[torch.Tensor]) -> None:
         if is_sharded(self.model) and self.loss_fn is None:
             output = call_bound(self.model, signature, bound)  # with its hooks, which gather its own parameters
         else:
@@ -203,7 +205,8 @@ class Sample:
         sharded = has_sharded(self.model)  # what hooks gather has gradients of its own
         if BACKWARD_AUTOCAST not in layouts:
             torch.clear_autocast_cache()  # as at its end, which comes before the backward
-        others = nullcontext() if sharded else strangers_kept(started, hollow.static)
+        ids = set(map(id, own))
+        others = nullcontext() if sharded else strangers_kept(started, lambda leaf: id(leaf) in ids)
         with others, under_autocast(layouts.get(BACKWARD_AUTOCAST, ())):
             torch.autograd.backward(started, starts)
         hollow.mark("end")

@@ -129,6 +129,46 @@ def test_replanning_in_a_thread_waits_for_a_plan() -> None:
     assert torch.equal(loss, model(torch.ones(5, 32)).sum()) and isinstance(made, Plan)
 
 
+class Whole(nn.Module):
+    """Two blocks whose numbers stay integers, so that gradients add up alike in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Sequential(linear(4), nn.ReLU(), linear(4)) for _ in range(2))
+        for parameter in self.parameters():
+            parameter.data = torch.randint(-2, 3, parameter.shape).float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x)).sum()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("regions", ["whole", "?"])
+def test_a_model_that_is_planned_anew_in_one_thread_trains_in_another(regions: str) -> None:
+    torch.manual_seed(0)
+    model, done = Whole(), threading.Event()
+    plain = copy.deepcopy(model)
+    module = tight(model, torch.ones(8, 4), regions=regions).module
+    taken: list[torch.Tensor] = []
+
+    def train_on(batches: Iterator[torch.Tensor]) -> None:
+        for x in batches:
+            module(x).backward()
+            taken.append(x)
+
+    def others() -> None:
+        try:
+            train_on(torch.randint(-2, 3, (rows, 4)).float() for rows in range(2, 7))
+        finally:
+            done.set()
+
+    same = (torch.randint(-2, 3, (8, 4)).float() for _ in iter(done.is_set, True))
+    assert at_once([lambda: train_on(same), others]) == [None, None]
+    for x in taken:
+        plain(x).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))  # type: ignore[arg-type]
+
+
 def elsewhere(look: Callable[[], Any]) -> Any:
     """What another thread sees."""
     return at_once([look])[0]

@@ -988,3 +988,16 @@ def test_an_interrupt_in_any_stage_leaves_no_residue(stage: str, monkeypatch: py
         plan(model, x, budget / (1 << 20))
     assert snapshot(model) == before
     assert torch.equal(rng, torch.get_rng_state())
+
+
+@pytest.mark.filterwarnings("ignore:planned step not used", "ignore:backward started from")
+def test_a_plain_batch_norm_waits_for_its_backward_while_planned_steps_run() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    plain, x, other = copy.deepcopy(model), torch.randn(6, 4), torch.randn(5, 4)
+    plan = auto_checkpoint(model, x, progress=False, on_new_shape="eager")
+    for module in (plain, plan.module):
+        for _ in range(2):
+            (module(other).sum() + module(x).sum()).backward()
+    assert_same_gradients(plain, model)
+    assert all(map(torch.equal, plain.buffers(), model.buffers()))

@@ -22,6 +22,7 @@ from planner.pipeline import emit, prepare_step
 from planner.prepared import Prepared, check_model
 from planner.progress import Progress
 from planner.ranks.wrapper import check_wrapper, inner_module, wrapper_bytes, wrapper_gradients
+from planner.regions.losses import LOSS
 from solvers.errors import MIB, ScheduleError
 from solvers.schedule import Schedule
 from solvers.solution import Solution, solution
@@ -81,13 +82,14 @@ def _check_loss(file: PlanFile, loss_fn: Callable[..., Any] | None) -> None:
 
 def _options(file: PlanFile, loss_fn: Any, cost: Any, progress: bool | None) -> Options:
     saved = file["options"]
+    paths = [path for path in saved["regions"] if path != LOSS]  # which is always one, where there is a large one
     recorded = saved["cost"] if is_cost(saved["cost"]) else "roofline"
     return Options(
         cost=cost if cost is not None else recorded, loss_fn=loss_fn, reserve_bytes=saved["reserve_bytes"],
         progress=progress, on_new_shape=saved["on_new_shape"], keep_outputs=saved["keep_outputs"],
         hints=make_hints(**saved["hints"]), gradients=saved["gradients"],
         update=Update(saved["state_bytes"], saved["step_bytes"], saved["hook_bytes"]), device=saved["device"],
-        regions=WHOLE if saved["regions"] == [WHOLE] else tuple(glob.escape(path) for path in saved["regions"]),
+        regions=WHOLE if saved["regions"] == [WHOLE] else tuple(glob.escape(path) for path in paths),
     )  # fmt: skip
 
 

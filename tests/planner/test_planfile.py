@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner import Plan, PlanFileError, PlannerError
+from planner import Plan, PlanFileError, PlannerError, auto_checkpoint
 from planner.files.atomic import new_folder, write_text
 from planner.files.fingerprint import op_lines
 from planner.files.planfile import _checksum, decode_schedule, encode_schedule, read, render
@@ -275,3 +275,29 @@ def test_a_failed_folder_leaves_nothing(tmp_path: Path) -> None:
 def test_unwritable_places_are_named(tmp_path: Path) -> None:
     with pytest.raises(PlannerError, match="cannot write"):
         write_text(tmp_path / "none" / "plan.json", "x")
+
+
+def test_a_plan_by_regions_with_a_large_cross_entropy_is_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, tokens = Head(), torch.randint(0, 4096, (2, 64))
+    plan = auto_checkpoint(model, tokens, regions="body.*", progress=False)
+    assert "cross_entropy()" in [region.path for region in plan.regions]
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json", model, tokens, progress=False)
+    assert loaded.schedule == plan.schedule
+    assert [region.path for region in loaded.regions] == [region.path for region in plan.regions]
+
+
+class Head(nn.Module):
+    """Ends with a cross entropy over many words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(4096, 16), nn.Linear(16, 4096, bias=False)
+        self.body = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        for part in self.body:
+            x = x + part(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())

@@ -626,6 +626,9 @@ def _forget(names: Sequence[str]) -> None:
             linecache.cache.pop(name, None)
 
 
+CLONES_BEFORE_CHANGES = "._swap_with_cloned"  # hooks of allow_mutation_on_saved_tensors, which looks into each op
+
+
 def active_saving_hooks() -> str:
     """Who changes what autograd saves: `torch.utils.checkpoint`, `torch.autograd.graph.save_on_cpu`, ..., or ""."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)

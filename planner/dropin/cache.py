@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from passes._torch import (
+    CLONES_BEFORE_CHANGES,
     active_saving_hooks,
     dispatch_modes,
     function_modes,
@@ -147,8 +148,9 @@ class PlanState:
         if self.outdated:
             self.notices.outdated(self.outdated)
             return plain(bound)
-        if self.first.by_regions and active_saving_hooks():
-            self.notices.saving_hooks(by_regions=True)
+        hooks = active_saving_hooks()
+        if hooks and (self.first.by_regions or hooks.endswith(CLONES_BEFORE_CHANGES)):
+            self.notices.saving_hooks(makes_way=True)
             return plain(bound)
         tensors, template = flatten(dict(bound))
         entry, state = self._look(bound, tensors, template)

@@ -139,15 +139,15 @@ class Notices:
             stacklevel=user_frame(),
         )
 
-    def saving_hooks(self, by_regions: bool = False) -> None:
-        """Say once that hooks on saved tensors have no effect on a planned step, or that regions make way for them."""
+    def saving_hooks(self, makes_way: bool = False) -> None:
+        """Say once that hooks on saved tensors have no effect on a planned step, or that it makes way for them."""
         if self.noticed_hooks or not (owner := active_saving_hooks()):
             return
         self.noticed_hooks = True
         numbers = "the numbers" if owner.startswith("torch.") else "gradients"
         effect = (
-            "which decides what is kept there: a plan by regions makes way, and the step is not under the budget."
-            if by_regions else
+            "which decides what is kept there: the plan makes way, and the step is not under the budget."
+            if makes_way else
             "which saves no memory there: a planned step holds its saved tensors itself, and "
             f"{numbers} are those without these hooks."
         )  # fmt: skip

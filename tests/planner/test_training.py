@@ -239,7 +239,7 @@ def test_a_model_planned_by_regions_inside_a_checkpoint(first: bool) -> None:
     for rows in (2, 1):
         for module in (model, plain):
             torch.manual_seed(1)
-            said = pytest.warns(UserWarning, match="a plan by regions makes way")
+            said = pytest.warns(UserWarning, match="the plan makes way")
             with said if rows == 2 and module is model else nullcontext():
                 checkpoint(module, tokens[:rows], use_reentrant=False).backward()
         assert_same_gradients(model, plain)
@@ -1001,3 +1001,16 @@ def test_a_plain_batch_norm_waits_for_its_backward_while_planned_steps_run() -> 
             (module(other).sum() + module(x).sum()).backward()
     assert_same_gradients(plain, model)
     assert all(map(torch.equal, plain.buffers(), model.buffers()))
+
+
+def test_a_plan_makes_way_where_changes_of_saved_tensors_are_allowed() -> None:
+    model, x = mlp(), batch(16, 32)
+    plain, chosen = copy.deepcopy(model), plan(model, x)
+    for module in (plain, chosen.module):
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            torch.manual_seed(0)
+            said = nullcontext() if module is plain else pytest.warns(UserWarning, match="the plan makes way")
+            with said:
+                loss = squares(module(x))
+            loss.backward()
+    assert_same_gradients(plain, model)

@@ -175,8 +175,9 @@ class _Lowering:
         lasting = tangent_tensors if self.lasting else ()
         pinned = dict.fromkeys((*(t for t in outputs if t not in self._let_go()), *lasting))
         accumulated = sum(fate.bytes for fate in self.fates.values() if fate.kind == "accumulated")
-        resident = primals[: len(self.traced.state)] if self.region else primals
-        static = sum(self._bytes(self.aliases.of[p]) for p in self._distinct(resident)) + accumulated + reserve_bytes
+        given = len(self.traced.state) if self.region else len(primals)
+        resident = self.traced.resident or [storage.bytes for p in primals for storage in self.aliases.storages(p)]
+        static = sum(round_up(size, self.granule) for size in resident[:given]) + accumulated + reserve_bytes
         static += self._constant_bytes()
         static += sum(kept_sizes(forward, self.profiles)) + sum(kept_sizes(backward, self.profiles))
         problem = Problem(tuple(self.ops), tuple(self.tensors), num_forward, tuple(pinned), static)
@@ -436,10 +437,6 @@ class _Lowering:
         nodes = module.graph.find_nodes(op="get_attr")
         held = {getattr(module, str(n.target)).untyped_storage().data_ptr(): self.aliases.of[n] for n in nodes}
         return sum(map(self._bytes, held.values()))
-
-    @staticmethod
-    def _distinct(primals: list[fx.Node]) -> list[fx.Node]:
-        return list(dict.fromkeys(primals))
 
 
 @dataclass

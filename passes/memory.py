@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
+from ._torch import dense_parts
 from .device import kind_of, round_up
 
 T = TypeVar("T")
 
-__all__ = ["granule", "high_water", "measure_peak", "place", "round_up", "span", "without_collections"]
+__all__ = ["granule", "high_water", "measure_peak", "own_bytes", "place", "round_up", "span", "without_collections"]
 
 
 def granule(device: torch.device) -> int:
@@ -25,6 +26,16 @@ def place(memory: torch.UntypedStorage) -> int:
     record of it.
     """
     return memory._cdata if memory.device.type == "meta" else memory.data_ptr()
+
+
+def own_bytes(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """Bytes of memory that each tensor adds to those before it: its whole storage, 0 where a former one lies there."""
+    seen, found = set[int](), []
+    for tensor in tensors:
+        storages = {place(s): s.nbytes() for s in map(torch.Tensor.untyped_storage, dense_parts(tensor))}
+        found.append(sum(size for where, size in storages.items() if where not in seen))
+        seen.update(storages)
+    return tuple(found)
 
 
 def span(value: torch.Tensor) -> int:

@@ -38,6 +38,7 @@ from passes._torch import (
 from passes.errors import CaptureError, NoBackward, Unsupported
 from passes.exclusive import exclusive
 from passes.fuse.rules import fuse
+from passes.memory import own_bytes
 from passes.run._torch import Autocast
 from passes.run.tensors import nodes_behind
 
@@ -136,7 +137,8 @@ class Traced:
     holds what the trace took as given about the inputs' values, `reads` what it took as given about everything else,
     `layouts` what it was told about how kernels lay out what they make. `repeated` names the buffers that the plain
     step updates again when a checkpoint of its own recomputes, and the planned step once. `by_name` are the arguments
-    that the call gave by name, `overlaps` the primals that had memory of a mutated one. `changes` is what forward
+    that the call gave by name, `overlaps` the primals that had memory of a mutated one, `resident` what memory each
+    primal adds to those before it (`own_bytes`). `changes` is what forward
     changes in its arguments; the tensors that it puts there follow those of the output in `outputs`. `left` are the
     places elsewhere that forward sets and does not read, which a planned step leaves as they are; `settings` are the
     attributes of the model's modules that it sets to plain values, as a planned step does, too. `within` are the
@@ -162,6 +164,7 @@ class Traced:
     layouts: Layouts = field(default_factory=dict)
     by_name: frozenset[str] = frozenset()
     overlaps: Overlaps = ()
+    resident: tuple[int, ...] = ()
     changes: tuple[Changed, ...] = ()
     left: tuple[str, ...] = ()
     settings: tuple[Setting, ...] = ()
@@ -694,6 +697,7 @@ def _traced(
         within=tuple(tracer.within),
         spread=tracer.spread,
         overlaps=overlaps(tracer.given, joint.mutated_inputs),
+        resident=own_bytes(tracer.given),
     )
 
 

@@ -22,6 +22,7 @@ from torch import fx, nn
 from passes._torch import LazyGraphModule, Symbols, local_part, refer_weakly
 from passes.exclusive import exclusive
 from passes.fuse.rules import fuse
+from passes.memory import own_bytes
 
 from .arguments import call_signature, names_given, state_entries, state_tensors
 from .capture import StepTracer, Traced, callers_alone, copied
@@ -125,7 +126,7 @@ class Pattern:
             own, graph_module=module, pristine=graph, input_template=tracer.input_template,
             output_template=result.template, changes=result.changes, reads=tracer.recorder.finish(module),
             guard=tracer.guard, layouts=dict(layouts), by_name=tracer.by_name,
-            overlaps=overlaps(tracer.given, own.mutated), settings=tracer.settings,
+            overlaps=overlaps(tracer.given, own.mutated), resident=own_bytes(tracer.given), settings=tracer.settings,
         )  # fmt: skip
 
 

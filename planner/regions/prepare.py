@@ -14,7 +14,7 @@ from passes._torch import dense_parts, is_distributed, local_part
 from passes.device import kind_of
 from passes.exclusive import exclusive, interrupt_point
 from passes.lower import kept_sizes, split_nodes
-from passes.memory import granule, place, round_up
+from passes.memory import granule, own_bytes, round_up
 from passes.printable import printable
 from passes.profile import Counting
 from passes.trace.arguments import state_entries, state_tensors
@@ -258,9 +258,8 @@ def _kept_bytes(parts: Iterable[Part], glue: tuple[tuple[int, ...], tuple[int, .
 
 def _resident_bytes(found: _Found) -> int:
     """Parameters, buffers and inputs, and what is set aside."""
-    storages = [t.untyped_storage() for t in _resident(found)]
-    sizes = {place(s): round_up(s.nbytes(), granule(found.target)) for s in storages}
-    return sum(sizes.values()) + found.options.set_aside_bytes
+    sizes = own_bytes(_resident(found))
+    return sum(round_up(size, granule(found.target)) for size in sizes) + found.options.set_aside_bytes
 
 
 def _besides(found: _Found) -> Besides:

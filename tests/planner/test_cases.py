@@ -1188,6 +1188,21 @@ def test_tied_weights_are_charged_once_and_get_one_gradient() -> None:
     assert list(chosen.module.state_dict()) == list(plain.state_dict())
 
 
+@pytest.mark.parametrize("regions", ["whole", "*"])
+def test_memory_that_tensors_share_is_counted_once(regions: str) -> None:
+    """Parameters that are views of one flat buffer, as some optimizers and loaders leave them, and parts of a batch."""
+    model, x = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))), torch.randn(16, 32)
+    apart = plan(model, x, regions=regions).static_bytes
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    places = flat.split([p.numel() for p in model.parameters()])
+    for parameter, place in zip(model.parameters(), places, strict=True):
+        parameter.data = place.view(parameter.shape)
+    assert plan(model, x, regions=regions).static_bytes == apart
+    whole = torch.randn(64, 32)
+    for part in (whole[:16], whole[-16:]):
+        assert plan(model, part, regions=regions).static_bytes == apart + 48 * 32 * 4
+
+
 def test_unused_parameters_keep_no_gradient() -> None:
     model = Wrap(lambda self, x: self.used(x), used=linear(), unused=linear())
     squares(plan(model, batch()).module(batch())).backward()

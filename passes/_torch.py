@@ -135,6 +135,7 @@ __all__ = [
     "suggest_memory_format",
     "swapped_state",
     "symbolic",
+    "torch_settings",
     "with_modes_inside",
     "without_sources",
     "wrapped_tensors",
@@ -451,6 +452,28 @@ DEFAULTS: dict[str, Callable[[], Any]] = {
     "autocast dtype on cpu": functools.partial(torch.get_autocast_dtype, "cpu"),
     "autocast dtype on cuda": functools.partial(torch.get_autocast_dtype, "cuda"),
 }
+
+
+def torch_settings() -> dict[str, Any]:
+    """All that torch's setters set for a thread or the process, by name: whatever has a getter beside its setter."""
+    own = {"grad mode": torch.is_grad_enabled(), "inference mode": torch.is_inference_mode_enabled()}
+    own |= {f"autocast on {kind}": torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
+    return {**own, **{name: get() for name, get in (DEFAULTS | _getters()).items()}}
+
+
+@functools.cache
+def _getters() -> dict[str, Callable[[], Any]]:
+    """Those of `torch._C` that take no arguments, belong to a setter and are neither deprecated nor start anything."""
+    found: dict[str, Callable[[], Any]] = {}
+    for setter in (name for name in dir(torch._C) if name.startswith(("_set_", "set_"))):
+        prefix, _, what = setter.partition("set_")
+        getters = [getattr(torch._C, f"{prefix}{verb}_{what}", None) for verb in ("get", "is")]
+        if any(getters) and not what.startswith(("autocast", "tracing", "thread_name", "graph_exec", "num_interop")):
+            get: Any = next(filter(None, getters))
+            with contextlib.suppress(TypeError, RuntimeError):
+                get()
+                found[what.replace("_", " ")] = get
+    return found
 
 
 def look_alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:

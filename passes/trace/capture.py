@@ -33,6 +33,7 @@ from passes._torch import (
     pytree,
     quiet_fake_errors,
     swapped_state,
+    torch_settings,
     without_sources,
 )
 from passes.errors import CaptureError, NoBackward, Unsupported
@@ -58,6 +59,7 @@ from .arguments import (
 )
 from .buffers import refuse_needed, refuse_returned, refuse_with_gradient, write_back
 from .collectives import functional_collectives
+from .constructs import LAZY, refuse_settings
 from .contexts import private_contexts
 from .custom_backward import used_in_backward
 from .expected import MISSING
@@ -271,6 +273,7 @@ def capture(
     _check(joint, [e.name for e in entries] + names, len(entries))
     _check_constants(joint.graph_module, {id(t): e.name for e, t in zip(entries, tensors, strict=False)})
     _refuse_views_of_inputs(joint, tracer.leaves)
+    _refuse_parts_of_conjugates(joint.graph_module.graph, given, [*(e.name for e in entries), *names])
     drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
     dropped = () if keep_outputs else callers_alone(joint.graph_module.graph, joint.mutated_inputs, tracer.leaves)
     if not keep_inputs:
@@ -416,7 +419,9 @@ class StepTracer:
                 stack.enter_context(mode)
             self.recorder.take_arguments(bound, self.input_template)
             self.given_now[:] = [given]
+            torch_was = torch_settings()
             value = run_model(self.model, self.loss_fn, self.signature, bound)
+            refuse_settings(torch_was)
             refuse_with_gradient(self.model, self.entries, state, self.given)
             replaced = write_back(self.model, self.entries, state)
             self.replaced = tuple(replaced)
@@ -620,6 +625,21 @@ def _refuse_views_of_inputs(joint: JointGraph, leaves: Sequence[OutputLeaf]) -> 
                 "view of an input or parameter returned", f"output {leaf.path or '(the output)'}",
                 "a change of one would have to show in the other", "Return a clone() of it.",
             )  # fmt: skip
+
+
+def _refuse_parts_of_conjugates(graph: fx.Graph, given: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Refuse the real or imaginary part of what is yet to be conjugated: the trace's tensors are not, and no op has it
+    as it lies in memory.
+    """
+    placeholders = graph.find_nodes(op="placeholder")
+    views = {node: name for node, t, name in zip(placeholders, given, names, strict=False) if t.is_conj()}
+    for node in graph.nodes if views else ():
+        source = node.args[0] if node.args else None
+        if isinstance(source, fx.Node) and source in views and isinstance(node.target, torch._ops.OpOverload):
+            if node.target is torch.ops.aten.view_as_real.default:
+                raise LAZY.at(views[source])
+            if node.target.is_view:
+                views[node] = views[source]
 
 
 def drop_tangents_of_state(graph: fx.Graph, num_primals: int, num_differentiated: int) -> None:

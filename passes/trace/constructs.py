@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .._torch import TORCH_FOLDER
+from .._torch import TORCH_FOLDER, torch_settings
 from ..errors import Unsupported
 
 
@@ -110,9 +110,9 @@ UNTRACKED = Construct(
 )
 
 LAZY = Construct(
-    "lazily conjugated or negated tensor",
-    "its memory holds other numbers than it has, and a trace cannot tell",
-    "Give its resolve_conj().resolve_neg().",
+    "the real or imaginary part of a tensor that is yet to be conjugated",
+    "its memory holds other numbers, and a trace cannot tell",
+    "Give its resolve_conj().",
 )
 
 COMPILED = Construct(
@@ -190,3 +190,14 @@ def of_builtin(function: Any) -> Construct | None:
     if full in _ENTROPY:
         return DRAW
     return OUTSIDE if full in _OUTSIDE else None
+
+
+def refuse_settings(before: Mapping[str, Any]) -> None:
+    """Refuse a setting of torch's that the forward has changed and left so: a planned step would not set it."""
+    now = torch_settings()
+    if changed := next((name for name in before if before[name] != now[name]), None):
+        raise Unsupported(
+            "a setting of torch's changed in forward", f"{changed} ({before[changed]!r}, then {now[changed]!r})",
+            "it would change once, while tracing, and not in the planned steps",
+            "Set it outside, or undo it in forward (with torch.no_grad(), torch.autocast(...) and the like do).",
+        )  # fmt: skip

@@ -19,7 +19,7 @@ from passes._torch import (
 )
 from passes.errors import Unsupported
 
-from .constructs import LAZY, UNTRACKED
+from .constructs import UNTRACKED
 
 
 @dataclass(frozen=True)
@@ -116,15 +116,13 @@ def storage_kind(tensor: torch.Tensor) -> str:
 
 
 def refuse_not_dense(tensor: torch.Tensor, place: str) -> None:
-    """Raise Unsupported for a tensor whose memory is not one strided block as it is, in what is to be one step."""
+    """Raise Unsupported for a tensor whose memory is not one strided block, in what is to be one step."""
     if kind := storage_kind(tensor):
         raise Unsupported(
             f"{kind} tensor", place, "its memory is not one dense block",
             "Use a dense tensor (to_dense(), dequantize(), padding with a mask), or, if it is sparse, name submodules "
             'to plan that take none (regions=["encoder.*"]): code between them may read it.',
         )  # fmt: skip
-    if tensor.is_conj() or tensor.is_neg():
-        raise LAZY.at(place)
 
 
 def refuse_untracked(tensor: torch.Tensor, place: str) -> None:

@@ -14,11 +14,13 @@ from torch import nn
 from passes._torch import DEFAULTS, is_distributed, local_part, look_alike
 from passes.run._torch import Autocast, active_autocast
 from passes.trace.arguments import argument_names
-from passes.trace.constructs import LAZY, is_generator
+from passes.trace.constructs import is_generator
 from passes.trace.reads import HOOKS
 from passes.trace.recorder import is_looked_into
 from passes.trace.structure import is_shared
 from passes.trace.templates import Again, Constant, Opaque, Slot, Template, Tree, outline
+
+LAZY = "yet to be conjugated"
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,10 @@ def _look(name: str, module: nn.Module) -> Any:
 
 
 def arrangement(t: torch.Tensor) -> Any:
-    """A tensor's strides, and whether its numbers are lazily conjugated or negated; its layout where it has none."""
+    """A tensor's strides, and whether it is yet to be conjugated; its layout where it has none."""
     if t.layout is not torch.strided:
         return t.layout
-    return (*t.stride(), LAZY.what) if t.is_conj() or t.is_neg() else t.stride()
+    return (*t.stride(), LAZY) if t.is_conj() else t.stride()
 
 
 def home(t: torch.Tensor) -> torch.device:
@@ -113,7 +115,7 @@ def describe_tensor(key: Any) -> str:
     if isinstance(strides, torch.layout):
         more += f", {str(strides).removeprefix('torch.')}"
     elif strides != torch.empty(shape, device="meta").stride():
-        more += f", {LAZY.what}" if LAZY.what in strides else f", in strides {tuple(strides)}"
+        more += f", {LAZY}" if LAZY in strides else f", in strides {tuple(strides)}"
     return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}{more}"
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from passes.errors import Unsupported
-from planner import auto_checkpoint
+from planner import RegionError, auto_checkpoint
 
 from .steps import assert_same_gradients, twins
 
@@ -137,3 +137,35 @@ def test_questions_about_an_inputs_history_are_refused(asked: str) -> None:
 
     with pytest.raises(Unsupported, match=r"what autograd knows of a tensor .* at .*test_settings\.py"):
         auto_checkpoint(Asks(), torch.randn(4, 8, requires_grad=True), budget_mb=None, regions="whole")
+
+
+LEFT = {
+    "default dtype": (lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)),
+    "grad mode": (lambda: torch.set_grad_enabled(False), lambda: torch.set_grad_enabled(True)),
+    "oneDNN": (lambda: setattr(torch.backends.mkldnn, "enabled", False),
+               lambda: setattr(torch.backends.mkldnn, "enabled", True)),
+    "anomaly enabled": (lambda: torch.autograd.set_detect_anomaly(True),
+                        lambda: torch.autograd.set_detect_anomaly(False)),
+    "cudnn benchmark": (lambda: setattr(torch.backends.cudnn, "benchmark", True),
+                        lambda: setattr(torch.backends.cudnn, "benchmark", False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("regions", ["whole", "1"])
+@pytest.mark.parametrize("name", LEFT)
+def test_a_setting_of_torchs_that_forward_leaves_changed_is_refused_by_name(name: str, regions: str) -> None:
+    change, back = LEFT[name]
+
+    class Leaves(Counted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            change()
+            return x
+
+    model = nn.Sequential(nn.Linear(8, 8), Leaves(), nn.Linear(8, 8))
+    error = Unsupported if regions == "whole" else RegionError
+    try:
+        with pytest.raises(error, match=rf"changed in forward at {name} \("):
+            auto_checkpoint(model, torch.randn(4, 8), budget_mb=None, regions=regions, check=False)
+    finally:
+        back()

@@ -145,7 +145,9 @@ def made_up(value: Any) -> Any:
     flat = torch.zeros(span(value), dtype=value.dtype, device=value.device)
     if value.is_floating_point() or value.is_complex():
         numbers = torch.view_as_real(flat).view(-1) if value.is_complex() else flat
-        numbers[:DRAWN].uniform_(0.25, 0.75, generator=torch.Generator(value.device))
+        kind = torch.float32 if numbers.itemsize == 1 else numbers.dtype  # none is drawn of a byte
+        drawn = torch.empty_like(numbers[:DRAWN], dtype=kind)
+        numbers[:DRAWN] = drawn.uniform_(0.25, 0.75, generator=torch.Generator(value.device))
         filled = DRAWN
         while filled < numbers.numel():
             numbers[filled : 2 * filled] = numbers[: numbers.numel() - filled][:filled]

@@ -57,6 +57,7 @@ from tests.planner.steps import (
     tight,
     twins,
 )
+from tests.zoo.compare import measured_peak_bytes
 from tests.zoo.hazards import StraightThrough
 
 # Budgets and other arguments ------------------------------------------------------------------------------------
@@ -1186,6 +1187,14 @@ def test_tied_weights_are_charged_once_and_get_one_gradient() -> None:
     assert_same_gradients(model, plain)
     assert model.head.weight.grad is model.embedding.weight.grad
     assert list(chosen.module.state_dict()) == list(plain.state_dict())
+
+
+def test_casts_to_a_byte_and_back_need_no_workspace() -> None:
+    model = Wrap(lambda self, x: squares(self.last(self.first(x).to(torch.float8_e4m3fn).float() + x)),
+                 first=nn.Linear(32, 32), last=nn.Linear(32, 32))  # fmt: skip
+    x = torch.randn(64, 32)
+    chosen = plan(model, x)
+    assert measured_peak_bytes(chosen.module, model, x, chosen.static_bytes) == chosen.peak_bytes
 
 
 @pytest.mark.parametrize("regions", ["whole", "*"])

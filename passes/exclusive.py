@@ -27,7 +27,7 @@ from solvers.errors import PlannerError
 PATIENCE_SECONDS = 2.0
 
 _lock = threading.RLock()
-_turns = WeakKeyDictionary[Any, Any]()  # a lock per model
+_turns = WeakKeyDictionary[Any, Any]()  # a `_Turn` per model
 _later: _Later | None = None  # what hears of Ctrl-C in the main thread's block
 _cut_short = False  # a block was, since the garbage was last collected
 
@@ -61,23 +61,36 @@ def exclusive() -> Iterator[None]:
         raise
 
 
+class _Turn:
+    """A lock, and the thread that has it."""
+
+    def __init__(self) -> None:
+        self.lock, self.holder = threading.RLock(), 0
+
+
 @contextmanager
-def turn(model: Any, patience: float = -1) -> Iterator[None]:
+def turn(model: Any, caller: int = 0, patience: float = -1) -> Iterator[None]:
     """Wait until no other thread is in such a block for this model. Blocks may be nested, and `exclusive` within one.
 
     Args:
+        caller: a thread that this one may work for (autograd's does); where that is in such a block, it waits for this.
         patience: seconds to wait at most; -1 for no limit.
 
     Raises:
         PlannerError: another thread was in one for longer.
     """
-    lock = _turns.setdefault(model, threading.RLock())
-    if not lock.acquire(timeout=patience):
+    own = _turns.setdefault(model, _Turn())
+    if caller and own.holder == caller:
+        yield
+        return
+    if not own.lock.acquire(timeout=patience):
         raise PlannerError(f"another thread plans or runs this model, and was not done after {patience:.0f} seconds.")
+    before, own.holder = own.holder, threading.get_ident()
     try:
         yield
     finally:
-        lock.release()
+        own.holder = before
+        own.lock.release()
 
 
 def alone() -> bool:

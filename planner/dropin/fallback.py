@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -94,6 +95,7 @@ class Fallback:
         self.device = prepared.device
         self.started = state.losses.called(entry.starts)
         self.before = held_before(self.traced.changes, bound)
+        self.thread = threading.get_ident()
 
     def __call__(
         self,
@@ -101,8 +103,9 @@ class Fallback:
         generators: dict[str, torch.Generator | None],
         gradients: dict[int, torch.Tensor],
     ) -> list[Any]:
-        # On a GPU this is autograd's thread, which whoever has the turn may wait for.
-        with turn(self.state.root, _PATIENCE_SECONDS if self.device.type != "cpu" else -1):
+        # On a GPU this is autograd's thread, which those that have the turn may wait for.
+        own = self.device.type == "cpu"
+        with turn(self.state.root) if own else turn(self.state.root, self.thread, _PATIENCE_SECONDS):
             return self._gradients(primals, generators, gradients)
 
     def _gradients(

@@ -22,8 +22,8 @@ from torch import nn
 
 from passes import exclusive as deferral
 from passes._torch import compiling_flags, eager_kernels, private_generator
-from passes.exclusive import alone, exclusive, interrupt_point
-from planner import Plan, auto_checkpoint
+from passes.exclusive import alone, exclusive, interrupt_point, turn
+from planner import Plan, PlannerError, auto_checkpoint
 from planner.check import restore
 from tests.planner import interrupts, mutations
 from tests.planner.residue import left_behind, state
@@ -167,6 +167,23 @@ def test_a_model_that_is_planned_anew_in_one_thread_trains_in_another(regions: s
     for x in taken:
         plain(x).backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+def test_a_turn_is_one_threads_and_that_of_those_that_it_waits_for() -> None:
+    model, here = mlp(), threading.get_ident()
+
+    def took(**how: Any) -> bool:
+        try:
+            with turn(model, **how):
+                return True
+        except PlannerError as error:
+            return "another thread plans or runs this model" not in str(error)
+
+    with turn(model), turn(model):
+        assert elsewhere(lambda: took(patience=0.01)) is False
+        assert elsewhere(lambda: took(caller=here, patience=0.01)) is True
+    assert elsewhere(lambda: took(caller=here, patience=0.01)) is True
+    assert elsewhere(lambda: took()) is True
 
 
 def elsewhere(look: Callable[[], Any]) -> Any:

@@ -454,7 +454,7 @@ class PlanState:
 
     def plain(self, bound: Mapping[str, Any]) -> Any:
         """The plain step's forward."""
-        with self.set_aside():
+        with turn(self.model), self.set_aside():
             return run_model(self.model, self.loss_fn, self.signature, bound)
 
     @contextmanager

@@ -91,6 +91,10 @@ class PlannedModule(fx.GraphModule):
         state.notices.in_eval()
         return state.notices.of_eval(state.plain(bind_call(state.signature, args, kwargs)))
 
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse `torch.jit.script`, which asks for this."""
+        raise PlannerError("torch.jit.script cannot look into a planned step: give it the original model.")
+
     # What belongs to the model ----------------------------------------------------------------------------------
 
     @property  # type: ignore[misc]

@@ -162,8 +162,13 @@ def test_a_model_that_is_planned_anew_in_one_thread_trains_in_another(regions: s
         finally:
             done.set()
 
+    def evaluate() -> None:
+        while not done.is_set():
+            with torch.no_grad():
+                module(torch.ones(3, 4))
+
     same = (torch.randint(-2, 3, (8, 4)).float() for _ in iter(done.is_set, True))
-    assert at_once([lambda: train_on(same), others]) == [None, None]
+    assert at_once([lambda: train_on(same), others, evaluate]) == [None, None, None]
     for x in taken:
         plain(x).backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))  # type: ignore[arg-type]

@@ -646,6 +646,8 @@ def test_a_plan_is_not_pickled_and_its_module_not_traced() -> None:
         pickle.dumps(chosen)
     with pytest.raises(PlannerError, match=r"torch.jit.trace cannot look into a planned step"):
         torch.jit.trace(chosen.module, x)
+    with pytest.raises(PlannerError, match=r"torch.jit.script cannot look into a planned step"):
+        torch.jit.script(chosen.module)
     with pytest.raises(PlannerError, match=r"torch.export cannot look into a planned step: give it the original"):
         torch.export.export(nn.Sequential(chosen.module, nn.ReLU()), (x,))
     chosen.apply(model)

@@ -21,7 +21,7 @@ from torch import nn
 
 from .arguments import StateEntry
 from .closures import remembered_by
-from .expected import LITERALS, MISSING, Expected, holds_these, same_value, show
+from .expected import LITERALS, MISSING, Expected, Literal, holds_these, same_value, show
 
 Getter = Callable[[str, Any], Any]
 
@@ -171,6 +171,13 @@ class Reads:
     loss: Expected
     live: frozenset[int]
     arguments: tuple[Expected, ...] = ()
+
+    @property
+    def modes(self) -> dict[str, bool]:
+        """The submodules that were asked whether they are in training mode, by their paths, and what they answered."""
+        asked = ((self.objects[n], read) for n, reads in self.by_object.items() for read in reads)
+        found = ((known, read.expected) for known, read in asked if known.is_submodule and read.name == "training")
+        return {known.path: expected.value for known, expected in found if isinstance(expected, Literal)}
 
 
 class Matched:

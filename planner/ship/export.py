@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -113,7 +115,7 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
 def _refuse_changed(state: PlanState, traced: Traced) -> None:
     """Refuse a model that is not the planned one any more: the folder would hold its weights, and another's step."""
     try:
-        if state.model.training:  # else its modes are those of an evaluation
+        with _in_training(state.model, state.first.reads.modes):
             state.match(state.first.reads)
         tensors = state_tensors(state.model, traced.state)
         for entry, tensor, place in zip(traced.state, tensors, traced.placeholders, strict=False):
@@ -125,6 +127,19 @@ def _refuse_changed(state: PlanState, traced: Traced) -> None:
             f"the model was changed after planning ({brief(differs.where)} is {differs.now}, was {differs.then}): "
             "plan it as it is now, and export that plan."
         ) from None
+
+
+@contextmanager
+def _in_training(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
+    """Let a model that an evaluation has left in eval mode be in the planned modes in the block."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        for path, module in () if model.training else model.named_modules(remove_duplicate=False):
+            module.training = modes.get(path, module.training)
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
 
 
 def _refuse_quantized(model: nn.Module) -> None:

@@ -456,12 +456,13 @@ def test_a_state_dict_has_its_versions_and_says_what_it_lacks(tmp_path: Path, mo
 def test_what_a_folder_cannot_keep_is_refused(tmp_path: Path) -> None:
     """Memory that two parameters share, and a model that is another one by now."""
 
-    def changed(change: Callable[[Any], Any], first: bool = False) -> None:
+    def changed(change: Callable[[Any], Any], first: bool = False, evaluated: bool = False) -> None:
         model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
         if first:
             change(model)
         plan = plan_at((model, torch.randn(4, 8)))
         change(model)
+        model.train(model.training and not evaluated)
         plan.export(tmp_path / "changed")
 
     with pytest.raises(PlannerError, match=r"2\.weight shares memory with 0\.weight.*tie them"):
@@ -469,9 +470,25 @@ def test_what_a_folder_cannot_keep_is_refused(tmp_path: Path) -> None:
     for change in (
         lambda m: setattr(m[1], "p", 0.1), lambda m: setattr(m[2], "weight", m[0].weight),
         lambda m: m.append(nn.ReLU()), lambda m: m.eval() and m.double(),
+        lambda m: m[0].register_forward_hook(lambda *_: None),
     ):  # fmt: skip
-        with pytest.raises(PlannerError, match="the model was changed after planning"):
-            changed(change)
+        for evaluated in (False, True):
+            with pytest.raises(PlannerError, match="the model was changed after planning"):
+                changed(change, evaluated=evaluated)
+
+
+def test_a_model_is_exported_after_an_evaluation(tmp_path: Path) -> None:
+    """Each part is compared in the mode in which it was planned, and keeps its own."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    model[1].eval()
+    plan = plan_at((model, torch.randn(4, 8)))
+    plan.export(tmp_path / "trained")
+    model.eval()
+    plan.export(tmp_path / "evaluated")
+    model[2].p = 0.1
+    with pytest.raises(PlannerError, match=r"2 \(Dropout\) with p=0\.1, was p=0\.5"):
+        plan.export(tmp_path / "changed")
+    assert not any(module.training for module in model.modules())
 
 
 def test_a_damaged_folder_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

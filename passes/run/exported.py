@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from ._torch import TORCH_VERSION, Autocast, active_autocast
 from .errors import PlannerError as ExportError
 from .step import Step
 from .structures import build, signature_of, take
+from .tree import Tree
 
 Half = Callable[[list[Any], dict[str, torch.Tensor]], Any]
 Answers = Callable[[list[torch.Tensor]], tuple[bool, ...]]
@@ -44,14 +45,14 @@ class _Exported:
     """What an exported module runs.
 
     Attributes:
-        places: the module that keeps each parameter and buffer, and its name there.
+        tree: the modules, which keep parameters and buffers.
         constants: tensors that the halves read and that belong to no module.
     """
 
     spec: dict[str, Any]
     halves: tuple[Half, Half]
     answers: Answers
-    places: list[tuple[nn.Module, str]]
+    tree: Tree
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def run(self, primals: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -61,9 +62,6 @@ class _Exported:
         starts = tuple(leaf["path"] or "the output" for leaf in self.spec["outputs_at"] if leaf["differentiated"])
         autocast = _autocast(self.spec["backward_autocast"])
         return Step(forward, backward, starts=starts, autocast=autocast, **known)(primals, None)
-
-    def state(self) -> list[torch.Tensor]:
-        return [_held(part, name) for part, name in self.places]
 
     def check(self, primals: list[torch.Tensor]) -> None:
         expected = [*self.spec["state"], *self.spec["input_tensors"]]
@@ -127,13 +125,14 @@ class ExportedModule(nn.Module):
                 parts[parent]._modules[name] = part
             if same_as is None:
                 _fill(part, described, state)
-        self.__dict__[STEP] = _Exported(spec, halves, answers, list(_places(spec, parts)))
+        self.__dict__[STEP] = _Exported(spec, halves, answers, Tree(self, spec))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One planned training step's forward; call `backward` on the loss as usual.
 
         Raises:
-            ExportError: under `eval()` or `no_grad`, or for inputs of other shapes than planned for.
+            ExportError: under `eval()` or `no_grad`, for inputs of other shapes than planned for, or where its modules
+                are not what was loaded.
         """
         if not (self.training and torch.is_grad_enabled()):
             raise ExportError(
@@ -141,10 +140,11 @@ class ExportedModule(nn.Module):
                 "the original model and this module's state_dict()."
             )
         step: _Exported = self.__dict__[STEP]
+        step.tree.check()
         bound = signature_of(step.spec).bind(*args, **kwargs).arguments
         inputs: dict[int, torch.Tensor] = {}
         take(step.spec["inputs"], dict(bound), "", inputs)
-        primals = [*step.state(), *(inputs[i] for i in range(len(step.spec["input_tensors"])))]
+        primals = [*step.tree.state(), *(inputs[i] for i in range(len(step.spec["input_tensors"])))]
         step.check(primals)
         results = step.run(primals)
         places = step.spec["outputs_at"]
@@ -159,7 +159,7 @@ class ExportedModule(nn.Module):
 def load(
     folder: str | Path, halves: tuple[Half, Half], answers: Answers, device: str | None = None
 ) -> ExportedModule:
-    """The drop-in module of an exported folder, with the weights that lie in it, in training mode."""
+    """The drop-in module of an exported folder, with the weights that lie in it, in the modes that were planned for."""
     root = Path(folder)
     try:
         spec = json.loads((root / "spec.json").read_text(encoding="utf-8"))
@@ -174,7 +174,7 @@ def load(
     module = ExportedModule(spec, tensors, halves, answers)
     step: _Exported = module.__dict__[STEP]
     step.constants.update({e["name"]: _make(e, constants.get(e["name"])) for e in spec["constants"]})
-    return module.train()
+    return module
 
 
 def digest(spec: dict[str, Any]) -> str:
@@ -209,26 +209,13 @@ def _make(entry: dict[str, Any], data: torch.Tensor | None) -> torch.Tensor:
 
 def _fill(part: nn.Module, described: dict[str, Any], state: list[torch.Tensor]) -> None:
     """Into the dicts themselves, which take any name that the original took."""
-    part._version = described["version"]
+    part._version, part.training = described["version"], described["training"] is not False
     for name, index in described["parameters"]:
         part._parameters[name] = None if index is None else cast("nn.Parameter", state[index])
     for name, index, persistent in described["buffers"]:
         part._buffers[name] = None if index is None else state[index]
         if not persistent:
             part._non_persistent_buffers_set.add(name)
-
-
-def _held(part: nn.Module, name: str) -> torch.Tensor:
-    """Looked for where tensors are kept first: an attribute of the module's own may have the same name."""
-    found: torch.Tensor | None = part._parameters.get(name)
-    found = part._buffers.get(name) if found is None else found
-    return getattr(part, name) if found is None else found
-
-
-def _places(spec: dict[str, Any], parts: dict[str, nn.Module]) -> Iterator[tuple[nn.Module, str]]:
-    for entry in spec["state"]:
-        path, _, name = entry["name"].rpartition(".")
-        yield parts[path], name
 
 
 def _described(tensor: torch.Tensor) -> dict[str, Any]:

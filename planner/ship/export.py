@@ -28,6 +28,7 @@ from passes.run import (
     step,
     structures,
     tensors,
+    tree,
 )
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import Traced
@@ -48,7 +49,7 @@ from .spec import spec_of
 COPIED = {
     "runtime.py": exported, "errors.py": exported_errors, "step.py": step, "replay.py": replay, "random.py": random,
     "kernels.py": kernels, "tensors.py": tensors, "gradients.py": gradients, "mixing.py": mixing, "arena.py": arena,
-    "structures.py": structures, "_torch.py": _torch,
+    "structures.py": structures, "tree.py": tree, "_torch.py": _torch,
 }  # fmt: skip
 INIT = '''{doc}
 

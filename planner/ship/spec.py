@@ -49,6 +49,7 @@ def spec_of(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tenso
         "outputs_at": [_leaf(leaf) for leaf in traced.outputs],
         "state": _state(traced, model),
         "modules": _modules(model, traced),
+        "looked_up": sorted({read.name for read in traced.reads.by_object.get(0, ())} - {"forward"}),
         "constants": [_described(name, value, "constant") for name, value in constants.items()],
         **{name: getattr(plan.step, name) for name in exported.STEP_FIELDS},
         "answers": [] if traced.guard is None else list(traced.guard.answers),
@@ -114,6 +115,7 @@ def _modules(model: nn.Module, traced: Traced) -> list[dict[str, Any]]:
     """The module tree with every name: which tensors each part holds, and which parts are the same object."""
     index = {name: i for i, e in enumerate(traced.state) for name in (e.name, *e.aliases)}
     first: dict[int, str] = {}
+    modes = traced.reads.modes
     result = []
     for path, module in model.named_modules(remove_duplicate=False):
         same_as = first.get(id(module))
@@ -122,6 +124,7 @@ def _modules(model: nn.Module, traced: Traced) -> list[dict[str, Any]]:
         fleeting = module._non_persistent_buffers_set
         result.append({
             "path": path, "same_as": same_as, "class": type(module).__name__, "version": module._version,
+            "training": modes.get(path),
             "parameters": [[n, index.get(prefix + n)] for n in module._parameters],
             "buffers": [[n, index.get(prefix + n), n not in fleeting] for n in module._buffers],
         })  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import importlib
 import json
 import math
@@ -520,3 +521,74 @@ def test_an_edit_of_the_spec_and_another_torch_are_noticed(tmp_path: Path, monke
     with pytest.warns(UserWarning, match=r"and this is torch 2\.10\.0: its kernels may give other bits") as told:
         package.load()
     assert told[0].filename == __file__
+
+
+class Net(nn.Module):
+    """A tied head, a batch norm that is planned in eval mode, a dropout, and an attribute that forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer, self.norm = nn.Embedding(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.drop, self.head, self.scale = nn.Dropout(0.5), nn.Linear(8, 8, bias=False), 2.0
+        self.head.weight = self.embed.weight
+        self.norm.eval()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.drop(torch.tanh(self.norm(self.layer(self.embed(tokens)))))) * self.scale
+
+
+def assigned(module: Any) -> None:
+    module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
+
+
+CHANGES: tuple[tuple[Callable[[Any], Any], str], ...] = (
+    (assigned, r"head\.weight is no longer the same tensor as embed\.weight"),
+    (lambda m: setattr(m.layer, "weight", m.embed.weight), r"layer\.weight is now the same tensor as embed\.weight"),
+    (lambda m: setattr(m, "layer", nn.Linear(8, 8)), "the submodule layer was replaced"),
+    (lambda m: setattr(m, "layer", nn.Sequential()), "the submodule layer was replaced"),
+    (lambda m: delattr(m, "drop"), "the submodule drop was removed"),
+    (lambda m: m.layer.add_module("more", nn.ReLU()), r"the submodule layer\.more was added"),
+    (lambda m: setattr(m.layer, "bias", None), r"the parameter layer\.bias was removed"),
+    (lambda m: nn.utils.prune.random_unstructured(m.layer, "weight", 0.5), r"parameter layer\.weight was removed"),
+    (lambda m: setattr(m.drop, "p", 0.0), r"the attribute drop\.p was added"),
+    (lambda m: setattr(m, "scale", 3.0), "the attribute scale was added"),
+    (lambda m: m.drop.eval(), "drop is in eval mode, and was planned in training mode"),
+    (lambda m: m.train(), "norm is in training mode, and was planned in eval mode"),
+    (lambda m: m.layer.register_forward_hook(lambda *_: None), "a forward hook of layer was added"),
+    (lambda m: m.norm.register_forward_pre_hook(lambda *_: None), "a forward pre-hook of norm was added"),
+    (lambda m: m.layer.register_full_backward_hook(lambda *_: None), "a backward hook of layer was added"),
+    (lambda m: m.layer.register_full_backward_pre_hook(lambda *_: None), "a backward pre-hook of layer was added"),
+)
+
+
+def test_a_module_that_is_another_one_since_it_was_loaded_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = Net(), torch.randint(0, 8, (4,))
+    shipped = load(plan_at((model, tokens)), tmp_path, monkeypatch, "since_loaded")
+    for change, told in CHANGES:
+        changed = copy.deepcopy(shipped)
+        change(changed)
+        with pytest.raises(RuntimeError, match=told):
+            changed(tokens)
+        shipped(tokens)
+
+
+def test_what_a_step_reads_anew_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters in their places, hooks of them and around the module, modes and attributes that nothing asks for."""
+    model, tokens, told = Net(), torch.randint(0, 8, (4,)), list[str]()
+    shipped = load(plan_at((model, tokens)), tmp_path, monkeypatch, "read_anew")
+    for module in (shipped, model):
+        module.name, module.forward = "student", functools.partial(module.forward)
+        module.layer.eval()
+        module.layer.weight = nn.Parameter(torch.ones(8, 8))
+        module.norm.bias.data = torch.ones(8)
+        module.double().float()
+        module.layer.bias.register_hook(lambda gradient: 2 * gradient)
+        module.layer.bias.register_post_accumulate_grad_hook(lambda _: told.append("accumulated"))
+        module.register_forward_hook(lambda *given: 3 * given[-1])
+        module.register_full_backward_hook(lambda *_: told.append("backward"))
+        torch.manual_seed(1)
+        module(tokens).sum().backward()
+    assert differing(*({n: p.grad for n, p in m.named_parameters()} for m in (shipped, model))) == []
+    assert sorted(told) == ["accumulated", "accumulated", "backward", "backward"]

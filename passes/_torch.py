@@ -67,11 +67,10 @@ except (ImportError, AttributeError) as error:
     ) from error
 
 from .errors import Unsupported
-from .run._torch import Autocast
+from .run._torch import DEFAULTS, Autocast
 
 __all__ = [
     "AUTOGRAD_KEYS",
-    "DEFAULTS",
     "FUNCTIONAL_COLLECTIVES",
     "TORCH_FOLDER",
     "TORCH_VERSION",
@@ -90,7 +89,6 @@ __all__ = [
     "Symbols",
     "TorchDispatchMode",
     "WeakIdKeyDictionary",
-    "active_saving_hooks",
     "allocator_events",
     "as_distributed",
     "called_by_dynamo",
@@ -430,30 +428,6 @@ def keep_gradient_spread(made: Any, like: Any, note: Callable[[Any], None]) -> N
         made.register_hook(keep)
 
 
-def _default_device() -> torch.device:
-    """`torch.get_default_device()`, at once where no mode says another one."""
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
-
-
-_CPU = torch.device("cpu")
-# Process-wide settings that choose what torch's composite ops are made of, each with what tells it.
-DEFAULTS: dict[str, Callable[[], Any]] = {
-    "default dtype": torch.get_default_dtype,
-    "default device": _default_device,
-    "flash attention": torch._C._get_flash_sdp_enabled,
-    "memory-efficient attention": torch._C._get_mem_efficient_sdp_enabled,
-    "math attention": torch._C._get_math_sdp_enabled,
-    "cuDNN attention": torch._C._get_cudnn_sdp_enabled,
-    "reduced precision in math attention": torch._C._get_math_sdp_allow_fp16_bf16_reduction,
-    "oneDNN": torch._C._get_mkldnn_enabled,
-    "cuDNN": torch._C._get_cudnn_enabled,
-    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
-    "autocast cache": torch.is_autocast_cache_enabled,
-    "autocast dtype on cpu": functools.partial(torch.get_autocast_dtype, "cpu"),
-    "autocast dtype on cuda": functools.partial(torch.get_autocast_dtype, "cuda"),
-}
-
-
 def torch_settings() -> dict[str, Any]:
     """All that torch's setters set for a thread or the process, by name: whatever has a getter beside its setter."""
     own = {"grad mode": torch.is_grad_enabled(), "inference mode": torch.is_inference_mode_enabled()}
@@ -650,15 +624,6 @@ def _forget(names: Sequence[str]) -> None:
 
 
 CLONES_BEFORE_CHANGES = "._swap_with_cloned"  # hooks of allow_mutation_on_saved_tensors, which looks into each op
-
-
-def active_saving_hooks() -> str:
-    """Who changes what autograd saves: `torch.utils.checkpoint`, `torch.autograd.graph.save_on_cpu`, ..., or ""."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if not hooks:
-        return ""
-    module, name = hooks[0].__module__, hooks[0].__qualname__.partition(".")[0]
-    return module if module == "torch.utils.checkpoint" else f"{module}.{name}"
 
 
 @contextlib.contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from operator import call
 from typing import Any
 
 import torch
@@ -11,9 +13,10 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import register_pytree_node
 
 __all__ = [
-    "TORCH_VERSION", "Autocast", "active_autocast", "after_backward", "backward_number", "bare", "below_autograd",
-    "is_wanted", "kernel_settings", "num_owners", "overwrite", "own_part", "passed_back", "register_pytree_node",
-    "run_below_autograd", "segments_that_do_not_grow", "under_autocast", "under_transform", "with_autograd",
+    "DEFAULTS", "TORCH_VERSION", "Autocast", "active_autocast", "active_saving_hooks", "after_backward",
+    "backward_number", "bare", "below_autograd", "is_wanted", "kernel_settings", "num_owners", "overwrite", "own_part",
+    "passed_back", "register_pytree_node", "run_below_autograd", "segments_that_do_not_grow", "torch_defaults",
+    "under_autocast", "under_transform", "with_autograd",
 ]  # fmt: skip
 
 _C: Any = torch._C
@@ -41,6 +44,35 @@ def kernel_settings() -> dict[str, Any]:
             backends.mkldnn.matmul.fp32_precision, backends.cuda.matmul.fp32_precision
         ),
     }  # fmt: skip
+
+
+def _default_device() -> torch.device:
+    """`torch.get_default_device()`, at once where no mode says another one."""
+    return torch.get_default_device() if _C._len_torch_function_stack() else _CPU
+
+
+_CPU = torch.device("cpu")
+# Process-wide settings that choose what torch's composite ops are made of, each with what tells it.
+DEFAULTS: dict[str, Callable[[], Any]] = {
+    "default dtype": torch.get_default_dtype,
+    "default device": _default_device,
+    "flash attention": _C._get_flash_sdp_enabled,
+    "memory-efficient attention": _C._get_mem_efficient_sdp_enabled,
+    "math attention": _C._get_math_sdp_enabled,
+    "cuDNN attention": _C._get_cudnn_sdp_enabled,
+    "reduced precision in math attention": _C._get_math_sdp_allow_fp16_bf16_reduction,
+    "oneDNN": _C._get_mkldnn_enabled,
+    "cuDNN": _C._get_cudnn_enabled,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "autocast cache": torch.is_autocast_cache_enabled,
+    "autocast dtype on cpu": partial(torch.get_autocast_dtype, "cpu"),
+    "autocast dtype on cuda": partial(torch.get_autocast_dtype, "cuda"),
+}
+
+
+def torch_defaults() -> tuple[Any, ...]:
+    """Process-wide settings that a trace takes as given, in the order of `DEFAULTS`."""
+    return tuple(map(call, DEFAULTS.values()))
 
 
 @contextlib.contextmanager
@@ -148,6 +180,15 @@ def num_owners(storage: torch.UntypedStorage) -> int | None:
     """How many tensors and storage objects refer to the memory; None where torch does not say."""
     count = getattr(_C, "_storage_Use_Count", None)
     return None if count is None else int(count(storage._cdata))
+
+
+def active_saving_hooks() -> str:
+    """Who changes what autograd saves: `torch.utils.checkpoint`, `torch.autograd.graph.save_on_cpu`, ..., or ""."""
+    hooks = _C._autograd._top_saved_tensors_default_hooks(False)
+    if not hooks:
+        return ""
+    module, name = hooks[0].__module__, hooks[0].__qualname__.partition(".")[0]
+    return module if module == "torch.utils.checkpoint" else f"{module}.{name}"
 
 
 @contextlib.contextmanager

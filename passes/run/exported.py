@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from ._torch import TORCH_VERSION, Autocast, active_autocast
+from ._torch import DEFAULTS, TORCH_VERSION, Autocast, active_autocast, torch_defaults
 from .errors import PlannerError as ExportError
 from .step import Step
 from .structures import build, signature_of, take
@@ -77,6 +77,19 @@ class _Exported:
         active, planned = active_autocast(), _autocast(self.spec["autocast"])
         if active != planned:
             raise ExportError(f"autocast is {active}, the step was planned under {planned}.")
+        now = plain_defaults(torch_defaults())
+        for name, then in self.spec["defaults"].items():
+            if now[name] != then:
+                raise ExportError(
+                    f"torch's {name} is {now[name]}, the step was planned under {then}: set it so around the call, or "
+                    "plan the original model under this one and export it again."
+                )
+
+
+def plain_defaults(values: Iterable[Any]) -> dict[str, Any]:
+    """Torch's settings as plain JSON, in the order of `DEFAULTS`; of a device its kind."""
+    plain = (value if isinstance(value, bool) else str(value).partition(":")[0] for value in values)
+    return dict(zip(DEFAULTS, plain, strict=True))
 
 
 def _autocast(described: list[list[str]]) -> Autocast:
@@ -131,8 +144,8 @@ class ExportedModule(nn.Module):
         """One planned training step's forward; call `backward` on the loss as usual.
 
         Raises:
-            ExportError: under `eval()` or `no_grad`, for inputs of other shapes than planned for, or where its modules
-                are not what was loaded.
+            ExportError: under `eval()`, `no_grad` or other settings of torch than planned for, for inputs of other
+                shapes, or where its modules are not what was loaded.
         """
         if not (self.training and torch.is_grad_enabled()):
             raise ExportError(

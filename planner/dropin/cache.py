@@ -18,7 +18,6 @@ from torch import nn
 
 from passes._torch import (
     CLONES_BEFORE_CHANGES,
-    active_saving_hooks,
     dispatch_modes,
     function_modes,
     global_hooks,
@@ -29,7 +28,7 @@ from passes._torch import (
 from passes.device import kind_of
 from passes.errors import CaptureError, ForwardFailed, InputMismatch, NoBackward, StateChanged, Unsupported
 from passes.exclusive import turn
-from passes.run._torch import Autocast, backward_number
+from passes.run._torch import Autocast, active_saving_hooks, backward_number
 from passes.run.arena import ask_for
 from passes.run.step import refuse_tracing
 from passes.trace.arguments import argument_names, bind_call, run_model, set_forward, state_tensors

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from passes._torch import DEFAULTS, as_distributed, keep_gradient_spread, swapped_state
+from passes._torch import as_distributed, keep_gradient_spread, swapped_state
 from passes.device import kind_of
 from passes.exclusive import turn
 from passes.lower import kept_primals, stateful_primals
-from passes.run._torch import Autocast, active_autocast, backward_number, under_autocast
+from passes.run._torch import DEFAULTS, Autocast, active_autocast, backward_number, torch_defaults, under_autocast
 from passes.run.random import set_rng_state
 from passes.run.step import ChangedInPlace
 from passes.trace.arguments import state_tensors
@@ -30,7 +30,7 @@ from solvers.errors import PlannerError
 
 from .entry import Entry, Losses, describe_starts, starts_of
 from .on_host import saved_on_host
-from .plan_key import describe_autocast, torch_defaults
+from .plan_key import describe_autocast
 
 _OTHER_DRAWS = (
     ": the plain forward would be replayed, and does not draw the random numbers that compiled code has drawn. Call "

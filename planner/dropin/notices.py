@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import TORCH_FOLDER, active_saving_hooks, local_part, pytree
+from passes._torch import TORCH_FOLDER, local_part, pytree
 from passes.printable import brief
+from passes.run._torch import active_saving_hooks
 from planner.decided import Decided
 from planner.options import BUCKET
 from planner.ranks.sharded import gathered_gradients, kept_whole_bytes

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import call
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from passes._torch import DEFAULTS, is_distributed, local_part, look_alike
-from passes.run._torch import Autocast, active_autocast
+from passes._torch import is_distributed, local_part, look_alike
+from passes.run._torch import DEFAULTS, Autocast, active_autocast, torch_defaults
 from passes.trace.arguments import argument_names
 from passes.trace.constructs import is_generator
 from passes.trace.reads import HOOKS
@@ -184,8 +183,3 @@ _SHOWN = 6
 def describe_autocast(autocast: Autocast) -> str:
     on = [f"autocast to {str(dtype).removeprefix('torch.')} on {kind}" for kind, dtype in autocast]
     return " and ".join(on) or "no autocast"
-
-
-def torch_defaults() -> tuple[Any, ...]:
-    """Process-wide settings that a trace takes as given, in the order of `DEFAULTS`."""
-    return tuple(map(call, DEFAULTS.values()))

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from passes._torch import active_saving_hooks, dispatch_modes, function_modes, global_hooks
-from passes.run._torch import Autocast, under_transform
+from passes._torch import dispatch_modes, function_modes, global_hooks
+from passes.run._torch import Autocast, active_saving_hooks, under_transform
 from passes.trace.arguments import binder, call_bound, call_signature, set_forward
 from passes.trace.matching import Differs, match
 from passes.trace.reads import Matched, Reads

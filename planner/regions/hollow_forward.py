@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes._torch import active_saving_hooks, disable_current_modes, local_part
+from passes._torch import disable_current_modes, local_part
 from passes.alias import Storage
 from passes.memory import place
-from passes.run._torch import backward_number, under_transform
+from passes.run._torch import active_saving_hooks, backward_number, under_transform
 from passes.run.mixing import Versions
 from passes.trace.arguments import (
     bind_call,

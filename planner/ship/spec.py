@@ -53,6 +53,7 @@ def spec_of(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tenso
         "constants": [_described(name, value, "constant") for name, value in constants.items()],
         **{name: getattr(plan.step, name) for name in exported.STEP_FIELDS},
         "answers": [] if traced.guard is None else list(traced.guard.answers),
+        "defaults": exported.plain_defaults(state.first.key.defaults),
         "autocast": _autocast(state.first.key.autocast),
         "backward_autocast": _autocast(plan.step.autocast),
     }

@@ -574,6 +574,28 @@ def test_a_module_that_is_another_one_since_it_was_loaded_is_refused(
         shipped(tokens)
 
 
+def test_other_settings_of_torch_than_planned_under_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Wrap(lambda self, x: self.layer(x) * torch.full((8,), 0.1), layer=nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    module = load(plan_at((model, x)), tmp_path, monkeypatch, "settings")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(RuntimeError, match=r"torch's default dtype is torch\.float64, .* torch\.float32: set"):
+            module(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with pytest.raises(RuntimeError, match=r"default device is meta, .* under cpu"), torch.device("meta"):
+        module(x)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        without_flash = load(plan_at((model, x)), tmp_path, monkeypatch, "without_flash")
+        without_flash(x)
+    with pytest.raises(RuntimeError, match="flash attention is True, .* under False"):
+        without_flash(x)
+    module(x)
+
+
 def test_what_a_step_reads_anew_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters in their places, hooks of them and around the module, modes and attributes that nothing asks for."""
     model, tokens, told = Net(), torch.randint(0, 8, (4,)), list[str]()

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from ._torch import DEFAULTS, TORCH_VERSION, Autocast, active_autocast, torch_defaults
+from ._torch import DEFAULTS, TORCH_VERSION, Autocast, active_autocast, active_saving_hooks, torch_defaults
 from .errors import PlannerError as ExportError
 from .step import Step
 from .structures import build, signature_of, take
@@ -47,6 +47,7 @@ class _Exported:
     Attributes:
         tree: the modules, which keep parameters and buffers.
         constants: tensors that the halves read and that belong to no module.
+        noticed_hooks: whether hooks on saved tensors were told of.
     """
 
     spec: dict[str, Any]
@@ -54,6 +55,7 @@ class _Exported:
     answers: Answers
     tree: Tree
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    noticed_hooks: bool = False
 
     def run(self, primals: list[torch.Tensor]) -> tuple[Any, ...]:
         """The step's outputs."""
@@ -62,6 +64,18 @@ class _Exported:
         starts = tuple(leaf["path"] or "the output" for leaf in self.spec["outputs_at"] if leaf["differentiated"])
         autocast = _autocast(self.spec["backward_autocast"])
         return Step(forward, backward, starts=starts, autocast=autocast, **known)(primals, None)
+
+    def notice_hooks(self) -> None:
+        """Say once that hooks on saved tensors have no effect here."""
+        if self.noticed_hooks or not (owner := active_saving_hooks()):
+            return
+        self.noticed_hooks = True
+        warnings.warn(
+            f"an exported step is called under {owner}, which saves no memory there: the step holds its saved tensors "
+            "itself, and gradients are those without these hooks. Leave the wrapper out (torch.utils.checkpoint would "
+            "also run the planned forward a second time), or export a plan of the module that contains this one.",
+            stacklevel=5,
+        )
 
     def check(self, primals: list[torch.Tensor]) -> None:
         expected = [*self.spec["state"], *self.spec["input_tensors"]]
@@ -154,6 +168,7 @@ class ExportedModule(nn.Module):
             )
         step: _Exported = self.__dict__[STEP]
         step.tree.check()
+        step.notice_hooks()
         bound = signature_of(step.spec).bind(*args, **kwargs).arguments
         inputs: dict[int, torch.Tensor] = {}
         take(step.spec["inputs"], dict(bound), "", inputs)

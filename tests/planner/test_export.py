@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from passes.memory import measure_peak
 from passes.run.tensors import laid_out
@@ -594,6 +595,20 @@ def test_other_settings_of_torch_than_planned_under_are_refused(
     with pytest.raises(RuntimeError, match="flash attention is True, .* under False"):
         without_flash(x)
     module(x)
+
+
+def test_hooks_on_saved_tensors_are_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
+    module = load(plan_at((model, x)), tmp_path, monkeypatch, "saving_hooks")
+    with pytest.warns(UserWarning, match=r"called under torch\.utils\.checkpoint, which saves no memory there"):
+        checkpoint(copy.deepcopy(module), x, use_reentrant=False).square().sum().backward()
+    with torch.autograd.graph.save_on_cpu():
+        with pytest.warns(UserWarning, match=r"called under torch\.autograd\.graph\.save_on_cpu") as told:
+            module(x).square().sum().backward()
+        assert told[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            module(x).square().sum().backward()
 
 
 def test_what_a_step_reads_anew_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

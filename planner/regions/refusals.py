@@ -23,8 +23,10 @@ def stopped(error: Exception, why: Refusal | None, meta: bool) -> Exception:
     """
     if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
         error = capture_error(error)  # torch runs none while something looks at each op
+    if why is None and isinstance(error, PlannerError):
+        return error
     if why is None:
-        return error if isinstance(error, PlannerError) or not meta else _without_data(error)
+        return _without_data(error) if meta else capture_error(error)
     found: Refusal = why
     if isinstance(why, CaptureError) and _is_forwards_own(error):
         found = ForwardFailed(str(why), location=why.location, construct=why.construct)

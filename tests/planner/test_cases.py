@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from planner import (
     BudgetError,
     CaptureError,
     InputMismatch,
+    Plan,
     PlannerError,
     SolverUnavailable,
     Unsupported,
@@ -350,9 +352,15 @@ def test_tensors_made_under_inference_mode_are_refused_by_name() -> None:
         plan(model, x)
 
 
-def test_a_model_that_does_not_run_on_the_sample() -> None:
+def test_a_model_that_does_not_run_on_the_sample(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"\[4, 7\] X \[8, 8\]. Check that the model runs on the sample"):
         plan(linear(), batch(4, 7))
+    model, told = nn.Sequential(linear(), linear()), "Check that the model runs on the sample"
+    with pytest.raises(ForwardFailed, match=rf"\(4x7 and 8x8\)\. {told}"):
+        plan(model, batch(4, 7), regions=["0", "1"])
+    path = plan(model, batch(), regions=["0", "1"]).save(tmp_path / "plan.json")
+    with pytest.raises(ForwardFailed, match=rf"must have the same dtype, .*\. {told}"):
+        Plan.load(path, model, batch().double(), progress=False)
 
 
 def test_a_step_without_backward() -> None:

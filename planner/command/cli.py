@@ -12,7 +12,16 @@ from passes.printable import printable
 from solvers import SOLVERS
 from solvers.errors import MIB, PlannerError, mib_up
 
-from .cli_options import make_console, make_session, parse_budget, print_json, print_table, save_figure, set_aside
+from .cli_options import (
+    make_console,
+    make_session,
+    parse_budget,
+    print_json,
+    print_table,
+    refuse_one_path,
+    save_figure,
+    set_aside,
+)
 
 INTERRUPTED = 130
 app = typer.Typer(
@@ -102,6 +111,7 @@ def plan(
       checkpoint-planner plan train.py:make --budget 60% --time-limit 60
       checkpoint-planner plan train.py:make --budget 60% --never-recompute aten.mm --save "blocks.*.attention"
     """
+    refuse_one_path(out=out, report=report, export=export)
     session = make_session(
         factory, solver=solver, cost=cost, device=device, time_limit=time_limit, gap=gap, reserve=reserve,
         optimizer=optimizer, gradients=gradients, regions=regions, drop_outputs=drop_outputs, save=save,

@@ -50,6 +50,14 @@ def parse_budget(text: str, session: Any) -> int:
     return parse_size(text, session.plain_peak_bytes)
 
 
+def refuse_one_path(**outputs: Path | None) -> None:
+    """Refuse two outputs at one path: the second would take the place of the first."""
+    seen: dict[Path, str] = {}
+    for name, path in outputs.items():
+        if path is not None and (other := seen.setdefault(path.resolve(), name)) != name:
+            raise PlannerError(f"--{other} and --{name} are both {brief(path)}: give each a path of its own.")
+
+
 def save_figure(figure: Any, path: Path) -> None:
     from planner.files.atomic import as_path
 

@@ -87,7 +87,7 @@ def _run(call: Callable[[], Any], what: str) -> Any:
         return call()
     except PlannerError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
         own = [f for f in frames if not any(part in f.filename for part in ELSEWHERE)]
         where = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""

@@ -54,6 +54,12 @@ def nothing():
 def swapped():
     return small()[::-1]
 
+def leaving():
+    raise SystemExit(0)
+
+def misfit():
+    return small()[0], torch.randn(256, 65)
+
 def smaller():
     model, sample = small()
     return nn.Sequential(*model[:3], model[-1]), sample
@@ -65,6 +71,7 @@ def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "mine.py"
     path.write_text(FACTORY)
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     return path
 
 
@@ -150,6 +157,10 @@ def test_frontier_min_budget_and_max_batch(factory: Path, capsys: pytest.Capture
         (("plan", "missing:small", "--budget", "80%"), "No module named"),
         (("plan", "missing.py:small", "--budget", "80%"), "no such file"),
         (("plan", "mine:failing", "--budget", "80%"), "mine.py:27: ValueError: first line second line"),
+        (("plan", "mine:leaving", "--budget", "80%"), "leaving() failed at "),
+        (("plan", "leaves:small", "--budget", "80%"), "leaves.py:2: SystemExit: 0"),
+        (("plan", "mine:misfit", "--budget", "80%", "--regions", "0", "--regions", "3"), "(256x65 and 64x64)"),
+        (("plan", "mine:small", "--budget", "80%", "--out", "r", "--report", "./r"), "--out and --report are both r"),
         (("plan", "mine:nothing", "--budget", "80%"), "returned NoneType"),
         (("plan", "mine:branching", "--budget", "80%"), "mine.py:19: `if y.sum() > 0:`"),
         (("plan", "mine:swapped", "--budget", "80%"), "returned (Tensor, Sequential): return a tuple (model, sample)"),

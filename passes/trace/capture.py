@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from passes._torch import (
     JointGraph,
+    OpOverload,
     as_distributed,
     check_in_the_kernels,
     compiling_flags,
@@ -635,7 +636,7 @@ def _refuse_parts_of_conjugates(graph: fx.Graph, given: Sequence[torch.Tensor], 
     views = {node: name for node, t, name in zip(placeholders, given, names, strict=False) if t.is_conj()}
     for node in graph.nodes if views else ():
         source = node.args[0] if node.args else None
-        if isinstance(source, fx.Node) and source in views and isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(source, fx.Node) and source in views and isinstance(node.target, OpOverload):
             if node.target is torch.ops.aten.view_as_real.default:
                 raise LAZY.at(views[source])
             if node.target.is_view:

@@ -206,7 +206,7 @@ class _Search:
         """
         assert self.prepared.start is not None
         problem, expandable = self.prepared.problem, self.prepared.start.expandable
-        needed = self.prepared.worst_footprint(best.found.schedule)  # an arena, which takes long to find, comes next
+        needed = self._needed(best.found.schedule)  # an arena, which takes long to find, comes next
         little = needed.reserved_bytes <= aimed_bytes(needed.allocated_bytes, expandable)
         if little or self.budget_bytes is None or not best.found.added_cost:
             return best
@@ -259,14 +259,16 @@ class _Search:
 
     def measured(self, asked_bytes: int, found: Solution) -> _Try:
         """What a solution needs of the device."""
-        over = self._over(self.prepared.worst_footprint(found.schedule))
-        if over > 0:
-            over = self._over(self._least(found.schedule))
-        return _Try(asked_bytes, found, over)
+        return _Try(asked_bytes, found, self._over(self._needed(found.schedule)))
 
     def _over(self, needed: Footprint) -> int:
         over = needed.reserved_bytes - self.room_bytes
         return over if self.budget_bytes is None else max(over, needed.allocated_bytes - self.budget_bytes)
+
+    def _needed(self, schedule: Schedule) -> Footprint:
+        """Without what is asked for in advance, where that fits."""
+        plain = self.prepared.worst_footprint(schedule)
+        return plain if self._over(plain) <= 0 else self._least(schedule)
 
     def _least(self, schedule: Schedule) -> Footprint:
         """With what is asked for in advance."""

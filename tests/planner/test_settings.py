@@ -142,12 +142,10 @@ def test_questions_about_an_inputs_history_are_refused(asked: str) -> None:
 LEFT = {
     "default dtype": (lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)),
     "grad mode": (lambda: torch.set_grad_enabled(False), lambda: torch.set_grad_enabled(True)),
-    "oneDNN": (lambda: setattr(torch.backends.mkldnn, "enabled", False),
-               lambda: setattr(torch.backends.mkldnn, "enabled", True)),
+    "deterministic algorithms": (lambda: torch.use_deterministic_algorithms(True),
+                                 lambda: torch.use_deterministic_algorithms(False)),
     "anomaly enabled": (lambda: torch.autograd.set_detect_anomaly(True),
                         lambda: torch.autograd.set_detect_anomaly(False)),
-    "cudnn benchmark": (lambda: setattr(torch.backends.cudnn, "benchmark", True),
-                        lambda: setattr(torch.backends.cudnn, "benchmark", False)),
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from passes.lower import Lowered
 from passes.run.arena import Arena
 from planner import BudgetError, auto_checkpoint
 from planner.arena import aimed_bytes, best_arena
-from planner.fit import DEARER, solve_to_fit
+from planner.fit import DEARER, _Search, solve_to_fit
 from planner.footprint import Footprint, Start, asked, footprint, state_sizes, unknown_settings
 from planner.plan import Plan
 from planner.preference import solve_step
@@ -155,6 +155,18 @@ def test_of_schedules_that_cost_about_as_much_one_reserves_less(fragmented: tupl
         assert found.added_cost - cheapest.added_cost <= DEARER * prepared.problem.step_cost
         lower += after.reserved_bytes < before.reserved_bytes
     assert lower
+
+
+def test_what_fits_only_with_segments_asked_for_in_advance_is_judged_with_them(
+    fragmented: tuple[Prepared, int],
+) -> None:
+    prepared, plain_bytes = fragmented
+    for share, fits in ((65, False), (200, True)):
+        budget = plain_bytes * share // 100
+        schedule, search = solve_step(prepared, budget).schedule, _Search(prepared, budget, None, ())
+        plain = prepared.worst_footprint(schedule)
+        assert (plain.allocated_bytes <= budget) == fits
+        assert search._needed(schedule) == (plain if fits else search._least(schedule))
 
 
 def test_where_nothing_need_be_recomputed_nothing_is_to_reserve_less(fragmented: tuple[Prepared, int]) -> None:

@@ -18,6 +18,7 @@ from passes.trace.structure import flatten
 from passes.trace.templates import Template
 from planner.decided import Decided, PlannedRun
 from planner.ranks.sharded import gathered_parameters, sources_of
+from planner.regions.find import is_compiled
 from planner.regions.losses import LOSS, looking_at_losses, region_module
 
 from .entry import Entry, Losses, starts_of
@@ -95,7 +96,7 @@ class RegionForward:
         return self.previous or type(self.model).forward.__get__(self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # compiled since it was planned
+        if torch.compiler.is_compiling():  # something around it was compiled since it was planned
             return self.original(*args, **kwargs)
         number, self.calls = self.calls, self.calls + 1
         if not torch.is_grad_enabled():
@@ -162,11 +163,12 @@ class RegionForward:
         self.surprise = autocast
 
     def start(self) -> None:
-        """Be the module's forward."""
+        """Be the module's forward, unless that was compiled since it was planned: the compiler would look into this."""
         current = self.model.__dict__.get("forward")
         self.calls, self.unplanned, self.modes = 0, None, dispatch_modes()
         self.previous = self.previous if current is self else current
-        set_forward(self.model, self)
+        if not is_compiled(self.model):
+            set_forward(self.model, self)
 
     def end(self) -> None:
         """Undo `start`."""

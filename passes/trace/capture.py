@@ -141,13 +141,13 @@ class Traced:
     `layouts` what it was told about how kernels lay out what they make. `repeated` names the buffers that the plain
     step updates again when a checkpoint of its own recomputes, and the planned step once. `by_name` are the arguments
     that the call gave by name, `overlaps` the primals that had memory of a mutated one, `resident` what memory each
-    primal adds to those before it (`own_bytes`). `changes` is what forward
-    changes in its arguments; the tensors that it puts there follow those of the output in `outputs`. `left` are the
-    places elsewhere that forward sets and does not read, which a planned step leaves as they are; `settings` are the
-    attributes of the model's modules that it sets to plain values, as a planned step does, too. `within` are the
-    parameters by which the backward of a custom function differentiates: they may have no hooks. `spread` are the
-    placements of the gradients of `DTensor`s, by the numbers of the primals. `first_call` is what a first call of
-    forward remembers and was in place. `changed_later` are primals that code after a region changes in place.
+    primal adds to those before it (`own_bytes`). `changes` is what forward changes in its arguments; the tensors that
+    it puts there follow those of the output in `outputs`. `left` are the places elsewhere that forward sets and does
+    not read, which a planned step leaves as they are; `settings` are the attributes of the model's modules that it sets
+    to plain values, as a planned step does, too. `within` are the parameters by which the backward of a custom function
+    differentiates: they may have no hooks. `spread` are the placements of the gradients of `DTensor`s, by the numbers
+    of the primals. `first_call` is what a first call of forward remembers and was in place. `changed_later` are primals
+    that code after a region changes in place.
     """
 
     graph_module: fx.GraphModule

@@ -156,8 +156,9 @@ def _entry(pair: tuple[StateEntry, str] | None) -> str:
 def blank_sample(state: PlanState) -> Bound:
     """Inputs as the plan's sample had them, except for their values."""
     tensors = []
-    for shape, dtype, device, requires_grad, stride, *_ in state.first.key.inputs[1:]:
+    for shape, dtype, device, requires_grad, stride, conjugated, *_ in state.first.key.inputs[1:]:
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+        tensor = tensor.conj() if conjugated else tensor
         tensors.append(tensor.requires_grad_(requires_grad))
     traced = state.first.planned.prepared.traced
     return Bound(unflatten(traced.input_template, tensors), traced.by_name)

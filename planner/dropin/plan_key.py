@@ -19,7 +19,7 @@ from passes.trace.recorder import is_looked_into
 from passes.trace.structure import is_shared
 from passes.trace.templates import Again, Constant, Opaque, Slot, Template, Tree, outline
 
-LAZY = "yet to be conjugated"
+LAZY = ", yet to be conjugated"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def state_key(t: torch.Tensor) -> tuple[Any, ...]:
     if is_distributed(t):
         spread: Any = t
         return (*state_key(local_part(t)), tuple(map(str, spread.placements)), tuple(t.shape))
-    return t.shape, t.dtype, home(t), t.requires_grad, arrangement(t)
+    return t.shape, t.dtype, home(t), t.requires_grad, arrangement(t), lazy(t)
 
 
 def module_key(module: nn.Module) -> Any:
@@ -96,10 +96,13 @@ def _look(name: str, module: nn.Module) -> Any:
 
 
 def arrangement(t: torch.Tensor) -> Any:
-    """A tensor's strides, and whether it is yet to be conjugated; its layout where it has none."""
-    if t.layout is not torch.strided:
-        return t.layout
-    return (*t.stride(), LAZY) if t.is_conj() else t.stride()
+    """A tensor's strides, or its layout where it has none."""
+    return t.stride() if t.layout is torch.strided else t.layout
+
+
+def lazy(t: torch.Tensor) -> str:
+    """Whether a tensor is yet to be conjugated, in words."""
+    return LAZY if t.is_conj() else ""
 
 
 def home(t: torch.Tensor) -> torch.device:
@@ -110,11 +113,11 @@ def home(t: torch.Tensor) -> torch.device:
 def describe_tensor(key: Any) -> str:
     shape, dtype, device, requires_grad, strides, *others = key
     more = ", requires_grad" * requires_grad + ", made under inference_mode" * (others[-1:] == [True])
-    more += next((other for other in others if isinstance(other, str)), "")
+    more += "".join(other for other in others if isinstance(other, str))
     if isinstance(strides, torch.layout):
         more += f", {str(strides).removeprefix('torch.')}"
     elif strides != torch.empty(shape, device="meta").stride():
-        more += f", {LAZY}" if LAZY in strides else f", in strides {tuple(strides)}"
+        more += f", in strides {tuple(strides)}"
     return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}{more}"
 
 

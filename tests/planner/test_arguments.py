@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from passes.trace.structure import flatten
 from planner import InputMismatch, PlannerError, Unsupported, auto_checkpoint
+from planner.dropin.apply import blank_sample
 from planner.dropin.plan_key import Look, call_key
 from tests.planner.steps import assert_same_gradients
 from tests.planner.test_regions import assert_equal_and_exact, planned_at
@@ -647,6 +648,15 @@ class Waves(nn.Module):
         return torch.view_as_complex(y.view(-1, 4, 2)) if self.spectrum else y.relu().sum()
 
 
+class Wave(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return self.linear((z * z).real).relu().sum()
+
+
 def test_parts_of_a_tensor_that_is_yet_to_be_conjugated_are_refused_by_name() -> None:
     z, model = torch.randn(4, 8, dtype=torch.complex64), Waves(spectrum=False)
     plan = auto_checkpoint(model, z, progress=False)
@@ -655,6 +665,16 @@ def test_parts_of_a_tensor_that_is_yet_to_be_conjugated_are_refused_by_name() ->
     plan.module(z.conj().resolve_conj()).backward()
     with pytest.raises(Unsupported, match="real or imaginary part of a tensor that is yet to be conjugated at z"):
         auto_checkpoint(model, z.conj(), progress=False)
+
+
+def test_a_plan_for_what_is_yet_to_be_conjugated_is_for_that() -> None:
+    model, z = Wave(), torch.randn(4, 8, dtype=torch.complex64).conj()
+    plan = auto_checkpoint(model, z, progress=False)
+    blank = blank_sample(plan.module._plan_state)["z"]
+    assert blank.is_conj() and blank.stride() == z.stride()
+    plan.module(z).backward()
+    with pytest.warns(UserWarning, match=r"got \(4, 8\) complex64 on cpu, .* on cpu, yet to be conjugated"):
+        plan.module(z.resolve_conj()).backward()
 
 
 def test_a_gradient_that_is_yet_to_be_conjugated_is_the_plain_one() -> None:

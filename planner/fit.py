@@ -2,8 +2,9 @@
 
 The solvers count tensors. The allocator adds blocks that it does not split, and segments, which decide whether the
 device is full. Both are known once a schedule is, so a schedule that turns out too large is solved anew for as much
-less; where that gives away too much, for something in between. Of a schedule for which much more is reserved than
-allocated, others that cost about as much are looked at: the solvers cannot tell them apart, and the allocator does.
+less; where that gives away too much, or costs much more than what just did not fit, for something in between. Of a
+schedule for which much more is reserved than allocated, others that cost about as much are looked at: the solvers
+cannot tell them apart, and the allocator does.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from .options import BUCKET
 from .preference import AS_OFTEN, paid_for, placed, placed_within, solve_step
 from .prepared import Prepared
 
-TRIES = 8
-WELL_USED = 0.97
-# Where a schedule reserves too much: how many others are looked at, in what part of the time limit each, how much less
-# each is asked to take (a part of what is not static), and how much more it may cost (a part of the step).
-OTHERS, SHARE, LESS, DEARER = 8, 0.2, 1 / 400, 0.02
+# Where a schedule is too large: how many others are tried, and how many of these once one fits. What fits is enough
+# where it uses so much of its room and costs, as a part of the step, so little more than what does not fit.
+TRIES, MORE, WELL_USED, CLOSE = 8, 3, 0.97, 0.01
+# Where a schedule reserves too much: how many others are looked at, in what part of the time limit each (all of it once
+# one is too dear), in how many time limits together, how much less each is asked to take (a part of what is not
+# static), and how much more it may cost (a part of the step).
+OTHERS, SHARE, LONGEST, LESS, DEARER = 8, 0.2, 3.0, 1 / 400, 0.02
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,7 @@ class _Search:
         self.prepared, self.budget_bytes, self.report, self.warm_starts = prepared, budget_bytes, report, warm_starts
         self.room_bytes = prepared.start.room_bytes
         self.limit_bytes = self.room_bytes if budget_bytes is None else min(self.room_bytes, budget_bytes)
+        self.fitting: list[_Try] = []  # of those that were found on the way
 
     def attempt(self, asked_bytes: int | None, share: float = 1.0) -> _Try:
         """Args: share: of the time limit."""
@@ -183,21 +187,28 @@ class _Search:
             ) from error  # fmt: skip
 
     def within(self, failed: _Try) -> _Try:
-        """What fits, if what was asked for first does not."""
-        best = None
+        """The cheapest found that fits, if what was asked for first does not."""
+        asked, more = failed.asked_bytes - failed.over_bytes, MORE
         for _ in range(TRIES):
-            asked = failed.asked_bytes - failed.over_bytes if best is None else _middle(best, failed)
             try:
                 tried = self.attempt(asked)
             except BudgetError:
                 break
+            more -= bool(self.fitting)
             if tried.over_bytes <= 0:
-                best = tried
-                if tried.over_bytes > -(1 - WELL_USED) * self.limit_bytes:
-                    break
+                self.fitting.append(tried)
             else:
                 failed = tried
-        return best or self.smallest()
+            if self.fitting and self._is_enough(self.fitting[-1], failed, more):
+                break
+            asked = _middle(self.fitting[-1], failed) if self.fitting else failed.asked_bytes - failed.over_bytes
+        return min(self.fitting, key=_cost) if self.fitting else self.smallest()
+
+    def _is_enough(self, fits: _Try, failed: _Try, more: int) -> bool:
+        """Whether the most that fits uses its room well, and costs little more than the least that does not fit."""
+        if fits.over_bytes <= -(1 - WELL_USED) * self.limit_bytes:
+            return False
+        return more <= 0 or _cost(fits) - _cost(failed) <= CLOSE * self.prepared.problem.step_cost
 
     def reserving_less(self, best: _Try) -> _Try:
         """Of schedules that cost about as much, one for which less is reserved, where much is and there is a budget.
@@ -208,20 +219,23 @@ class _Search:
         problem, expandable = self.prepared.problem, self.prepared.start.expandable
         needed = self._needed(best.found.schedule)  # an arena, which takes long to find, comes next
         little = needed.reserved_bytes <= aimed_bytes(needed.allocated_bytes, expandable)
-        if little or self.budget_bytes is None or not best.found.added_cost:
+        if little or self.budget_bytes is None or not _cost(best):
             return best
-        needed = self._least(best.found.schedule)
-        dearest = best.found.added_cost + DEARER * problem.step_cost
+        dearest = _cost(best) + DEARER * problem.step_cost
+        known = [(self._least(t.found.schedule), t) for t in self.fitting or [best] if _cost(t) <= dearest]
+        needed, best = min(known, key=lambda pair: pair[0].reserved_bytes)
         asked, step = best.asked_bytes, int(LESS * (best.asked_bytes - problem.static_bytes))
+        share, left = SHARE, LONGEST
         for _ in range(OTHERS):
-            if needed.reserved_bytes <= aimed_bytes(needed.allocated_bytes, expandable):
+            if left <= 0 or needed.reserved_bytes <= aimed_bytes(needed.allocated_bytes, expandable):
                 break
-            asked -= step
+            asked, left = asked - step, left - share
             try:
-                tried = self.attempt(asked, SHARE)
+                tried = self.attempt(asked, share)
             except BudgetError:
                 break
-            if tried.over_bytes <= 0 and tried.found.added_cost <= dearest:
+            share = share if _cost(tried) <= dearest else 1.0
+            if tried.over_bytes <= 0 and _cost(tried) <= dearest:
                 other = self._least(tried.found.schedule)
                 if other.reserved_bytes < needed.reserved_bytes:
                     best, needed = tried, other
@@ -273,6 +287,10 @@ class _Search:
     def _least(self, schedule: Schedule) -> Footprint:
         """With what is asked for in advance."""
         return self.prepared.worst_footprint(schedule, self.prepared.arena(schedule, self.budget_bytes))
+
+
+def _cost(tried: _Try) -> int:
+    return tried.found.added_cost
 
 
 def _middle(fits: _Try, fails: _Try) -> int:

@@ -435,6 +435,10 @@ def torch_settings() -> dict[str, Any]:
     return {**own, **{name: get() for name, get in (DEFAULTS | _getters()).items()}}
 
 
+# Looked at by themselves, deprecated, or (an order of attention's kernels) set by torch's own first call on a device.
+NOT_SETTINGS = ("autocast", "tracing", "thread_name", "graph_exec", "num_interop", "sdp_priority_order")
+
+
 @functools.cache
 def _getters() -> dict[str, Callable[[], Any]]:
     """Those of `torch._C` that take no arguments, belong to a setter and are neither deprecated nor start anything."""
@@ -442,7 +446,7 @@ def _getters() -> dict[str, Callable[[], Any]]:
     for setter in (name for name in dir(torch._C) if name.startswith(("_set_", "set_"))):
         prefix, _, what = setter.partition("set_")
         getters = [getattr(torch._C, f"{prefix}{verb}_{what}", None) for verb in ("get", "is")]
-        if any(getters) and not what.startswith(("autocast", "tracing", "thread_name", "graph_exec", "num_interop")):
+        if any(getters) and not what.startswith(NOT_SETTINGS):
             get: Any = next(filter(None, getters))
             with contextlib.suppress(TypeError, RuntimeError):
                 get()

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from passes.printable import shown
 from solvers.errors import MIB, BudgetError
 
 from .units import is_number, parse_size
@@ -43,7 +44,7 @@ class Budget:
         if isinstance(self.value, str):
             return parse_size(self.value, plain_peak_bytes)
         if not is_number(self.value):
-            raise BudgetError(f"budget_mb={self.value!r} is not a number of MiB: {ACCEPTED}.")
+            raise BudgetError(f"budget_mb={shown(self.value)} is not a number of MiB: {ACCEPTED}.")
         if not 0 < self.value <= LARGEST_MB:
             raise BudgetError(f"budget_mb={self.value!r} is not a usable budget: {ACCEPTED}.")
         return int(float(self.value) * MIB)
@@ -52,5 +53,5 @@ class Budget:
 def reserve_to_bytes(reserve_mb: Any) -> int:
     """`reserve_mb` in bytes, rounded up."""
     if not is_number(reserve_mb) or not 0 <= reserve_mb <= LARGEST_MB:
-        raise BudgetError(f"reserve_mb={reserve_mb!r} is not a number of MiB: it takes one that is not negative.")
+        raise BudgetError(f"reserve_mb={shown(reserve_mb)} is not a number of MiB: it takes one that is not negative.")
     return math.ceil(float(reserve_mb) * MIB)

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from passes.printable import brief
+from passes.printable import shown
 from passes.profile import OpProfile
 from passes.rates import check_cost, cost_function
 from solvers import get_solver
@@ -67,7 +67,7 @@ class Options:
         get_solver(self.solver)
         check_mode(self.check)
         if self.loss_fn is not None and not callable(self.loss_fn):
-            raise PlannerError(f"loss_fn={brief(repr(self.loss_fn))} is not callable: pass a function of the output.")
+            raise PlannerError(f"loss_fn={shown(self.loss_fn)} is not callable: pass a function of the output.")
         if isinstance(self.loss_fn, type):
             name = self.loss_fn.__name__
             raise PlannerError(f"loss_fn={name} is a class: pass an instance, {name}().")
@@ -144,7 +144,7 @@ def _checked(cost: Callable[[OpProfile], float]) -> Callable[[OpProfile], float]
     def checked(profile: OpProfile) -> float:
         found = cost(profile)
         if not is_number(found) or not 0 <= found < math.inf:
-            given = f"cost={getattr(cost, '__name__', 'the callable')} gave {brief(repr(found))} for {profile.name}"
+            given = f"cost={getattr(cost, '__name__', 'the callable')} gave {shown(found)} for {profile.name}"
             raise PlannerError(f"{given}: it returns a number, zero or more, for each op.")
         return found
 

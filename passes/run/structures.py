@@ -29,7 +29,8 @@ def take(template: dict[str, Any], value: Any, path: str, tensors: dict[int, tor
         _take_tensor(template, value, path, tensors)
     elif kind == "constant":
         if not _is_same(value, template["value"]):
-            raise ExportError(f"argument {path}: got {value!r}, the step was planned for {template['value']!r}.")
+            given = repr(value) if isinstance(value, type(template["value"])) else type(value).__name__
+            raise ExportError(f"argument {path}: got {given}, the step was planned for {template['value']!r}.")
     elif kind == "dict":
         if not isinstance(value, dict) or list(value) != template["keys"]:
             got = list(value) if isinstance(value, dict) else type(value).__name__

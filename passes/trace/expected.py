@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from passes._torch import wrapped_tensors
+from passes.printable import describe_kind, shown
 
 from .places import is_users
 
@@ -219,33 +220,21 @@ def same_value(a: Any, b: Any) -> bool:
     return type(a) in LITERALS and bool(a == b)
 
 
-def show(value: Any) -> str:
-    """A value in an error message."""
-    if isinstance(value, (nn.Module, torch.Tensor)) or type(value).__repr__ is object.__repr__:
-        return describe_kind(type(value))
-    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-        return value.__qualname__
-    try:
-        text = " ".join(repr(value).split())
-    except Exception:  # noqa: BLE001 - the user's own code
-        return describe_kind(type(value))
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
-
-
-_LONGEST = 80
-
-
-def describe_kind(kind: type) -> str:
-    return f"{'an' if kind.__name__[:1] in 'AEIOUaeiou' else 'a'} {kind.__name__}"
+def apart(now: str, then: str) -> tuple[str, str]:
+    """What is there now and what was there, in words that differ."""
+    if now != then:
+        return now, then
+    return f"{now} (another definition, object or content of that name)", "the one before"
 
 
 def describe(expected: Expected) -> str:
     """What a read expects, in an error message."""
     match expected:
         case Literal(value) | Same(value) | Constant(value):
-            return show(value)
+            return shown(value)
         case Contents(kind, parts) if kind in (list, tuple) and len(parts) < _FEW:
-            return f"{kind.__name__}({', '.join(map(describe, parts))})"
+            inside = ", ".join(map(describe, parts)) + "," * (kind is tuple and len(parts) == 1)
+            return f"({inside})" if kind is tuple else f"[{inside}]"
         case Contents(kind) | Whole(kind):
             return f"{describe_kind(kind)} as it was"
         case State():

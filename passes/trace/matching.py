@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from passes._torch import plain_class, wrapped_tensors
+from passes.printable import describe_kind, shown
 
 from .expected import (
     BY_VALUE,
@@ -23,14 +24,14 @@ from .expected import (
     Same,
     State,
     Whole,
+    apart,
     compared_in,
     describe,
-    describe_kind,
     parts_of,
     same_value,
-    show,
 )
 from .reads import (
+    NAMES,
     REGISTERED,
     Getter,
     Matched,
@@ -50,6 +51,7 @@ class Differs(Exception):
     """What was read is no longer there: where, what is there now, what was there."""
 
     def __init__(self, where: str, now: str, then: str) -> None:
+        now, then = apart(now, then)
         super().__init__(where, now, then)
         self.where, self.now, self.then = where, now, then
 
@@ -78,6 +80,12 @@ def _wrapped(value: torch.Tensor, *_: Any) -> tuple[Any, ...]:
     return value.requires_grad, *map(id, wrapped_tensors(value))
 
 
+def _literals(expected: Expected) -> list[Any]:
+    if isinstance(expected, Contents):
+        return [part.value for part in expected.parts if isinstance(part, Literal)]
+    return expected.items if isinstance(expected, Whole) else []
+
+
 class _Matching:
     """Walks from the model along the reads."""
 
@@ -101,7 +109,7 @@ class _Matching:
             raise Differs("the model", describe_kind(type(model)), describe_kind(self.reads.objects[0].kind))
         self._follow()
         if not self.agrees(self.reads.loss, loss_fn):
-            raise Differs("loss_fn", show(loss_fn), describe(self.reads.loss))
+            raise Differs("loss_fn", shown(loss_fn), describe(self.reads.loss))
         for read in self.reads.fixed:
             self._check(read, read.at_holder, read.label)
         self._follow()
@@ -118,8 +126,20 @@ class _Matching:
         self.numbers = {id(value): number for number, value in self.objects.items()}
         for expected, value in zip(self.reads.arguments, given, strict=True):
             if not self.agrees(expected, value):
-                raise Differs("(arguments)", show(value), self._words(expected))
+                raise Differs("(arguments)", shown(value), self._words(expected))
             self._follow()
+
+    def _told(self, read: Read, label: str, value: Any) -> tuple[str, str]:
+        """What is there in the place of a read now, and what was there, in words."""
+        if read.getter is of_hooks:
+            return f"{label} with other hooks", "those at planning"
+        if read.name == NAMES:
+            names, before = value if isinstance(value, tuple) else (), _literals(read.expected)
+            came, went = (", ".join(n for n in a if n not in b) for a, b in ((names, before), (before, names)))
+            told = [f"with {came} set"] * bool(came) + [f"without {went}"] * bool(went)
+            return f"{label} {' and '.join(told)}", "the attributes that it had"
+        now, then = apart(*(f"{read.name}={text}" for text in (shown(value), self._words(read.expected))))
+        return f"{label} with {now}", then
 
     def _words(self, expected: Expected) -> str:
         if isinstance(expected, Object):
@@ -133,7 +153,7 @@ class _Matching:
             return
         module = self.modules.get(known.path, MISSING)
         if not self.agrees(Object(number), module):
-            raise Differs(known.path, show(module), describe_kind(known.kind))
+            raise Differs(known.path, shown(module), describe_kind(known.kind))
 
     def _state(self) -> None:
         matched = self.matched
@@ -204,10 +224,7 @@ class _Matching:
         if getattr(type(value), "runs_plan", False):
             value = MISSING if value.previous is None else value.previous
         if not self.agrees(read.expected, value):
-            now, then = (f"{read.name}={text}" for text in (show(value), describe(read.expected)))
-            if read.getter is of_hooks:
-                now, then = "other hooks", "those at planning"
-            raise Differs("(read by forward)", f"{label} with {now}", then)
+            raise Differs("(read by forward)", *self._told(read, label, value))
         if read.late:
             matched.late_contents += [(read, *each) for each in matched.contents[known:]]
 

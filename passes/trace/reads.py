@@ -19,9 +19,11 @@ import numpy
 import torch
 from torch import nn
 
+from passes.printable import shown
+
 from .arguments import StateEntry
 from .closures import remembered_by
-from .expected import LITERALS, MISSING, Expected, Literal, holds_these, same_value, show
+from .expected import LITERALS, MISSING, Expected, Literal, apart, holds_these, same_value
 
 Getter = Callable[[str, Any], Any]
 
@@ -58,6 +60,9 @@ def by_plain_attribute(holder: Any) -> Getter:
 def of_instance(holder: Any) -> Getter:
     own: dict[str, Any] = object.__getattribute__(holder, "__dict__")
     return own.get
+
+
+NAMES = ""  # stands for the name of a read of the names that there are
 
 
 def names_of(holder: Any) -> Getter:
@@ -224,7 +229,8 @@ class Matched:
         """What the backward reads and is not what it was as the forward ran, in words; "" where all is."""
         for read, get, then in self.late:
             if not same_value(now := get(read.name, MISSING), then):
-                return f"{read.label} with {read.name}={show(now)}, in the forward {show(then)}"
+                is_now, was = apart(shown(now), shown(then))
+                return f"{read.label} with {read.name}={is_now}, in the forward {was}"
         for read, container, items in self.late_contents:
             if not holds_these(container, items):
                 return f"{read.label} with another content of {read.name} than in the forward"

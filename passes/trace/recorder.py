@@ -31,6 +31,7 @@ from torch.nn.modules import module as module_file
 from torch.overrides import TorchFunctionMode
 
 from passes._torch import TORCH_FOLDER, wrapped_tensors
+from passes.printable import describe_kind
 
 from .arguments import StateEntry, state_tensors
 from .closures import CACHE
@@ -48,7 +49,6 @@ from .expected import (
     State,
     Whole,
     compared_in,
-    describe_kind,
     has_attributes,
     parts_of,
 )
@@ -56,6 +56,7 @@ from .nodes import kept_by_torch, same
 from .places import OUR_FOLDERS, is_users, is_users_file
 from .reads import (
     HOOKS,
+    NAMES,
     REGISTERED,
     Getter,
     Known,
@@ -385,7 +386,7 @@ class Recorder:
 
     def _whole(self, obj: Any) -> None:
         if type(obj).__dictoffset__:
-            self._own(obj, "", names_of)
+            self._own(obj, NAMES, names_of)
             for name in ("forward", *object.__getattribute__(obj, "__dict__")):
                 self._own(obj, name)
         for kind in type(obj).__mro__:
@@ -544,7 +545,7 @@ class Recorder:
             for value in found:
                 self._opaque(value)
                 if isinstance(value, threading.local):
-                    self._read(value, names_among(frozenset(self.said)), "attributes", describe_kind(type(value)))
+                    self._read(value, names_among(frozenset(self.said)), NAMES, describe_kind(type(value)))
 
     def _opaque(self, value: Any) -> None:
         if isinstance(value, type):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from passes._torch import pytree
+from passes.printable import shown
 
 from .expected import LITERALS
 
@@ -109,8 +110,7 @@ def _outline(template: Template, path: str, first: dict[int, str]) -> Iterator[t
         case Again():
             yield path, "what another place holds, too"
         case Constant(value):
-            text = repr(value)
-            yield path, text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+            yield path, shown(value, LONGEST)
         case Tree(_, children):
             names = child_names(template)
             for i, child in enumerate(children):

@@ -28,6 +28,7 @@ from passes._torch import (
 from passes.device import kind_of
 from passes.errors import CaptureError, ForwardFailed, InputMismatch, NoBackward, StateChanged, Unsupported
 from passes.exclusive import turn
+from passes.printable import describe_kind
 from passes.run._torch import Autocast, active_saving_hooks, backward_number
 from passes.run.arena import ask_for
 from passes.run.step import refuse_tracing
@@ -49,7 +50,7 @@ from planner.ranks.sharded import Gathers, gathered_aside, input_dtype
 from solvers.errors import BudgetError, PlannerError
 
 from .courses import Courses
-from .entry import Entry, Losses, Watched, are_trained, describe_starts, starts_of
+from .entry import Entry, Losses, Watched, are_trained, describe_starts, is_planned_for, starts_of
 from .fallback import Fallback
 from .notices import REGION, SLOW_REPLANS, Notices, user_frame
 from .plan_key import Key, call_key, describe_tensor, key_difference, state_key
@@ -435,10 +436,14 @@ class PlanState:
         except Differs as differs:
             return InputMismatch(differs.where, differs.now, differs.then, _HINT)
         entries = self.first.reads.entries
-        for entry, got, expected in zip(entries, map(state_key, state), self.first.state, strict=False):
-            if got != expected:
+        for entry, tensor, expected in zip(entries, state, self.first.state, strict=False):
+            if (got := state_key(tensor)) != expected:
                 return InputMismatch(entry.name, describe_tensor(got), describe_tensor(expected), _HINT)
+            if not is_planned_for(tensor):
+                return InputMismatch(entry.name, describe_kind(type(tensor)), "a plain tensor", _HINT)
         traced = self.first.planned.prepared.traced
+        if hooked := [i for i in traced.within if state[i]._backward_hooks]:
+            return InputMismatch(traced.primal_names[hooked[0]], "a tensor with hooks", "one without", _HINT)
         given = [*state, *inputs]
         if len(given) == traced.num_primals and (met := set(overlaps(given, traced.mutated)) ^ set(traced.overlaps)):
             one, other = (argument_path(traced.primal_names[i]) for i in min(met))
@@ -447,9 +452,10 @@ class PlanState:
         for plan in self.cache:
             if plan.key == key and (changed := self._changed_region(plan)) is not None:
                 return changed
-        asked = self.first.planned.prepared.traced.guard
-        answers = "" if asked is None else f" {list(asked.answers)}"
-        return InputMismatch("(values)", "other answers to the model's `if`s", f"the sample's{answers}", _HINT)
+        if traced.guard is None:
+            return InputMismatch("(the call)", "one that no plan is for", "the sample's", _HINT)
+        answers = f"the sample's {list(traced.guard.answers)}"
+        return InputMismatch("(values)", "other answers to the model's `if`s", answers, _HINT)
 
     def plain(self, bound: Mapping[str, Any]) -> Any:
         """The plain step's forward."""

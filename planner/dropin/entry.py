@@ -27,7 +27,8 @@ BYTES_PER_OP = 23_000  # by the growth of a process that plans GPT-2 for 20 leng
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter})
 
 
-def _is_planned_for(tensor: Any) -> bool:
+def is_planned_for(tensor: Any) -> bool:
+    """Whether it is of a class of which its shape, type and layout tell all that a plan is for."""
     return type(tensor) in _PLAIN or is_distributed(tensor)
 
 
@@ -117,7 +118,7 @@ class Entry:
         tensors = self._state(model, loss_fn)
         if tensors is not None and self.alike is not None and self.alike(*tensors):
             return tensors
-        if tensors is None or not (_PLAIN.issuperset(map(type, tensors)) or all(map(_is_planned_for, tensors))):
+        if tensors is None or not (_PLAIN.issuperset(map(type, tensors)) or all(map(is_planned_for, tensors))):
             return None
         alike = list(map(_decides, tensors)) == self.state or list(map(state_key, tensors)) == self.state
         self.alike = look_alike(tensors) if alike else self.alike

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from passes.printable import brief
+from passes.printable import brief, shown
 from planner.errors import RankError
 from solvers.errors import PlannerError
 
@@ -34,7 +34,7 @@ class Ranks:
     def __init__(self, group: Any) -> None:
         if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
             raise PlannerError(
-                f"group={brief(repr(group))} is no process group: pass one of torch.distributed, such as "
+                f"group={shown(group)} is no process group: pass one of torch.distributed, such as "
                 "dist.group.WORLD, or None to plan in this process alone."
             )
         self.group = _gloo(group)

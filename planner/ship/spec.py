@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from passes._torch import TORCH_VERSION, pytree
-from passes.printable import brief
+from passes.printable import brief, shown
 from passes.run import exported
 from passes.run._torch import Autocast
 from passes.trace.arguments import state_tensors
@@ -191,7 +191,7 @@ def _container(spec: Any, count: int, strict: str | None) -> dict[str, Any]:
     keys = _keys(spec, count)
     if isinstance(kind, type) and issubclass(kind, dict) and not hasattr(kind, "to_tuple"):
         if odd := [key for key in keys if not isinstance(key, (str, int, float))]:
-            raise PlannerError(f"a dict has the key {brief(repr(odd[0]))}: an export keeps strings and numbers alone.")
+            raise PlannerError(f"a dict has the key {shown(odd[0])}: an export keeps strings and numbers alone.")
         return {"kind": "dict", "keys": keys}
     if strict is not None and kind is namedtuple:  # its fields come in order, whatever their names
         return {"kind": "tuple"}

@@ -103,7 +103,7 @@ def test_what_becomes_of_quantized_weights_is_followed() -> None:
     equal_step(model, model, plain, x)
     for each in (model, plain):
         each[1].base.weight.scale = each[1].base.weight.scale * 3
-    with pytest.warns(UserWarning, match=r"1\.base \(Linear\) with weight=an Int8"):
+    with pytest.warns(UserWarning, match=r"1\.base \(Linear\) with weight=Int8 \(64, 64\)"):
         equal_step(model, model, plain, x)
     for each in (model, plain):
         each[2].base.weight = nn.Parameter(Int8.of(torch.eye(64)), requires_grad=False)

@@ -28,16 +28,17 @@ def stopped(error: Exception, why: Refusal | None, meta: bool) -> Exception:
     if why is None:
         return _without_data(error) if meta else capture_error(error)
     found: Refusal = why
-    if isinstance(why, CaptureError) and _is_forwards_own(error):
-        found = ForwardFailed(str(why), location=why.location, construct=why.construct)
+    own = None if isinstance(error, PlannerError) else capture_error(error)
+    if isinstance(why, CaptureError) and isinstance(own, ForwardFailed):
+        found = ForwardFailed(str(why), location=own.location, construct=own.construct)
     said = str(error).partition("\n")[0].rstrip(".")
     if said not in str(why):
-        found.args = (f"{why} Running the step by regions raised {type(error).__name__}: {said}.",)
+        at = f" (at {own.location})" if own is not None and own.location else ""
+        found.args = (
+            f"running the step by regions raised {type(error).__name__}: {said}{at}. It was run so because the model "
+            f"cannot be planned as a whole: {why}",
+        )
     return found
-
-
-def _is_forwards_own(error: Exception) -> bool:
-    return not isinstance(error, PlannerError) and isinstance(capture_error(error), ForwardFailed)
 
 
 def _without_data(error: Exception) -> RegionError:

@@ -128,3 +128,31 @@ def test_a_weight_of_another_class_is_named() -> None:
     for layer in model:
         layer.base.weight = nn.Parameter(torch.randn(8, 8), requires_grad=False)
     assert "argument '1.base.weight': got an Int8, the plan expects a plain tensor." in told(model, quantize)
+
+
+class Asks(nn.Module):
+    """A model that is planned by regions, as it asks for a value, with batch norms that want several rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum().item() > 1e9:
+            raise RuntimeError
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_what_stopped_a_call_by_regions_is_said_first() -> None:
+    model = Asks()
+    plan(model, batch()).apply(model)
+    with pytest.warns(UserWarning, match="step not used") as said, pytest.raises(ValueError, match="per channel"):
+        model(batch(1))
+    text = str(said[-1].message)
+    stopped, reason = text.index("ValueError: Expected more than 1 value"), text.index("cannot trace the model")
+    assert text.startswith("planned step not used") and stopped < reason
+    assert "cannot be planned as a whole" in text[:reason] and "test_texts.py" in text[:reason]

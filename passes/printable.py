@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -24,6 +25,12 @@ def brief(text: Any, longest: int = 200) -> str:
     """`printable`, with the middle left out of what is longer."""
     shown = printable(text)
     return shown if len(shown) <= longest else f"{shown[: longest // 2]}...{shown[-longest // 2 :]}"
+
+
+def few(names: Sequence[str], most: int = 4) -> str:
+    """The first of several names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names) if more <= 1 else f"{', '.join(names[:most])} and {more} more"
 
 
 def shown(value: Any, longest: int = 80) -> str:

@@ -29,7 +29,7 @@ def take(template: dict[str, Any], value: Any, path: str, tensors: dict[int, tor
         _take_tensor(template, value, path, tensors)
     elif kind == "constant":
         if not _is_same(value, template["value"]):
-            given = repr(value) if isinstance(value, type(template["value"])) else type(value).__name__
+            given = repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__
             raise ExportError(f"argument {path}: got {given}, the step was planned for {template['value']!r}.")
     elif kind == "dict":
         if not isinstance(value, dict) or list(value) != template["keys"]:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from passes._torch import pytree
+from passes.printable import few
 
 from ..errors import StateChanged, Unsupported
 from .constructs import DRAW, KEPT, SEED
@@ -121,9 +122,8 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[Left, ...]:
         if change.node.kind == "array":
             refuse_state(change, "an array changed in forward")
     written_again = _compare_steps(changes, watch, rerun, refuse_state)
-    for change in changes:
-        if change.node.kind == "generator":
-            _say(f"forward brings {change.path} into a state of its own; the planned step leaves it alone")
+    if seeded := [change.path for change in changes if change.node.kind == "generator"]:
+        _say(f"forward brings {few(seeded)} into a state of its own; the planned step leaves it alone")
     others = [change for change in changes if change.node.kind not in ("generator", "cache")]
     return tuple(
         Left(
@@ -150,16 +150,15 @@ def say_what_is_left(found: Sequence[Left], settings: Sequence[Setting]) -> tupl
     Returns notes for the plan, and the places that forward, or hooks before it, leave something in for others to read.
     """
     done = set(map(str, settings))
-    others = [left for left in found if left.path not in done]
-    for left in others:
-        if not left.is_kept:
-            _say(
-                f"forward sets {left.path}; the planned step computes the outputs and gradients alone and will "
-                "not set it. Return it from forward, or register it as a buffer, if it is read elsewhere."
-            )
-    kept = [left.path for left in others if left.is_kept]
+    others = {left.path: left.is_kept for left in found if left.path not in done}
+    kept, unset = ([path for path, is_kept in others.items() if is_kept == wanted] for wanted in (True, False))
+    if unset:
+        _say(
+            f"forward sets {few(unset)}; the planned step computes the outputs and gradients alone and will not set "
+            "that. Return what is read elsewhere from forward, or register it as a buffer."
+        )
     notes = tuple(f"forward remembers {path} at its first call; the planned step will not set it" for path in kept)
-    return notes, tuple(left.path for left in others if not left.is_kept)
+    return notes, tuple(unset)
 
 
 def _say(text: str) -> None:
@@ -234,15 +233,19 @@ def _outermost(change: Change, changes: list[Change]) -> Change:
 
 
 def _say_checkpoints(watch: Watch) -> None:
+    places, updated = list[str](), list[str]()
     for where, names in watch.checkpoints:
         if given := [name for name in names if name.startswith(ARGUMENT)]:
             raise Unsupported(
                 f"{given[0]} changed within torch.utils.checkpoint", where, "the plain step changes it again when it "
                 "recomputes in the backward", "Leave the checkpoint out: the plan decides what is recomputed.",
             )  # fmt: skip
-        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        places.append(where)
+        updated += names
+    if places:
         _say(
-            f"torch.utils.checkpoint at {where} contains an update of {shown}: the plain step makes it again when it "
-            "recomputes in the backward. The planned step runs the forward once, and makes it once, as the model does "
-            "without the checkpoint. Leave the checkpoint out: the plan decides what is recomputed."
+            f"torch.utils.checkpoint at {few(list(dict.fromkeys(places)))} contains an update of {few(updated)}: the "
+            "plain step makes it again when it recomputes in the backward. The planned step runs the forward once, and "
+            "makes it once, as the model does without the checkpoint. Leave the checkpoint out: the plan decides what "
+            "is recomputed."
         )

@@ -94,6 +94,7 @@ class Recorder:
         self.looked_at: set[tuple[int, str]] = set()
         self.written: dict[tuple[int, str], None] = {}  # plain attributes that were set before they were read
         self.stored: dict[tuple[int, str], None] = {}  # the others
+        self.filled: set[tuple[int, str]] = set()  # those that were set to something else than None at first
         self.elsewhere: list[tuple[int, str, Any]] = []  # plain values that it set in other objects than modules
         self.entered: set[Any] = set()
         self.functions: dict[int, types.FunctionType] = {}
@@ -190,7 +191,9 @@ class Recorder:
         """The plain values now in attributes of the model's modules that forward sets before it reads them."""
         written = [(i, name, by_attribute(self.objects[i])(name, MISSING)) for i, name in self._numbered(self.written)]
         plain = [each for each in written if is_plain(each[2])]
-        self.elsewhere = [each for each in plain if not self.known[each[0]].is_submodule]
+        filled = set(self._numbered(self.filled))  # and cleared in the end, where None is there now
+        elsewhere = [each for each in plain if not self.known[each[0]].is_submodule]
+        self.elsewhere = [each for each in elsewhere if each[2] is not None or each[:2] not in filled]
         return tuple(Setting(self.known[i].path, name, v) for i, name, v in plain if self.known[i].is_submodule)
 
     def set_as_before(self, codes: Iterable[types.CodeType]) -> tuple[str, ...]:
@@ -380,6 +383,8 @@ class Recorder:
             return
         plain = not (registered or isinstance(value, (torch.Tensor, nn.Module)))
         (self.written if plain else self.stored)[id(obj), name] = None
+        if value is not None:
+            self.filled.add((id(obj), name))
         if plain:
             self.looked_at.add((id(obj), name))
             self._class_attribute(type(obj), name)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import fx, nn
 
-from passes.printable import brief
+from passes.printable import brief, few
 from passes.run import (
     _torch,
     arena,
@@ -90,8 +90,9 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
         raise PlannerError(
             f"forward changes its argument {changes[0]}, which an export does not do: return what it leaves there."
         )
-    for setting in plan.prepared.traced.settings:
-        warnings.warn(f"forward sets {setting}, which an export, that has no such module, will not set.", stacklevel=3)
+    if settings := list(map(str, plan.prepared.traced.settings)):
+        said = f"forward sets {few(settings)}, which an export, that has no such module, will not set."
+        warnings.warn(said, stacklevel=3)
     registered = {name for e in plan.prepared.traced.state for name in (e.name, *e.aliases)}
     for name in [key for key in state.model.state_dict() if key not in registered][:1]:
         warnings.warn(f"state_dict() has {name}, which that of an export, of tensors alone, will not.", stacklevel=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_a_value_of_its_own_in_each_run_is_said() -> None:
             self.tag = id(object.__new__(Counted)) + id(x)
             return super().forward(x)
 
-    with pytest.warns(UserWarning, match=r"forward sets self\.tag; .* will not set it"):
+    with pytest.warns(UserWarning, match=r"forward sets self\.tag; .* will not set that"):
         plan = auto_checkpoint(Tagged(), torch.randn(4, 8), budget_mb=None)
     plan.module(torch.randn(4, 8))
     assert not hasattr(plan.module, "tag") and plan.module.rows == 4
@@ -96,7 +97,7 @@ def test_a_value_of_its_own_in_each_run_is_said() -> None:
 
 def test_an_export_says_what_it_does_not_set(tmp_path: Path) -> None:
     plan = auto_checkpoint(Counted(), torch.randn(4, 8), budget_mb=None)
-    with pytest.warns(UserWarning, match=r"forward sets self\.rows, which an export"):
+    with pytest.warns(UserWarning, match=r"forward sets self\.rows, .*which an export"):
         plan.export(tmp_path / "exported")
 
 
@@ -114,9 +115,35 @@ class Weighted:
 def test_what_is_set_on_other_objects_is_said(rows: int) -> None:
     loss_fn = Weighted()
     loss_fn.rows = rows  # as after a step that was not planned
-    with pytest.warns(UserWarning, match=r"forward sets loss_fn\.rows; .* will not set it") as said:
+    with pytest.warns(UserWarning, match=r"forward sets loss_fn\.rows; .* will not set that") as said:
         auto_checkpoint(nn.Linear(8, 8), torch.randn(4, 8), budget_mb=None, loss_fn=loss_fn)
     assert len(said) == 1 and loss_fn.rows == rows
+
+
+class Collector:
+    """As transformers keeps one of outputs while forward runs."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, Any] | None = None
+
+
+COLLECTOR = Collector()
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_what_forward_clears_again_is_not_said(filled: bool) -> None:
+    class Collects(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            if filled:
+                COLLECTOR.now = {}
+            output = super().forward(input)
+            COLLECTOR.now = None
+            return output
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        auto_checkpoint(Collects(8, 8), torch.randn(4, 8), budget_mb=None)
+    assert len(said) == (not filled) and all(".now; the planned step" in str(each.message) for each in said)
 
 
 def test_the_class_of_a_tensor_is_not_set() -> None:
@@ -125,7 +152,7 @@ def test_the_class_of_a_tensor_is_not_set() -> None:
             self.name = type(x).__name__
             return super().forward(x)
 
-    with pytest.warns(UserWarning, match=r"forward sets self\.name; .* will not set it"):
+    with pytest.warns(UserWarning, match=r"forward sets self\.name; .* will not set that"):
         auto_checkpoint(Names(), torch.randn(4, 8), budget_mb=None)
 
 

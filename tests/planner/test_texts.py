@@ -156,3 +156,16 @@ def test_what_stopped_a_call_by_regions_is_said_first() -> None:
     stopped, reason = text.index("ValueError: Expected more than 1 value"), text.index("cannot trace the model")
     assert text.startswith("planned step not used") and stopped < reason
     assert "cannot be planned as a whole" in text[:reason] and "test_texts.py" in text[:reason]
+
+
+def test_places_that_forward_sets_are_told_at_once() -> None:
+    class Scale(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.scale = x.abs().amax()
+            return x / self.scale
+
+    model = nn.Sequential(nn.Linear(8, 8), *(Scale() for _ in range(9)))
+    with pytest.warns(UserWarning, match="forward sets") as said:
+        plan(model, batch())
+    (text,) = (str(each.message) for each in said)
+    assert text.startswith("forward sets self.1.scale, self.2.scale, self.3.scale, self.4.scale and 5 more; ")

@@ -69,6 +69,10 @@ class Fallback(Protocol):
     def not_needed(self) -> None:
         """Note that the backward is the planned one."""
 
+    @property
+    def path(self) -> str:
+        """The module that the step is of, in the model; "" for the whole of it."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -151,7 +155,7 @@ class Step:
         run = _Run(self, fallback, primals, primals if sources is None else sources, owners)
         token = run.token
         for place in reversed(range(len(run.owned))):
-            token = _Owner.apply(run, place, token, *(owners[i] for i in run.owned[place]))
+            token = PlannedGradients.apply(run, place, token, *(owners[i] for i in run.owned[place]))
         results: tuple[Any, ...] = PlannedStep.apply(run, token)
         return results
 
@@ -378,7 +382,7 @@ def _has_listener(primal: torch.Tensor) -> bool:
 
 def _listens(node: Any) -> bool:
     """Whether a node is of a custom autograd function, or of a leaf with hooks."""
-    ours = getattr(node, "_forward_cls", None) in (_Owner, PlannedStep)
+    ours = getattr(node, "_forward_cls", None) in (PlannedGradients, PlannedStep)
     custom = isinstance(node, torch.autograd.function.BackwardCFunction) and not ours
     return custom or bool(getattr(getattr(node, "variable", None), "_backward_hooks", None))
 
@@ -403,7 +407,18 @@ def _silence(node: Any) -> None:
     handles = node.register_prehook(before), node.register_hook(after)
 
 
-class _Owner(torch.autograd.Function):
+def _say_nan(gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
+    """Name the first gradient with NaN in it, of which torch knows no more than the node that hands it over."""
+    name = next((name for name, gradient in gradients if gradient is not None and gradient.isnan().any()), None)
+    if name is not None:
+        warnings.warn(
+            f"the planned step computed NaN in the gradient of {name}. Anomaly mode does not see the ops of a planned "
+            "step: to be told which one it was, and its line, take this step with the plain model.",
+            stacklevel=2,
+        )
+
+
+class PlannedGradients(torch.autograd.Function):
     """A node of the chain: it hands over the gradients of the primals that it owns."""
 
     @staticmethod
@@ -415,6 +430,9 @@ class _Owner(torch.autograd.Function):
     def backward(ctx: Any, token: torch.Tensor) -> tuple[Any, ...]:
         run = ctx.run
         found = list(run.resume(ctx.place))
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            path = f"{run.fallback.path}." if run.fallback is not None and run.fallback.path else ""
+            _say_nan(zip((f"{path}{run.step.names[i]}" for i in run.owned[ctx.place]), found, strict=True))
         for place, i in enumerate(run.owned[ctx.place]):
             if i in run.sums and found[place] is not None:
                 found[place] = alone(found[place])

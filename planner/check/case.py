@@ -240,5 +240,7 @@ class _NoOtherBackward:
         """Nothing has."""
         return ""
 
+    path = ""
+
     def not_needed(self) -> None:
         """As planned."""

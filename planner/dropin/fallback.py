@@ -155,6 +155,12 @@ class Fallback:
         """See `passes.run.step.Fallback`."""
         return self.matched.changed_since() if self.matched is not None else ""
 
+    @property
+    def path(self) -> str:
+        """See `passes.run.step.Fallback`."""
+        paths = (path for path, module in self.state.root.named_modules() if module is self.state.model)
+        return next(paths, "")
+
     def not_needed(self) -> None:
         """See `passes.run.step.Fallback`."""
         self.started.seen, self.state.losses.astray = True, 0

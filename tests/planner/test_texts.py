@@ -169,3 +169,16 @@ def test_places_that_forward_sets_are_told_at_once() -> None:
         plan(model, batch())
     (text,) = (str(each.message) for each in said)
     assert text.startswith("forward sets self.1.scale, self.2.scale, self.3.scale, self.4.scale and 5 more; ")
+
+
+@pytest.mark.parametrize("regions", ["whole", "*"])
+def test_anomaly_mode_names_the_parameter(regions: str) -> None:
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))), batch()
+    ours, nan = plan(model, x, regions=regions).module, x.clone().fill_(torch.nan)
+    with warnings.catch_warnings(record=True) as said, torch.autograd.detect_anomaly():
+        warnings.simplefilter("always")
+        with pytest.raises(RuntimeError, match="PlannedGradientsBackward' returned nan"):
+            (ours(nan) * torch.ones(4, 8)).sum().backward()
+        (ours(x) * torch.ones(4, 8)).sum().backward()
+    texts = [str(each.message) for each in said if "planned step computed NaN" in str(each.message)]
+    assert len(texts) == 1 and "in the gradient of 2.0." in texts[0]

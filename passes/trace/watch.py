@@ -127,6 +127,8 @@ class Watch(TorchFunctionMode):
         try:
             caller = sys._getframe(1)
             if _sets(func, "data"):
+                if _lie_alike(*args):  # what `x.data *= mask` does last
+                    return None
                 self._refuse(DATA, user_frame(caller))
             elif is_users_file(caller.f_code.co_filename) and args:
                 sets = func is torch.Tensor.requires_grad_ or _sets(func, "requires_grad")
@@ -227,6 +229,15 @@ def _sets(func: Any, name: str, accessor: str = "__set__") -> bool:
     """Whether a function is what assigns (or reads) this attribute of a tensor."""
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     return attribute == name and getattr(func, "__name__", "") == accessor
+
+
+def _lie_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same items of the same memory."""
+
+    def place(t: torch.Tensor) -> tuple[Any, ...]:
+        return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype
+
+    return tensor.layout is other.layout is torch.strided and place(tensor) == place(other)
 
 
 def _flags(func: Any) -> bool:

@@ -640,6 +640,18 @@ def weight_data_replaced(self: Any, x: torch.Tensor) -> Any:
     return self.layer(x)
 
 
+@case("A.4", "refused")
+def weight_data_transposed(self: Any, x: torch.Tensor) -> Any:
+    self.layer.weight.data = self.layer.weight.data.t()  # <<
+    return self.layer(x)
+
+
+@case("A.4", "same")
+def weight_data_changed_by_an_operator(self: Any, x: torch.Tensor) -> Any:
+    self.layer.weight.data *= 0.5
+    return self.layer(x)
+
+
 @case("A.4", "refused", buffer=lambda: torch.ones(8))
 def buffer_set(self: Any, x: torch.Tensor) -> Any:
     self.buffer.set_(self.buffer * 2)  # <<

@@ -134,6 +134,50 @@ def test_zero_grad_that_keeps_the_buffers() -> None:
     assert_same_gradients(model, plain)
 
 
+class Masked(nn.Conv2d):
+    """PixelCNN's convolution, which masks its weight before it reads it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, 3, 3, padding=1)
+        self.register_buffer("mask", (torch.rand_like(self.weight) > 0.4).float())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data *= self.mask
+        return super().forward(x)
+
+
+class Branches(nn.Module):
+    """Asks for a value, so that it is planned by its parts."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x) if float(x.detach().sum()) else x
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("by_regions", [False, True])
+def test_a_weight_that_forward_masks_in_place(calls: int, by_regions: bool) -> None:
+    torch.manual_seed(0)
+    masked = Masked(3)  # called twice, the backward reads of both calls what the second one left
+    twice = [m for _ in range(calls) for m in (masked, nn.GELU())]
+    net = nn.Sequential(*twice, nn.Conv2d(3, 16, 1), nn.GELU(), nn.Conv2d(16, 3, 1), nn.GELU())
+    chosen, model, plain = planned_twins(Branches(net) if by_regions else net, images())
+    optimizers = adam(model.parameters()), adam(plain.parameters())
+    for factor in (1.0, 1.0, 1.25, 1.0):
+        x = images()
+        for module, each, optimizer in zip((chosen.module, plain), (model, plain), optimizers, strict=True):
+            next(m for m in each.modules() if isinstance(m, Masked)).mask.mul_(factor)
+            optimizer.zero_grad()
+            squares(module(x)).backward()
+        assert_same_gradients(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same_state(model, plain)
+
+
 def test_clipping_where_one_value_is_the_gradient_of_several_parameters() -> None:
     """Their `.grad` must not share memory, or clipping would scale it twice, as two of the plain model's do."""
 

@@ -48,6 +48,12 @@ class Candidates:
                 self.wanted.update(children(module, path))
         return bool(leave)
 
+    def layers(self) -> Candidates:
+        """In their place the layers of torch.nn, none of which is among the children of a model."""
+        every = ((path, module) for path, module in self.model.named_modules() if path and _is_layer(module))
+        apart = {path: module for path, module in every if not _within_compiled(self.model, path)}
+        return Candidates(self.model, {**apart, LOSS: CrossEntropy()}, False)
+
 
 def candidates(model: nn.Module, patterns: Sequence[str]) -> Candidates:
     """The outermost submodules that match a pattern; the children of the model where there is none.
@@ -81,18 +87,22 @@ def candidates(model: nn.Module, patterns: Sequence[str]) -> Candidates:
 
 
 def children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The submodules right below, lists of modules looked through, except for those that are a single op of torch's:
-    nothing in them can be decided.
+    """The submodules right below, lists of modules looked through, without layers of torch.nn: in most, which are a
+    single op, nothing can be decided.
     """
     for name, child in module.named_children():
         place = f"{path}.{name}" if path else name
-        one_op = type(child).__module__.startswith("torch.nn.") and not isinstance(child, nn.RNNCellBase)
         if is_compiled(child):
             continue
         if not has_forward(child):
             yield from children(child, place)
-        elif not one_op or next(child.children(), None) is not None:
+        elif not _is_layer(child) or isinstance(child, nn.RNNCellBase):
             yield place, child
+
+
+def _is_layer(module: nn.Module) -> bool:
+    ours = type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
+    return ours and has_forward(module)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -34,12 +34,14 @@ from planner.prepared import Prepared, Regions, lower_step, model_device
 from planner.progress import Progress
 from solvers.errors import BudgetError
 from solvers.order import plain_peak
+from solvers.problem import Problem
 from solvers.schedule import plain_order, with_frees
 
 from .compose import Composed
 from .find import Candidates, candidates
 from .flat import Besides, FlatGraph
 from .hollow import Hollow
+from .losses import LOSS
 from .parts import NO_GRADIENT, Part, Parts
 from .refusals import Refusal, first_of, stopped, with_regions_tried
 from .sample import Sample
@@ -127,6 +129,8 @@ def prepare_regions(
     )  # fmt: skip
     try:
         hollow = _settled_run(sample, chosen, parts, options)
+        if why is not None and not {run.path for run in hollow.runs} - {LOSS}:
+            chosen, hollow = _by_layers(sample, chosen.layers(), parts, options)
     except torch.OutOfMemoryError as error:
         raise BudgetError(
             f"the step does not fit on {device}: with nothing kept of its regions, it still runs out of memory there "
@@ -170,6 +174,24 @@ def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Opti
             parts.errors.clear()  # with what the calls were given
             return hollow
     raise RegionError(f"the step takes another course each time that it is run: {first_of(parts.refused)}")
+
+
+def _by_layers(sample: Sample, chosen: Candidates, parts: Parts, options: Options) -> tuple[Candidates, Hollow]:
+    """The last run with those layers as regions in which enough can be decided, an LSTM, say, and no convolution."""
+    device = sample.device
+    found = {run.path: run.part for run in _settled_run(sample, chosen, parts, options).runs}
+    worth = {path for path, part in found.items() if _holds_more(_of_part(part, options, device).problem)} | {LOSS}
+    chosen.wanted = {path: module for path, module in chosen.wanted.items() if path in worth}
+    return chosen, _settled_run(sample, chosen, parts, options)
+
+
+def _holds_more(problem: Problem) -> bool:
+    """Whether a step holds for its backward more than it returns, and could compute that again."""
+    last = [max(readers, default=-1) for readers in problem.readers]
+    again = [t for t in problem.evictable if problem.producer[t] < problem.num_forward <= last[t]]
+    returned = [t for t in problem.outputs if problem.producer[t] < problem.num_forward]
+    held, given = (sum(problem.tensors[t].bytes for t in ts) for ts in (again, returned))
+    return held > given
 
 
 def _prepared(found: _Found, required_hints: bool) -> Prepared:

@@ -56,7 +56,10 @@ def with_regions_tried(why: Refusal | None, chosen: Candidates, refused: Mapping
     if refused:
         why.args = (f"{why} No region can be planned instead: {first_of(refused).rstrip('.')}.",)
     elif not set(chosen.chosen) - {LOSS}:
-        why.args = (f"{why} It has no submodules with several ops that could be planned as regions instead.",)
+        why.args = (
+            f"{why} It has no submodules with several ops that could be planned as regions instead, and too little "
+            "could be computed again in its single layers. Move what can be traced into submodules.",
+        )  # fmt: skip
     return why
 
 

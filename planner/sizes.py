@@ -16,6 +16,7 @@ from passes.trace.first_call import FirstCall, remembered
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts
 from passes.trace.nodes import Change
 from passes.trace.notation import Pinned
+from passes.trace.notice import say_repeated
 from passes.trace.refuse import storage_kind
 from passes.trace.sizes import Pattern, pattern
 from passes.trace.structure import flatten
@@ -72,6 +73,7 @@ class Sizes:
             places = brief(", ".join(change.path for change in self.first_call))
             note = f"the first planned call leaves, as a plain one does, {places}"
             traced = replace(traced, first_call=self.first_call, notes=(*traced.notes, note))
+        say_repeated(traced.repeated)
         kind.add(tensors, traced)
         return traced
 

@@ -138,8 +138,9 @@ class Traced:
     forward outputs, then one gradient (or None) per placeholder before the tangents. `pristine` is the graph as torch
     traced it, with `graph_module`'s constants; in `graph_module` fused ops have taken the place of others. `guard`
     holds what the trace took as given about the inputs' values, `reads` what it took as given about everything else,
-    `layouts` what it was told about how kernels lay out what they make. `repeated` names the buffers that the plain
-    step updates again when a checkpoint of its own recomputes, and the planned step once. `by_name` are the arguments
+    `layouts` what it was told about how kernels lay out what they make. `repeated` has for calls of
+    torch.utils.checkpoint the place, and the buffers that the plain step updates there again when it recomputes, and
+    the planned step once. `by_name` are the arguments
     that the call gave by name, `overlaps` the primals that had memory of a mutated one, `resident` what memory each
     primal adds to those before it (`own_bytes`). `changes` is what forward changes in its arguments; the tensors that
     it puts there follow those of the output in `outputs`. `left` are the places elsewhere that forward sets and does
@@ -163,7 +164,7 @@ class Traced:
     reads: Reads
     guard: Guard | None = None
     notes: tuple[str, ...] = ()
-    repeated: tuple[str, ...] = ()
+    repeated: tuple[tuple[str, tuple[str, ...]], ...] = ()
     layouts: Layouts = field(default_factory=dict)
     by_name: frozenset[str] = frozenset()
     overlaps: Overlaps = ()
@@ -711,7 +712,7 @@ def _traced(
         reads=tracer.recorder.finish(joint.graph_module),
         guard=tracer.guard,
         notes=tracer.notes,
-        repeated=tuple(name for _, names in tracer.watch.checkpoints for name in names),
+        repeated=tuple(tracer.watch.checkpoints),
         by_name=tracer.by_name,
         changes=tracer.changes,
         left=tracer.recorder.left(tracer.watch.codes),

@@ -94,7 +94,7 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[Left, ...]:
     Raises:
         Unsupported: it matters to the next step, or nobody can tell that it does not.
     """
-    _say_checkpoints(watch)
+    _refuse_checkpoints(watch)
     changes = before.changes()
     if not changes:
         return ()
@@ -232,20 +232,22 @@ def _outermost(change: Change, changes: list[Change]) -> Change:
     return next(iter(alike), change)
 
 
-def _say_checkpoints(watch: Watch) -> None:
-    places, updated = list[str](), list[str]()
+def _refuse_checkpoints(watch: Watch) -> None:
     for where, names in watch.checkpoints:
         if given := [name for name in names if name.startswith(ARGUMENT)]:
             raise Unsupported(
                 f"{given[0]} changed within torch.utils.checkpoint", where, "the plain step changes it again when it "
                 "recomputes in the backward", "Leave the checkpoint out: the plan decides what is recomputed.",
             )  # fmt: skip
-        places.append(where)
-        updated += names
+
+
+def say_repeated(repeated: Sequence[tuple[str, tuple[str, ...]]]) -> None:
+    """Say what the plain step updates again, and the planned step does not; see `Traced.repeated`."""
+    places = list(dict.fromkeys(where for where, _ in repeated))
+    updated = [name for _, names in repeated for name in names]
     if places:
         _say(
-            f"torch.utils.checkpoint at {few(list(dict.fromkeys(places)))} contains an update of {few(updated)}: the "
-            "plain step makes it again when it recomputes in the backward. The planned step runs the forward once, and "
-            "makes it once, as the model does without the checkpoint. Leave the checkpoint out: the plan decides what "
-            "is recomputed."
+            f"torch.utils.checkpoint at {few(places)} contains an update of {few(updated)}: the plain step makes it "
+            "again when it recomputes in the backward. The planned step runs the forward once, and makes it once, as "
+            "the model does without the checkpoint. Leave the checkpoint out: the plan decides what is recomputed."
         )

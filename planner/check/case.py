@@ -40,6 +40,7 @@ class Case:
         originals: the user's own parameters, buffers and inputs, in the order of the step's primals; `names` theirs.
         offload: whether what is observed, and what the plain step saves, waits on the host.
         changed: attributes that the latest run changed, before they were put back.
+        repeated: buffers that the plain step alone updates twice, which are not compared.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Case:
         self.start = self.generators.state()
         self.batch, self.other_batch = inputs, inputs
         self.changed: list[str] = []
+        self.repeated = {name for _, names in traced.repeated for name in names}
 
     def vary_batch(self) -> None:
         """Let the second step have other inputs, where the trace holds for them."""
@@ -178,7 +180,7 @@ class Case:
             gradients={n: None if t.grad is None else self._kept(t.grad, False)
                        for n, t in zip(self.names, given, strict=True)},
             state={n: self._after(i, step, t) for i, (n, t) in enumerate(zip(self.names, tensors, strict=True))
-                   if n not in self.traced.repeated},
+                   if n not in self.repeated},
             generators_before=before,
             generators=self.generators.state(),
         )  # fmt: skip

@@ -79,7 +79,7 @@ def _check(
             how = "; by deterministic algorithms of torch, as the plain step does not repeat itself by others"
         else:
             how = explain(case, planned, plain, found, noise) if found else ""
-    return Checked(len(plain), _compared(plain[0]) + how, time.perf_counter() - start)
+    return Checked(len(plain), _compared(plain[0]) + _left_out(case) + how, time.perf_counter() - start)
 
 
 def _equal_deterministically(case: Case, planned: Decided, steps: int) -> bool:
@@ -149,6 +149,12 @@ def _compared(observed: Observed) -> str:
     parts = [_count(len(observed.outputs), "output"), _count(gradients, "gradient")]
     parts += [_count(changed, "changed buffer")] if changed else []
     return ", ".join([*parts, "generators"])
+
+
+def _left_out(case: Case) -> str:
+    number = len(case.repeated)
+    what = f"{_count(number, 'buffer')} that the plain step updates again when its torch.utils.checkpoint recomputes"
+    return f"; not compared: {what}" if number else ""
 
 
 def _count(number: int, what: str) -> str:

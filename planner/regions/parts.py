@@ -14,6 +14,7 @@ from passes._torch import is_dense
 from passes.alias import Aliases, Storage, alias
 from passes.errors import CaptureError, Unsupported
 from passes.leaves import casts, read_views, sums
+from passes.printable import few
 from passes.profile import Measured, OpProfile, profile
 from passes.run.tensors import is_laid_out
 from passes.trace.arguments import state_tensors
@@ -278,6 +279,11 @@ class Parts:
 
 
 def _refuse_left(traced: Traced) -> None:
+    for where, names in traced.repeated:
+        raise Unsupported(
+            f"torch.utils.checkpoint around an update of {few(names)}", where, "the plain step makes it again in the "
+            "backward, a planned region would not", "Leave the checkpoint out: the plan decides what is recomputed.",
+        )  # fmt: skip
     if traced.left:
         raise Unsupported(
             "something that forward sets and others may read", traced.left[0], "a planned region returns its outputs "

@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from passes.memory import measure_peak
 from passes.run import kernels
@@ -559,3 +560,13 @@ def test_a_plan_for_the_gradient_of_a_sum_is_checked() -> None:
         warnings.simplefilter("ignore")  # the first replays the plain forward, the second is planned anew
         for _ in range(2):
             checked.module(x).sum().backward()
+
+
+def test_buffers_that_are_not_compared_are_counted() -> None:
+    model = Wrap(
+        lambda self, x: self.outer(checkpoint(self.inner, x, use_reentrant=False)),
+        inner=nn.Sequential(linear(), nn.BatchNorm1d(8)), outer=nn.BatchNorm1d(8),
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="contains an update of inner.1.running_mean"):
+        found = plan(model, batch(), check=True).checked
+    assert "3 changed buffers, generators; not compared: 3 buffers that the plain step updates again" in str(found)

@@ -1419,3 +1419,27 @@ def test_a_block_beside_it_that_this_batch_does_without_is_counted_as_a_reader()
         for both in (0, 1, 0, 1):
             found = [run_step(m, own, (x, torch.tensor(both)), 1) for m, own in ((plain, plain), (plan.module, model))]
             assert differences(*found) == []
+
+
+class ChecksNorms(nn.Module):
+    """A part with a checkpoint of its own around a batch norm, and one without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def test_a_checkpoint_around_an_update_stays_eager() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(ChecksNorms(), Part(), nn.BatchNorm1d(16)), torch.randn(8, 16)
+    plain = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no step makes the update once
+        plan = auto_checkpoint(model, x, regions=["0", "1"], check=True, progress=False)
+    assert {run.path for run in plan.runs} == {"1"}
+    assert any("torch.utils.checkpoint around an update of inner.1.running_mean" in str(row) for row in plan.regions)
+    for _ in range(2):
+        assert not differences(run_step(plain, plain, x, 3), run_step(plan.module, model, x, 3))

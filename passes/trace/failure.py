@@ -11,12 +11,18 @@ from .._torch import TORCH_FOLDER
 from ..errors import CaptureError, ForwardFailed
 from .places import is_users_file, place_at
 
-_LAYERS = tuple(os.path.join(TORCH_FOLDER, part, "") for part in ("nn", "distributions"))
+_REMEDIES = {
+    "nn": "",
+    "distributions": "Pass validate_args=False to the distribution.",
+    "ao": "Quantize by FusedMovingAvgObsFakeQuantize, or plan once the ranges are fixed (disable_observer).",
+}
+_LAYERS = {os.path.join(TORCH_FOLDER, part, ""): remedy for part, remedy in _REMEDIES.items()}
 
 
 def capture_error(error: BaseException) -> CaptureError:
     stack = traceback.extract_tb(error.__traceback__)
-    torchs = [f for f in stack if f.filename.startswith(_LAYERS) and not f.filename.endswith(os.sep + "module.py")]
+    layers = [f for f in stack if f.filename.startswith(tuple(_LAYERS))]
+    torchs = [f for f in layers if not f.filename.endswith(os.sep + "module.py")]
     frames = [f for f in stack if is_users_file(os.path.abspath(f.filename))] or torchs
     location = construct = None
     if frames:
@@ -34,8 +40,8 @@ def capture_error(error: BaseException) -> CaptureError:
     below = [f for f in torchs if stack.index(f) > stack.index(frames[-1])]
     if below and explained:
         where += f", in torch's own code ({place_at(below[-1].filename, below[-1].lineno or 0)})"
-        checks_arguments = below[-1].filename.startswith(_LAYERS[1])
-        remedy = "Pass validate_args=False to the distribution." if checks_arguments else remedy
+    if explained and (below := torchs if frames is torchs else below):
+        remedy = next(own for folder, own in _LAYERS.items() if below[-1].filename.startswith(folder)) or remedy
     return found(f"cannot trace the model{where}. {reason} {remedy}", location=location, construct=construct)
 
 

@@ -30,7 +30,7 @@ from torch import fx, nn
 from torch.nn.modules import module as module_file
 from torch.overrides import TorchFunctionMode
 
-from passes._torch import TORCH_FOLDER, wrapped_tensors
+from passes._torch import TORCH_FOLDER, FunctionalTensor, wrapped_tensors
 from passes.printable import describe_kind
 
 from .arguments import StateEntry, state_tensors
@@ -173,6 +173,14 @@ class Recorder:
         self.objects = [None if id(each) in self.copies else each for each in self.objects]
         self.numbers = {each: number for each, number in self.numbers.items() if each not in self.copies}
         self.copies.clear()
+        self._let_functions_go()
+
+    def _let_functions_go(self) -> None:
+        """Nor functions that forward made, and each call makes anew, with some in their closures: a tensor's hook."""
+        cells = {each: [c for c in f.__closure__ or () if _of_a_trace(c)] for each, f in self.functions.items()}
+        gone = {number for each, found in cells.items() if found for number in (each, *map(id, found))}
+        self.functions = {each: f for each, f in self.functions.items() if each not in gone}
+        self.reads = {key: read for key, read in self.reads.items() if id(read.holder) not in gone}
 
     def left(self, codes: Iterable[types.CodeType]) -> tuple[str, ...]:
         """Attributes of the model's modules that forward sets, whatever was there before.
@@ -618,6 +626,13 @@ class _NotInsideOps(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             sys.setprofile(self.profile)
+
+
+def _of_a_trace(cell: Any) -> bool:
+    try:
+        return isinstance(cell.cell_contents, FunctionalTensor)
+    except ValueError:  # it is empty
+        return False
 
 
 def _is_data(value: Any) -> bool:

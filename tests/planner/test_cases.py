@@ -330,6 +330,17 @@ def test_what_torchs_own_code_asks_is_not_said_of_the_users_line_alone(forward: 
         plan(Wrap(forward, layer=linear()), batch())
 
 
+def test_an_observer_is_refused_by_its_line_with_what_quantizes_instead() -> None:
+    quantization = pytest.importorskip("torch.ao.quantization")
+    observer = quantization.MovingAverageMinMaxObserver
+    model = nn.Sequential(quantization.FakeQuantize(observer), linear())
+    with pytest.raises(CaptureError, match=r"torch.ao.quantization.\w+\.py:\d+.*Quantize by FusedMovingAvg"):
+        plan(model, batch(), regions="whole")
+    model[0] = quantization.FusedMovingAvgObsFakeQuantize(observer)
+    assert plan(model, batch(), check=True).checked.steps == 2
+
+
+
 def test_a_numpy_argument_is_refused_by_name() -> None:
     model = Wrap(lambda self, x, mask: self.layer(x) * torch.from_numpy(mask), layer=linear())
     with pytest.raises(Unsupported, match=r"numpy value at the arguments \(ndarray\): .* Pass torch.from_numpy"):

@@ -1105,13 +1105,16 @@ class Reversing(nn.Module):
         h = torch.tanh(self.first(x)) * self.seen
         if self.how == "function":
             h = Reverse.apply(h, self)
-        else:
+        elif self.how == "hook":
             h.register_hook(lambda gradient: gradient * self.strength * IN_BACKWARD["factor"])
+        else:
+            gate = h.detach().sigmoid()
+            h.register_hook(lambda gradient: gradient * gate * self.strength * IN_BACKWARD["factor"])
         return self.last(h)
 
 
 @pytest.mark.parametrize("regions", ["whole", ["0"]])
-@pytest.mark.parametrize("how", ["function", "hook"])
+@pytest.mark.parametrize("how", ["function", "hook", "gating hook"])
 @pytest.mark.parametrize(
     "change", [lambda m: setattr(m, "strength", 3.0), lambda _: operator.setitem(IN_BACKWARD, "factor", 3.0)],
     ids=["attribute", "dict"],

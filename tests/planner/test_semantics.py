@@ -1036,6 +1036,30 @@ def gradients_on_again_inside_no_grad(self: Any, x: torch.Tensor) -> Any:
     return inner + scale
 
 
+@case("A.8", "same")
+def a_hook_reads_what_forward_computed(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x).tanh()
+    gate = y.detach().sigmoid()
+    y.register_hook(lambda gradient: gradient * gate)
+    return y
+
+
+@case("A.8", "same")
+def a_fixed_point_with_an_implicit_backward(self: Any, x: torch.Tensor) -> Any:
+    z = torch.tanh(self.layer(x))
+    start = z.detach().requires_grad_()
+    again = torch.tanh(self.layer(start))
+
+    def solve(gradient: torch.Tensor) -> torch.Tensor:
+        found = gradient
+        for _ in range(3):
+            found = torch.autograd.grad(again, start, found * 0.1, retain_graph=True)[0] + gradient
+        return found
+
+    z.register_hook(solve)
+    return z
+
+
 @case("autograd", "same", scale=lambda: 3.0)
 def a_hook_on_a_tensor(self: Any, x: torch.Tensor) -> Any:
     y = F.dropout(self.layer(x))

@@ -70,7 +70,7 @@ class _Shapes(TorchFunctionMode):
     """Tensors are written as their shapes in the block, also by the `repr` of what holds them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
+        if func.__name__ in ("__repr__", "__format__"):
             return _shape(args[0])
         return func(*args, **(kwargs or {}))
 

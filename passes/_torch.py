@@ -57,7 +57,7 @@ try:
         "_C._get_math_sdp_enabled", "_C._get_cudnn_sdp_enabled", "_C._get_math_sdp_allow_fp16_bf16_reduction",
         "_C._get_mkldnn_enabled", "_C._get_cudnn_enabled", "Tensor._make_wrapper_subclass",
         "_C._disabled_torch_function_impl", "autograd.function.BackwardCFunction",
-        "nn.utils.parametrize._cache_enabled",
+        "nn.utils.parametrize._cache_enabled", "library._scoped_library",
     ):  # fmt: skip
         operator.attrgetter(_name)(torch)
 except (ImportError, AttributeError) as error:
@@ -128,6 +128,7 @@ __all__ = [
     "quiet_fake_errors",
     "refer_weakly",
     "running_data_parallel",
+    "scoped_library",
     "skip_autograd",
     "storage_events",
     "suggest_memory_format",
@@ -146,6 +147,7 @@ FUNCTIONAL_COLLECTIVES: Any = torch.ops._c10d_functional
 WAIT_FOR_COLLECTIVE: Any = FUNCTIONAL_COLLECTIVES.wait_tensor.default
 DisableTorchFunction: Any = torch._C.DisableTorchFunction
 skip_autograd: Any = torch._C._AutoDispatchBelowAutograd
+scoped_library: Any = torch.library._scoped_library
 
 
 @contextlib.contextmanager

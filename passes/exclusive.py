@@ -24,6 +24,8 @@ from weakref import WeakKeyDictionary
 
 from solvers.errors import PlannerError
 
+from .casts import casts_aside
+
 PATIENCE_SECONDS = 2.0
 
 _lock = threading.RLock()
@@ -49,12 +51,14 @@ def exclusive() -> Iterator[None]:
     Blocks may be nested. Ctrl-C still works at once while this waits, and where a second one comes
     `PATIENCE_SECONDS` after the first.
 
+    What autocast's cache holds of the caller's is out of reach in the block (`casts_aside`).
+
     Garbage that a block leaves in which something was raised is collected here, too: weak references to fake tensors
     call Python as these go, where an interrupt that comes while the collector runs would be lost.
     """
     global _cut_short
     try:
-        with _lock, _interrupts_deferred():
+        with _lock, _interrupts_deferred(), casts_aside():
             yield
     except BaseException:
         _cut_short = True

@@ -16,7 +16,7 @@ __all__ = [
     "DEFAULTS", "TORCH_VERSION", "Autocast", "active_autocast", "active_saving_hooks", "after_backward",
     "backward_number", "bare", "below_autograd", "is_wanted", "kernel_settings", "num_owners", "overwrite", "own_part",
     "passed_back", "register_pytree_node", "run_below_autograd", "segments_that_do_not_grow", "torch_defaults",
-    "under_autocast", "under_transform", "with_autograd",
+    "under_autocast", "under_transform", "with_autograd", "within_autocast",
 ]  # fmt: skip
 
 _C: Any = torch._C
@@ -31,6 +31,13 @@ Autocast = tuple[tuple[str, torch.dtype], ...]  # kinds of devices, each with wh
 def active_autocast() -> Autocast:
     """The autocast that code runs under now."""
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+
+
+def within_autocast() -> bool:
+    """Whether a block of autocast is open, if only one that turns it off: casts are kept until the outermost ends."""
+    is_nested = torch.autocast_increment_nesting() > 1
+    torch.autocast_decrement_nesting()
+    return is_nested or bool(active_autocast())
 
 
 def kernel_settings() -> dict[str, Any]:
@@ -80,6 +87,9 @@ def under_autocast(wanted: Autocast) -> Iterator[None]:
     """Run the block under this autocast and no other."""
     dtypes = dict(wanted)
     with contextlib.ExitStack() as stack:
+        if within_autocast():  # of the thread that called backward, where this is one of autograd's: its casts stay
+            torch.autocast_increment_nesting()
+            stack.callback(torch.autocast_decrement_nesting)
         for kind in dict.fromkeys([*dtypes, *dict(active_autocast())]):
             stack.enter_context(torch.autocast(kind, dtypes.get(kind), enabled=kind in dtypes))
         yield

@@ -1,0 +1,157 @@
+"""Autocast's cache of casts, which lives as long as the caller's block: planning leaves it as it was."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from passes.casts import casts_aside
+from passes.run._torch import under_autocast
+from planner import auto_checkpoint
+from tests.planner.steps import gradients
+
+QUICK: dict[str, Any] = {"solver": "greedy", "time_limit": 5, "progress": False}
+WAYS: dict[str, dict[str, Any]] = {"whole": {}, "regions": {"regions": ["0", "1"]}}
+
+
+def bf16(cache_enabled: bool = True) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, cache_enabled=cache_enabled)
+
+
+def layers(count: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(count)])
+
+
+def batch(size: int = 8) -> torch.Tensor:
+    return torch.randn(size, 32, generator=torch.Generator().manual_seed(size))
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.float().sub(1).square().mean()
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    wrong = [n for n, g in expected.items() if g is None or not torch.equal(g, found[n])]
+    assert not wrong
+
+
+# Planning within the caller's block -----------------------------------------------------------------------------------
+
+
+def surrounded(model: nn.Module, head: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], size: int) -> Any:
+    """Gradients of a step in which an unplanned head is used before and after the call, so that it is cast once."""
+    model.zero_grad()
+    head.zero_grad()
+    with bf16():
+        loss = loss_of(head(call(head(batch(size)).float())))
+    loss.backward()
+    return gradients(head), gradients(model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_planned_within_a_block_leaves_the_callers_casts(way: str) -> None:
+    model, head = layers(), nn.Linear(32, 32)
+    plain, plain_head = copy.deepcopy(model), copy.deepcopy(head)
+    plans: list[Any] = []
+
+    def planned(x: torch.Tensor) -> torch.Tensor:
+        if not plans:
+            plans.append(auto_checkpoint(model, x.detach().requires_grad_(), check=True, **WAYS[way], **QUICK))
+        found: torch.Tensor = plans[0].module(x)
+        return found
+
+    def checked(x: torch.Tensor) -> torch.Tensor:
+        plans[0].check(model, x.detach().requires_grad_())
+        return planned(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for size, call in ((8, planned), (8, planned), (12, planned), (12, planned), (12, checked)):
+            found = surrounded(model, head, call, size)
+            expected = surrounded(plain, plain_head, plain, size)
+            assert_equal(found[0], expected[0])
+            assert_equal(found[1], expected[1])
+    once, twice = (surrounded(plain, plain_head, call, 12)[0] for call in (plain, after_clearing(plain)))
+    assert not torch.equal(once["weight"], twice["weight"])  # a cleared cache shows in the head's gradient
+
+
+def after_clearing(call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def cleared(x: torch.Tensor) -> torch.Tensor:
+        torch.clear_autocast_cache()
+        return call(x)
+
+    return cleared
+
+
+def test_planning_does_not_read_the_callers_casts() -> None:
+    model, x = layers(), batch()
+    with bf16():
+        outside = auto_checkpoint(model, x, check=True, **QUICK)
+    with bf16():
+        before = model(x)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2)
+        inside = auto_checkpoint(model, x, check=True, **QUICK)  # the check would see the old casts
+        assert torch.equal(model(x), before)  # of which the plain model goes on with
+    assert inside.checked
+    assert inside.peak_bytes == outside.peak_bytes
+    with bf16():
+        assert not torch.equal(model(x), before)
+
+
+def test_casts_of_any_shape_are_kept() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).to(memory_format=torch.channels_last)
+    images = torch.randn(2, 3, 4, 4)
+    with bf16():
+        before = model(images)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2)
+        auto_checkpoint(layers(), batch(), **QUICK)
+        assert torch.equal(model(images), before)
+        loss_of(model(images)).backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+def test_a_thread_that_works_for_a_block_leaves_its_casts() -> None:
+    """Autograd's threads for GPUs: autocast is on there, but no block was entered, and leaving one clears the cache."""
+    model, x = layers(1), batch()
+
+    def replay() -> None:
+        torch.set_autocast_enabled("cpu", True)
+        with under_autocast(()):
+            pass
+
+    with bf16():
+        before = model(x)
+        with torch.no_grad():
+            model[0][0].weight.mul_(2)
+        thread = threading.Thread(target=replay)
+        thread.start()
+        thread.join()
+        assert torch.equal(model(x), before)
+
+
+def test_casts_of_what_the_collector_leaves_out_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gc.freeze()`, as programs call it before they fork."""
+    model, x = layers(1), batch()
+    monkeypatch.setattr("gc.get_objects", list)
+    monkeypatch.setattr("gc.get_freeze_count", lambda: sys.maxsize)
+    monkeypatch.setattr("passes.casts._frozen", (0, []))
+    with bf16():
+        before = model(x)
+        with torch.no_grad():
+            model[0][0].weight.mul_(2)
+        with casts_aside():
+            assert not torch.equal(model(x), before)
+        assert torch.equal(model(x), before)

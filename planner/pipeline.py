@@ -250,6 +250,7 @@ def bind_step(prepared: Prepared, rewritten: Rewritten, arena: Arena = ()) -> St
         leaves=rewritten.leaves,
         reads=reads(traced, rewritten),
         sums=tuple(dict.fromkeys([*sums(traced), *list(casts(traced))[:1]])),  # one cast tells of all
+        casts=tuple(casts(traced)),
         views=read_views(traced),
         names=tuple(map(argument_path, traced.primal_names)),
         autocast=traced.backward_autocast,

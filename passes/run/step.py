@@ -32,6 +32,7 @@ from .arena import Arena, ask_for
 from .errors import PlannerError
 from .mixing import Versions, warn_of_changed_view, watch_sum
 from .replay import as_tensor, copy_generator, old_value
+from .stale import note_casts
 from .tensors import alone, apart, distinct, is_laid_out, laid_out, nodes_behind, places_of
 
 
@@ -104,6 +105,7 @@ class Step:
         again: whether the backward runs ops of the forward again.
         draws: whether the backward draws random numbers of its own.
         uncounted: those of `mutated` whose change eager does not count as one: a plain batch norm's running statistics.
+        casts: parameters that autocast casts.
         told: names of primals of which a warning was given that their gradients are summed in another order.
     """
 
@@ -131,6 +133,7 @@ class Step:
     again: bool = False
     draws: bool = False
     uncounted: tuple[int, ...] = ()
+    casts: tuple[int, ...] = ()
     told: set[str] = field(default_factory=set, compare=False)
 
     def __call__(
@@ -149,10 +152,13 @@ class Step:
 
         Raises:
             PlannerError: under a transform of `torch.func`.
+            StaleCasts: a parameter was changed while autocast keeps a cast of it.
         """
         refuse_transform(primals)
-        owners = primals if owners is None else owners
-        run = _Run(self, fallback, primals, primals if sources is None else sources, owners)
+        owners, sources = primals if owners is None else owners, primals if sources is None else sources
+        if self.casts:
+            note_casts((self.names[i], sources[i]) for i in self.casts)
+        run = _Run(self, fallback, primals, sources, owners)
         token = run.token
         for place in reversed(range(len(run.owned))):
             token = PlannedGradients.apply(run, place, token, *(owners[i] for i in run.owned[place]))

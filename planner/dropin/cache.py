@@ -31,6 +31,7 @@ from passes.exclusive import turn
 from passes.printable import describe_kind
 from passes.run._torch import Autocast, active_saving_hooks, backward_number
 from passes.run.arena import ask_for
+from passes.run.stale import check_casts, note_plain
 from passes.run.step import refuse_tracing
 from passes.trace.arguments import argument_names, bind_call, run_model, set_forward, state_tensors
 from passes.trace.first_call import relocated, remember
@@ -139,26 +140,35 @@ class PlanState:
         self.notices.still_eval = False
         if global_hooks():
             self.notices.global_hooks()
-            return plain(bound)
+            return self._unplanned(bound, plain)
         if modes := function_modes():
             self.notices.function_mode(modes[-1])
-            return plain(bound)
+            return self._unplanned(bound, plain)
         if modes := dispatch_modes():
             self.notices.dispatch_mode(modes[-1])
         if self.outdated:
             self.notices.outdated(self.outdated)
-            return plain(bound)
+            return self._unplanned(bound, plain)
         hooks = active_saving_hooks()
         if hooks and (self.first.by_regions or hooks.endswith(CLONES_BEFORE_CHANGES)):
             self.notices.saving_hooks(makes_way=True)
-            return plain(bound)
+            return self._unplanned(bound, plain)
         tensors, template = flatten(dict(bound))
         entry, state = self._look(bound, tensors, template)
         if entry is None:
-            return plain(bound)
+            return self._unplanned(bound, plain)
         if entry.by_regions:
             return self._by_regions(entry, bound, state, plain)
         return self._execute(entry, [*state, *tensors], bound)
+
+    def _unplanned(self, bound: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> Any:
+        note_plain(self.model)
+        return plain(bound)
+
+    def in_eval(self) -> None:
+        """Say what there is to say of a call that is no training step, and runs plain."""
+        note_plain(self.model)
+        self.notices.in_eval()
 
     def _look(
         self, bound: Mapping[str, Any], tensors: Sequence[torch.Tensor], template: Any
@@ -267,6 +277,7 @@ class PlanState:
         plain: Callable[[Mapping[str, Any]], Any],
     ) -> Any:  # fmt: skip
         traced = entry.planned.prepared.traced
+        check_casts(self.model)
         self.notices.gradients(entry.planned, state)
         regions = self._regions(entry)
         self.last = entry

@@ -139,7 +139,7 @@ class PlannedForward(StandIn):
         if trained:
             with state.through(self):
                 return state.run(bind_call(state.signature, args, kwargs), self._plain)
-        state.notices.in_eval()
+        state.in_eval()
         if state.loss_fn is None:
             return state.notices.of_eval(self.original(*args, **kwargs))
         return state.notices.of_eval(self._plain(bind_call(state.signature, args, kwargs)))

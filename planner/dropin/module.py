@@ -88,7 +88,7 @@ class PlannedModule(fx.GraphModule):
             return state.run(bind_call(state.signature, args, kwargs), state.plain)
         if state.unplanned:
             return state.plain(bind_call(state.signature, args, kwargs))
-        state.notices.in_eval()
+        state.in_eval()
         return state.notices.of_eval(state.plain(bind_call(state.signature, args, kwargs)))
 
     def __prepare_scriptable__(self) -> Any:

@@ -25,6 +25,7 @@ from passes.run import (
     mixing,
     random,
     replay,
+    stale,
     step,
     structures,
     tensors,
@@ -49,7 +50,7 @@ from .spec import spec_of
 COPIED = {
     "runtime.py": exported, "errors.py": exported_errors, "step.py": step, "replay.py": replay, "random.py": random,
     "kernels.py": kernels, "tensors.py": tensors, "gradients.py": gradients, "mixing.py": mixing, "arena.py": arena,
-    "structures.py": structures, "tree.py": tree, "_torch.py": _torch,
+    "structures.py": structures, "tree.py": tree, "stale.py": stale, "_torch.py": _torch,
 }  # fmt: skip
 INIT = '''{doc}
 

@@ -1,20 +1,26 @@
-"""Autocast's cache of casts, which lives as long as the caller's block: planning leaves it as it was."""
+"""Autocast's cache of casts, which lives as long as the caller's block: planning leaves it as it was, and a loop in one
+block, in which the plain model goes on with casts of old parameters, is refused by name."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import allow_mutation_on_saved_tensors
 
 from passes.casts import casts_aside
 from passes.run._torch import under_autocast
+from passes.run.stale import StaleCasts
 from planner import auto_checkpoint
 from tests.planner.steps import gradients
 
@@ -155,3 +161,143 @@ def test_casts_of_what_the_collector_leaves_out_are_kept(monkeypatch: pytest.Mon
         with casts_aside():
             assert not torch.equal(model(x), before)
         assert torch.equal(model(x), before)
+
+
+# A loop in one block --------------------------------------------------------------------------------------------------
+
+
+def plan_in(way: str, model: nn.Module, **options: Any) -> Any:
+    with bf16():
+        return auto_checkpoint(model, batch(), check=False, **WAYS[way], **QUICK, **options)
+
+
+def stepped(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.5)
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loop_within_one_block_is_refused(way: str) -> None:
+    model = layers()
+    plain, plan = copy.deepcopy(model), plan_in(way, model)
+    with bf16(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the backward in the block
+        for each in (plan.module, plain):
+            loss_of(each(batch())).backward()
+        assert_equal(gradients(model), gradients(plain))
+        stepped(model)
+        with pytest.raises(StaleCasts, match=r"0\.0\.weight was changed .* torch.clear_autocast_cache\(\) after"):
+            plan.module(batch())
+        stepped(plain)
+        goes_on = loss_of(plain(batch()))
+    with bf16():
+        assert not torch.equal(loss_of(plain(batch())), goes_on)  # the plain model does go on with the old ones
+        plan.module(batch())
+
+
+@pytest.mark.parametrize("remedy", ["leave", "clear", "cache_enabled=False"])
+@pytest.mark.parametrize("way", WAYS)
+def test_with_each_remedy_a_loop_has_the_plain_bits(way: str, remedy: str) -> None:
+    model = layers()
+    plain, plan = copy.deepcopy(model), plan_in(way, model)
+    losses = []
+    for each, trained in ((plan.module, model), (plain, plain)):
+        with warnings.catch_warnings(), nullcontext() if remedy == "leave" else bf16(remedy == "clear"):
+            warnings.simplefilter("ignore")
+            for _ in range(3):
+                with bf16() if remedy == "leave" else nullcontext():
+                    loss = loss_of(each(batch()))
+                loss.backward()
+                losses.append(loss.item())
+                stepped(trained)
+                if remedy == "clear":
+                    torch.clear_autocast_cache()
+    assert losses[:3] == losses[3:]
+    assert losses[0] != losses[2]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_accumulated_within_one_block(way: str) -> None:
+    model = layers()
+    plain, plan = copy.deepcopy(model), plan_in(way, model, gradients="accumulated")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for each in (plan.module, plain):
+            with bf16():
+                for _ in range(3):
+                    loss_of(each(batch())).backward()
+    assert_equal(gradients(model), gradients(plain))
+
+
+def test_a_change_is_noticed_across_shapes_and_plain_calls() -> None:
+    model = layers()
+    plan = plan_in("whole", model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with bf16():
+            loss_of(plan.module(batch())).backward()
+            stepped(model)
+            with pytest.raises(StaleCasts):
+                plan.module(batch(12))  # planned anew in the block
+        with bf16():
+            loss_of(plan.module(batch())).backward()
+            stepped(model)
+            with pytest.raises(StaleCasts), torch.no_grad():
+                plan.module.eval()(batch())
+        plan.module.train()
+        with bf16():
+            with allow_mutation_on_saved_tensors():  # runs plain
+                loss_of(plan.module(batch())).backward()
+            stepped(model)
+            with pytest.raises(StaleCasts):
+                plan.module(batch())
+
+
+def test_a_parameter_that_is_not_cast_may_change() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
+    plan = plan_in("whole", model)
+    with bf16():
+        plan.module(batch())
+        with torch.no_grad():
+            model[1].weight.mul_(2)
+        found = plan.module(batch())
+        assert torch.equal(found, model(batch()))
+
+
+def test_an_exported_step_in_a_loop_within_one_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_in("whole", layers())
+    plan.export(tmp_path / "cast_step")
+    monkeypatch.syspath_prepend(tmp_path)
+    exported = importlib.import_module("cast_step").load()
+    with bf16():
+        output = exported(batch())
+    loss_of(output).backward()
+    stepped(exported)
+    with bf16():
+        exported(batch())
+        with torch.no_grad():
+            exported.get_parameter("0.0.weight").mul_(2)
+        with pytest.raises(RuntimeError, match=r"0\.0\.weight was changed since this block of autocast began"):
+            exported(batch())
+
+
+def test_outside_of_autocast_nothing_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = layers()
+    plan = auto_checkpoint(model, batch(), **QUICK)
+    monkeypatch.setattr(torch, "addmm", None)
+    for _ in range(2):
+        plan.module(batch()).square().sum().backward()
+        stepped(model)
+
+
+def test_two_calls_that_share_a_cast_in_eager_are_told_of() -> None:
+    plan = plan_in("whole", layers())
+    with bf16(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = loss_of(plan.module(batch())) + loss_of(plan.module(batch()))
+    with pytest.warns(UserWarning, match=r"gradient of 0\.0\.\w+ is a sum, as the planned step .* autocast casts"):
+        loss.backward()

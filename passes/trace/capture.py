@@ -76,7 +76,7 @@ from .layouts import (
     EagerLayouts,
     GivenGradient,
     Layouts,
-    gradient_key,
+    gradient_strides,
     settle_gradients,
 )
 from .leaks import Remembered
@@ -501,7 +501,7 @@ class StepTracer:
         own = tuple(tensor.stride()) if dense and not tensor.is_contiguous() else None
         if aliased is not None and own is None:
             own = tuple(aliased) if dense else torch.empty(tensor.shape, device="meta").stride()
-        strides = self.layouts.get(gradient_key(path, tensor), own) if self.layouts else own
+        strides = gradient_strides(self.layouts, path, tensor) or own if self.layouts else own
         return tensor if strides is None else GivenGradient.apply(tensor, strides)
 
 

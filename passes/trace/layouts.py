@@ -202,6 +202,32 @@ def gradient_key(path: str, output: torch.Tensor) -> Any:
     return "gradient of", path, tuple(output.shape)
 
 
+def gradient_strides(layouts: Layouts, path: str, output: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides in which a gradient for the output at `path` has come; in another shape, in the order that it had."""
+    known = layouts.get(gradient_key(path, output))
+    if known is not None:
+        return known
+    for key, strides in reversed(layouts.items()):
+        if key[:2] == ("gradient of", path) and len(key[2]) == output.dim():
+            return _in_order(key[2], strides, output.shape)
+    return None
+
+
+def _in_order(shape: Sequence[int], strides: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
+    """The strides of a tensor of another shape that lies in memory as this one: dense, or one item. Else None."""
+    if not any(strides):
+        return (0,) * len(other)
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], -shape[d], d))
+    return _dense(order, other) if _dense(order, shape) == tuple(strides) else None
+
+
+def _dense(order: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    strides, size = [0] * len(shape), 1
+    for dimension in reversed(order):
+        strides[dimension], size = size, size * shape[dimension]
+    return tuple(strides)
+
+
 def settle_gradients(graph: fx.Graph) -> None:
     """Let each gradient that comes in strides of its own be an input of the graph in those."""
     for node in graph.find_nodes(op="call_function", target=LAID_OUT):

@@ -28,7 +28,7 @@ from passes.trace.arguments import (
 )
 from passes.trace.capture import OutputLeaf, casts_kept, choose_differentiated
 from passes.trace.given import left_alone
-from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_key
+from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_strides
 from passes.trace.refuse import has_sharded, is_sharded, refuse_sparse
 from passes.trace.state import Snapshot as Reached
 from passes.trace.structure import Bound, flatten, held_objects, unflatten
@@ -224,7 +224,7 @@ def _start_of_backward(output: torch.Tensor, path: str, layouts: Layouts) -> tor
     """The gradient that the backward starts from, in the strides in which one was seen to come."""
     if output.dim() == 0:
         return None
-    strides = layouts.get(gradient_key(path, output))
+    strides = gradient_strides(layouts, path, output)
     if strides is None:
         return torch.ones_like(output)
     last = sum((size - 1) * stride for size, stride in zip(output.shape, strides, strict=True))

@@ -161,6 +161,7 @@ class _Search:
         self.room_bytes = prepared.start.room_bytes
         self.limit_bytes = self.room_bytes if budget_bytes is None else min(self.room_bytes, budget_bytes)
         self.fitting: list[_Try] = []  # of those that were found on the way
+        self.least: dict[Schedule, Footprint] = {}  # of those that an arena was looked for, which takes long
 
     def attempt(self, asked_bytes: int | None, share: float = 1.0) -> _Try:
         """Args: share: of the time limit."""
@@ -201,7 +202,9 @@ class _Search:
                 failed = tried
             if self.fitting and self._is_enough(self.fitting[-1], failed, more):
                 break
-            asked = _middle(self.fitting[-1], failed) if self.fitting else failed.asked_bytes - failed.over_bytes
+            asked = failed.asked_bytes - failed.over_bytes
+            if self.fitting:
+                asked = (self.fitting[-1].asked_bytes + failed.asked_bytes) // 2
         return min(self.fitting, key=_cost) if self.fitting else self.smallest()
 
     def _is_enough(self, fits: _Try, failed: _Try, more: int) -> bool:
@@ -286,12 +289,11 @@ class _Search:
 
     def _least(self, schedule: Schedule) -> Footprint:
         """With what is asked for in advance."""
-        return self.prepared.worst_footprint(schedule, self.prepared.arena(schedule, self.budget_bytes))
+        if schedule not in self.least:
+            arena = self.prepared.arena(schedule, self.budget_bytes)
+            self.least[schedule] = self.prepared.worst_footprint(schedule, arena)
+        return self.least[schedule]
 
 
 def _cost(tried: _Try) -> int:
     return tried.found.added_cost
-
-
-def _middle(fits: _Try, fails: _Try) -> int:
-    return (fits.asked_bytes + fails.asked_bytes) // 2

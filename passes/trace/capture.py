@@ -140,15 +140,14 @@ class Traced:
     holds what the trace took as given about the inputs' values, `reads` what it took as given about everything else,
     `layouts` what it was told about how kernels lay out what they make. `repeated` has for calls of
     torch.utils.checkpoint the place, and the buffers that the plain step updates there again when it recomputes, and
-    the planned step once. `by_name` are the arguments
-    that the call gave by name, `overlaps` the primals that had memory of a mutated one, `resident` what memory each
-    primal adds to those before it (`own_bytes`). `changes` is what forward changes in its arguments; the tensors that
-    it puts there follow those of the output in `outputs`. `left` are the places elsewhere that forward sets and does
-    not read, which a planned step leaves as they are; `settings` are the attributes of the model's modules that it sets
-    to plain values, as a planned step does, too. `within` are the parameters by which the backward of a custom function
-    differentiates: they may have no hooks. `spread` are the placements of the gradients of `DTensor`s, by the numbers
-    of the primals. `first_call` is what a first call of forward remembers and was in place. `changed_later` are primals
-    that code after a region changes in place.
+    the planned step once. `by_name` are the arguments that the call gave by name, `overlaps` the primals that had
+    memory of a mutated one, `resident` what memory each primal adds to those before it (`own_bytes`). `changes` is what
+    forward changes in its arguments; the tensors that it puts there follow those of the output in `outputs`. `left` are
+    the places elsewhere that forward sets and does not read, which a planned step leaves as they are; `settings` are
+    the attributes of the model's modules that it sets to plain values, as a planned step does, too. `within` are the
+    parameters by which the backward of a custom function differentiates: they may have no hooks. `spread` are the
+    placements of the gradients of `DTensor`s, by the numbers of the primals. `first_call` is what a first call of
+    forward remembers and was in place. `changed_later` are primals that code after a region changes in place.
     """
 
     graph_module: fx.GraphModule
@@ -501,7 +500,7 @@ class StepTracer:
         own = tuple(tensor.stride()) if dense and not tensor.is_contiguous() else None
         if aliased is not None and own is None:
             own = tuple(aliased) if dense else torch.empty(tensor.shape, device="meta").stride()
-        strides = gradient_strides(self.layouts, path, tensor) or own if self.layouts else own
+        strides = gradient_strides(self.layouts, path, tensor) or own
         return tensor if strides is None else GivenGradient.apply(tensor, strides)
 
 

@@ -32,10 +32,10 @@ from .prepared import Prepared
 # Where a schedule is too large: how many others are tried, and how many of these once one fits. What fits is enough
 # where it uses so much of its room and costs, as a part of the step, so little more than what does not fit.
 TRIES, MORE, WELL_USED, CLOSE = 8, 3, 0.97, 0.01
-# Where a schedule reserves too much: how many others are looked at, in what part of the time limit each (all of it once
-# one is too dear), in how many time limits together, how much less each is asked to take (a part of what is not
-# static), and how much more it may cost (a part of the step).
-OTHERS, SHARE, LONGEST, LESS, DEARER = 8, 0.2, 3.0, 1 / 400, 0.02
+# Where a schedule reserves too much: how many others are looked at, in what part of the time limit each (twice as long
+# after one that is too dear), in how many time limits together, how much less each is asked to take (a part of what is
+# not static), and how much more it may cost (a part of the step).
+OTHERS, SHARE, LONGEST, LESS, DEARER = 12, 0.2, 4.0, 1 / 400, 0.02
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class _Search:
                 tried = self.attempt(asked, share)
             except BudgetError:
                 break
-            share = share if _cost(tried) <= dearest else 1.0
+            share = share if _cost(tried) <= dearest else min(1.0, 2 * share)
             if tried.over_bytes <= 0 and _cost(tried) <= dearest:
                 other = self._least(tried.found.schedule)
                 if other.reserved_bytes < needed.reserved_bytes:

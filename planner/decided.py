@@ -62,6 +62,7 @@ class Decided:
         runs: the runs of regions, each decided and proved; none where the step is planned as a whole.
         compiled: whether Inductor made what runs the halves (`Plan.compile`).
         arena: what the device's caching allocator is asked for before the first step by regions; see `Step`.
+        plain: whether regions run as they are, as nothing is computed again and the plain step holds no more.
     """
 
     prepared: Prepared
@@ -73,6 +74,7 @@ class Decided:
     runs: tuple[PlannedRun, ...] = ()
     compiled: bool = False
     arena: Arena = ()
+    plain: bool = False
 
     @property
     def cost_name(self) -> str:
@@ -179,6 +181,8 @@ class Decided:
         count = len(dict.fromkeys(path for path, _ in regions.paths))
         found = f"planned by {count} region{'s' if count > 1 else ''}, the rest runs in eager (see plan.regions)"
         whole = regions.eager.get("")
+        if self.plain:
+            found += "; as nothing is computed again, and the plain step holds no more, they run as they are"
         return (found if whole is None else f"{found}, as the model cannot be planned as a whole: {whole}",)
 
     @property

@@ -39,6 +39,7 @@ from .prepared import Prepared, Regions, check_model, prepare
 from .progress import Progress
 from .regions.emit import cut, own_peaks
 from .regions.larger import WHOLE_MODEL, holders, may_help, paths_of
+from .regions.plain import holds_no_more_plain
 from .regions.prepare import prepare_regions
 from .sizes import Sizes
 from .starts import Starts
@@ -113,13 +114,13 @@ def decide_step(
     model: nn.Module, arguments: Mapping[str, Any], prepared: Prepared, budget_bytes: int | None, progress: Progress,
     starts: Starts | None = None,
 ) -> Decided:  # fmt: skip
-    """`decide`, by the smallest regions around those asked for with which the budget can be had.
+    """`decide`, by the smallest regions around those asked for with which the budget can be had; plain where that does.
 
     Raises:
         BudgetError: nothing found fits, whatever the regions.
     """
     try:
-        return decide(prepared, budget_bytes, progress, starts)
+        return plain_if_as_good(model, arguments, decide(prepared, budget_bytes, progress, starts))
     except BudgetError as error:
         why = prepared.regions.eager.get("") if prepared.regions is not None else None
         if why:
@@ -134,6 +135,11 @@ def decide_step(
             refusal = min(refusal, error, key=lambda e: e.minimum_bytes or math.inf)
     refusal.args = (f"{refusal} by these regions, and larger ones do not fit either",)
     raise refusal
+
+
+def plain_if_as_good(model: nn.Module, arguments: Mapping[str, Any], decided: Decided) -> Decided:
+    """The same step, with its regions left as they are where a plan of them changes nothing."""
+    return replace(decided, plain=True) if holds_no_more_plain(model, arguments, decided) else decided
 
 
 def _larger(

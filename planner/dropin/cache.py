@@ -157,6 +157,8 @@ class PlanState:
         entry, state = self._look(bound, tensors, template)
         if entry is None:
             return self._unplanned(bound, plain)
+        if entry.planned.plain:
+            return self._unplanned(bound, plain)
         if entry.by_regions:
             return self._by_regions(entry, bound, state, plain)
         return self._execute(entry, [*state, *tensors], bound)

@@ -18,7 +18,7 @@ from planner.decided import Decided
 from planner.hints import make_hints
 from planner.optimizer import Update
 from planner.options import WHOLE, Options
-from planner.pipeline import emit, prepare_step
+from planner.pipeline import emit, plain_if_as_good, prepare_step
 from planner.prepared import Prepared, check_model
 from planner.progress import Progress
 from planner.ranks.wrapper import check_wrapper, inner_module, wrapper_bytes, wrapper_gradients
@@ -70,7 +70,8 @@ def load(
         starts = ", ".join(path or "the output" for path in expected)
         raise file.error("differentiated", f"another model: its backward does not start from {starts}") from error
     _check_model(file, prepared)
-    return emit(prepared, _solution(file, prepared), file["options"]["budget_bytes"], shown), arguments
+    decided = emit(prepared, _solution(file, prepared), file["options"]["budget_bytes"], shown)
+    return plain_if_as_good(model, arguments, decided), arguments
 
 
 def _check_loss(file: PlanFile, loss_fn: Callable[..., Any] | None) -> None:

@@ -118,7 +118,8 @@ class Sample:
         hollow = Hollow(self.model, given, parts, self.device, candidates)
         swapped = {name: t for (name, t), o in zip(own.items(), originals, strict=True) if t is not o}
         alone = without_talking(self.model, parts.heard, listen=not parts.known)
-        looked_at = {**own, **{str(i): t for i, t in enumerate(inputs)}}
+        parameters = {e.name: own[e.name] for e in entries if e.is_parameter}  # of buffers there are copies
+        looked_at = {**parameters, **{str(i): t for i, t in enumerate(inputs)}}
         first_look = nullcontext() if parts.known else undone_writes(looked_at, self.written)
         states = put_back(snapshot, generators), swapped_state(self.model, swapped)
         consumes = _consume if self.gradients == "consumed" else None

@@ -505,7 +505,7 @@ def test_nothing_is_kept_of_what_is_in_a_refused_region_while_regions_are_looked
 
     monkeypatch.setattr(Sample, "_run", noted)
     model = nn.Sequential(Encoder(), nn.Linear(16, 1))
-    auto_checkpoint(model, torch.randn(4, 8, 16), progress=False, check=False, time_limit=1)
+    auto_checkpoint(model, torch.randn(4, 8, 16), budget_mb="80%", progress=False, check=False, time_limit=1)
     assert runs[0] == runs[-1] == ["0.layers.0.0", "0.layers.1.0"]
 
 

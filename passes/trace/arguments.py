@@ -13,6 +13,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..errors import PlannerError, Unsupported
+from .binding import bind_call, call_bound, names_given
 from .hidden import refuse_hidden
 from .refuse import is_quantized_weight, refuse_not_dense, refuse_untracked
 from .state import ITERATORS
@@ -98,57 +99,6 @@ def loss_arguments(loss_fn: Callable[..., Any] | None) -> list[str]:
     required = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
                 and p.default is p.empty]  # fmt: skip
     return [p.name for p in required[1:]]
-
-
-def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bound:
-    """Arguments by name; raises TypeError exactly as a call would."""
-    return Bound(signature.bind(*args, **kwargs).arguments, kwargs)
-
-
-def binder(signature: inspect.Signature) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Bound]:
-    """`bind_call` for one signature, at once for calls that give all by place."""
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = list(signature.parameters.values())
-    names = [p.name for p in parameters if p.kind in by_place]
-    needed = [i for i, p in enumerate(parameters) if p.default is p.empty and p.kind not in _VARIADIC]
-    fewest = max(needed, default=-1) + 1  # more than there are names where one is by keyword only
-
-    def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bound:
-        if kwargs or not fewest <= len(args) <= len(names):
-            return bind_call(signature, args, kwargs)
-        return Bound(zip(names, args, strict=False))
-
-    return bind
-
-
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-def names_given(bound: Mapping[str, Any]) -> frozenset[str]:
-    """The arguments that the call gave by name, where that is known."""
-    return bound.by_name if isinstance(bound, Bound) else frozenset()
-
-
-def call_bound(function: Callable[..., Any], signature: inspect.Signature, bound: Mapping[str, Any]) -> Any:
-    """Call with arguments bound by `bind_call`, each given by name or by its place as it was then."""
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
-    by_name, gap = names_given(bound), False
-    for name, parameter in signature.parameters.items():
-        kind = parameter.kind
-        if name not in bound:
-            gap = True
-        elif kind is parameter.VAR_POSITIONAL:
-            args.extend(bound[name])
-        elif kind is parameter.VAR_KEYWORD:
-            kwargs.update(bound[name])
-        elif kind is parameter.POSITIONAL_ONLY or (
-            kind is parameter.POSITIONAL_OR_KEYWORD and not gap and name not in by_name
-        ):
-            args.append(bound[name])
-        else:
-            kwargs[name] = bound[name]
-    return function(*args, **kwargs)
 
 
 def set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
@@ -237,6 +187,19 @@ def state_entries(model: nn.Module) -> list[StateEntry]:
             tensors[id(tensor)] = tensor
         entries += [StateEntry(n[0], tuple(n[1:]), is_parameter, tensors[i].requires_grad) for i, n in names.items()]
     return entries
+
+
+def parameters_of(model: nn.Module) -> list[torch.Tensor]:
+    """`nn.Module.parameters`, in its order, without names: for what is done before each call."""
+    found: dict[int, torch.Tensor] = {}
+    seen, waiting = set[int](), [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            found.update((id(p), p) for p in module._parameters.values() if p is not None)
+            waiting.extend(m for m in reversed(module._modules.values()) if m is not None)
+    return list(found.values())
 
 
 def state_tensors(model: nn.Module, entries: tuple[StateEntry, ...] | list[StateEntry]) -> list[torch.Tensor]:

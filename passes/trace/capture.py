@@ -52,12 +52,12 @@ from .arguments import (
     check_inputs,
     lend_attributes,
     lend_kind,
-    names_given,
     run_model,
     runs_hooks,
     state_entries,
     state_tensors,
 )
+from .binding import names_given
 from .buffers import refuse_needed, refuse_returned, refuse_with_gradient, write_back
 from .collectives import functional_collectives
 from .constructs import LAZY, refuse_settings

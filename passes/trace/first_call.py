@@ -19,7 +19,8 @@ from passes._torch import TorchDispatchMode, swapped_state
 
 from ..exclusive import alone, exclusive
 from ..ops import COLLECTIVES
-from .arguments import call_signature, names_given, run_model
+from .arguments import call_signature, run_model
+from .binding import names_given
 from .given import left_alone
 from .isolate import isolated
 from .nodes import MISSING, Change, identical

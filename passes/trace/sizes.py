@@ -24,7 +24,8 @@ from passes.exclusive import exclusive
 from passes.fuse.rules import fuse
 from passes.memory import own_bytes
 
-from .arguments import call_signature, names_given, state_entries, state_tensors
+from .arguments import call_signature, state_entries, state_tensors
+from .binding import names_given
 from .capture import StepTracer, Traced, callers_alone, copied
 from .contexts import private_contexts
 from .given import Returned, changed_slots

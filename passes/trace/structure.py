@@ -43,28 +43,36 @@ def _flatten(value: Any) -> tuple[list[torch.Tensor], Template]:
 
 
 def _flat(arguments: dict[str, Any]) -> tuple[list[torch.Tensor], Template] | None:
-    """`_flatten` of tensors, numbers and strings alone; calls that are built alike have one template."""
-    tensors: list[torch.Tensor] = []
-    positions: dict[int, int] = {}
-    looks: list[Any] = []
-    for value in arguments.values():
-        if isinstance(value, torch.Tensor):
-            if id(value) not in positions:
-                positions[id(value)] = len(tensors)
-                tensors.append(value)
-            looks.append(positions[id(value)])
-        elif type(value) in LITERALS and not (type(value) in (str, bytes) and len(value) > LONGEST):
-            looks.append((type(value), repr(value) if type(value) in (float, complex) else value))
-        else:
-            return None
-    key = (*arguments, *looks)
+    """`_flatten` of tensors, numbers and strings in tuples and dicts; calls that are built alike have one template."""
+    positions: dict[int, tuple[int, torch.Tensor]] = {}
+    key = _built(arguments, positions, set())
+    if key is None:
+        return None
     if key not in _templates:
         if len(_templates) >= MOST_TEMPLATES:
             _templates.clear()
             _shared.clear()
         _templates[key] = _flatten(arguments)[1]
         _shared.add(id(_templates[key]))
-    return tensors, _templates[key]
+    return [tensor for _, tensor in positions.values()], _templates[key]
+
+
+def _built(value: Any, positions: dict[int, tuple[int, torch.Tensor]], dicts: set[int]) -> Any:
+    """How a value is built, its tensors by their numbers; None where it holds other things, or a dict twice."""
+    if isinstance(value, torch.Tensor):
+        return positions.setdefault(id(value), (len(positions), value))[0]
+    kind = type(value)
+    if kind in LITERALS:
+        long = kind in (str, bytes) and len(value) > LONGEST
+        return None if long else (kind, repr(value) if kind in (float, complex) else value)
+    if kind is dict and id(value) not in dicts and all(type(name) is str for name in value):
+        dicts.add(id(value))
+        parts = *value, *(_built(part, positions, dicts) for part in value.values())
+    elif kind is tuple:
+        parts = tuple(_built(part, positions, dicts) for part in value)
+    else:
+        return None
+    return None if None in parts else (kind, len(parts), *parts)
 
 
 def is_shared(template: Template) -> bool:

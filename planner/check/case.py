@@ -13,7 +13,8 @@ from passes._torch import storage_of, swapped_state
 from passes.exclusive import interrupt_point
 from passes.memory import place, span
 from passes.run._torch import under_autocast
-from passes.trace.arguments import argument_names, call_signature, names_given, run_model, state_tensors
+from passes.trace.arguments import argument_names, call_signature, run_model, state_tensors
+from passes.trace.binding import names_given
 from passes.trace.capture import Traced
 from passes.trace.given import all_outputs, left_alone, targets_of
 from passes.trace.refuse import has_sharded

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from passes.trace.arguments import bind_call, split_sample
+from passes.trace.arguments import split_sample
+from passes.trace.binding import bind_call
 from passes.trace.structure import flatten
 from planner.dropin.forward import PlannedForward, stand_in_within
 from planner.dropin.module import PlannedModule

@@ -33,7 +33,8 @@ from passes.run._torch import Autocast, active_saving_hooks, backward_number
 from passes.run.arena import ask_for
 from passes.run.stale import check_casts, note_plain
 from passes.run.step import refuse_tracing
-from passes.trace.arguments import argument_names, bind_call, run_model, set_forward, state_tensors
+from passes.trace.arguments import argument_names, run_model, set_forward, state_tensors
+from passes.trace.binding import binder
 from passes.trace.first_call import relocated, remember
 from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match, match_arguments
@@ -70,7 +71,7 @@ class PlanState:
         signature: inspect.Signature,
     ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.replan, self.on_new_shape = model, loss_fn, replan, on_new_shape
-        self.signature = signature
+        self.signature, self.bind = signature, binder(signature)
         self.cache: list[Entry] = []
         self.idle: list[tuple[Key, list[bool]]] = []  # calls that cannot be planned, and what required a gradient then
         self.losses = Losses()
@@ -529,7 +530,7 @@ def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     state.look_at_gathers()
     if state.outdated or global_hooks() or function_modes() or not module.training or not torch.is_grad_enabled():
         return
-    bound = bind_call(state.signature, args, kwargs)
+    bound = state.bind(args, kwargs)
     state.looking = True
     try:
         with turn(state.model):

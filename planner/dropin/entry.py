@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from passes._torch import is_distributed, look_alike
+from passes.trace.arguments import parameters_of
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts, gradient_key
 from passes.trace.matching import Differs, match, match_arguments
@@ -90,7 +91,7 @@ class Entry:
     ) -> list[torch.Tensor] | None:
         """The model's parameters and buffers where the plan holds for a call now; its key is compared before."""
         if self.by_regions:  # each region looks for itself
-            parameters: list[torch.Tensor] = list(model.parameters())
+            parameters = parameters_of(model)
             return parameters if self.trained == are_trained(parameters) else None
         tensors = self.unchanged(model, loss_fn)
         if tensors is None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from passes.trace.arguments import bind_call, refuse_repeated_hooks, run_model, set_forward
+from passes.trace.arguments import refuse_repeated_hooks, run_model, set_forward
 from planner.errors import NotAFunction
 
 from .cache import OPAQUE, PlanState
@@ -138,11 +138,11 @@ class PlannedForward(StandIn):
             refuse_repeated_hooks(self.model, state.loss_fn)
         if trained:
             with state.through(self):
-                return state.run(bind_call(state.signature, args, kwargs), self._plain)
+                return state.run(state.bind(args, kwargs), self._plain)
         state.in_eval()
         if state.loss_fn is None:
             return state.notices.of_eval(self.original(*args, **kwargs))
-        return state.notices.of_eval(self._plain(bind_call(state.signature, args, kwargs)))
+        return state.notices.of_eval(self._plain(state.bind(args, kwargs)))
 
     def copied(self, model: nn.Module, memo: dict[int, Any]) -> PlannedForward:
         return PlannedForward(self.module, model, copy.deepcopy(self.previous, memo), self.state.around(model))

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from passes._torch import called_by_dynamo, forget_source, refer_weakly
-from passes.trace.arguments import bind_call, call_signature, runs_hooks
+from passes.trace.arguments import call_signature, runs_hooks
 from passes.trace.capture import Traced
 from passes.trace.templates import slots
 from planner.decided import Decided
@@ -85,11 +85,11 @@ class PlannedModule(fx.GraphModule):
                 return self._plan_model.forward(*args, **kwargs)
         state.look_at_gathers()
         if self.training and torch.is_grad_enabled():
-            return state.run(bind_call(state.signature, args, kwargs), state.plain)
+            return state.run(state.bind(args, kwargs), state.plain)
         if state.unplanned:
-            return state.plain(bind_call(state.signature, args, kwargs))
+            return state.plain(state.bind(args, kwargs))
         state.in_eval()
-        return state.notices.of_eval(state.plain(bind_call(state.signature, args, kwargs)))
+        return state.notices.of_eval(state.plain(state.bind(args, kwargs)))
 
     def __prepare_scriptable__(self) -> Any:
         """Refuse `torch.jit.script`, which asks for this."""

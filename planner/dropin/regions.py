@@ -11,7 +11,8 @@ from torch import nn
 
 from passes._torch import dispatch_modes, function_modes, global_hooks
 from passes.run._torch import Autocast, active_saving_hooks, under_transform
-from passes.trace.arguments import binder, call_bound, call_signature, set_forward
+from passes.trace.arguments import call_signature, set_forward
+from passes.trace.binding import binder, call_bound
 from passes.trace.matching import Differs, match
 from passes.trace.reads import Matched, Reads
 from passes.trace.structure import flatten

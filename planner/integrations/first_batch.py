@@ -15,7 +15,8 @@ from torch import nn
 from passes._torch import pytree, saving_hooks_aside
 from passes.errors import ForwardFailed
 from passes.run._torch import under_transform
-from passes.trace.arguments import bind_call, call_signature, set_forward
+from passes.trace.arguments import call_signature, set_forward
+from passes.trace.binding import bind_call
 from passes.trace.refuse import has_sharded
 from planner.api import auto_checkpoint, check_names
 from planner.budget import Budget

@@ -15,14 +15,8 @@ from passes.alias import Storage
 from passes.memory import place
 from passes.run._torch import active_saving_hooks, backward_number, under_transform
 from passes.run.mixing import Versions
-from passes.trace.arguments import (
-    bind_call,
-    call_bound,
-    call_signature,
-    repeated_hook,
-    set_forward,
-    state_tensors,
-)
+from passes.trace.arguments import call_signature, repeated_hook, set_forward, state_tensors
+from passes.trace.binding import bind_call, call_bound
 from passes.trace.capture import Traced
 from passes.trace.given import Given, all_outputs, deliver, left_alone, targets_of
 from passes.trace.settings import set_again

@@ -16,16 +16,8 @@ from passes.device import empty_cache, kind_of
 from passes.memory import without_collections
 from passes.profile import Counting
 from passes.run._torch import under_autocast
-from passes.trace.arguments import (
-    StateEntry,
-    call_bound,
-    call_signature,
-    lend_attributes,
-    names_given,
-    run_model,
-    state_entries,
-    state_tensors,
-)
+from passes.trace.arguments import StateEntry, call_signature, lend_attributes, run_model, state_entries, state_tensors
+from passes.trace.binding import call_bound, names_given
 from passes.trace.capture import OutputLeaf, casts_kept, choose_differentiated
 from passes.trace.given import left_alone
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_strides

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import itertools
 import time
 import warnings
 from collections import UserDict, deque
@@ -19,6 +21,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from passes.trace.binding import bind_call, binder
 from passes.trace.structure import flatten
 from planner import InputMismatch, PlannerError, Unsupported, auto_checkpoint
 from planner.dropin.apply import blank_sample
@@ -684,3 +687,26 @@ def test_a_gradient_that_is_yet_to_be_conjugated_is_the_plain_one() -> None:
     for module in (plain, plan.module):
         (module(z).conj() * (2 + 1j)).conj().real.sum().backward()
     assert_same_gradients(plain, model)
+
+
+def _bound(bind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        found = bind(args, kwargs)
+    except TypeError as error:
+        return str(error)
+    return list(found.items()), found.by_name
+
+
+@pytest.mark.parametrize(
+    "forward", [
+        lambda: 0, lambda x: 0, lambda x, y=1: 0, lambda x, *, y: 0, lambda x, *, y=2: 0, lambda x, **rest: 0,
+        lambda x, y=1, **rest: 0, lambda *x, y=1: 0, lambda x, /, y=1, **rest: 0, lambda x=0, *, y, **rest: 0,
+    ]
+)  # fmt: skip
+def test_calls_are_bound_as_by_their_signature(forward: Any) -> None:
+    signature = inspect.signature(forward)
+    bind, by_signature = binder(signature), partial(bind_call, signature)
+    for count, names in itertools.product(range(4), range(5)):
+        for chosen in itertools.permutations(("x", "y", "z", "rest"), names):
+            args, kwargs = tuple(range(count)), dict(zip(chosen, "abcd", strict=False))
+            assert _bound(bind, args, kwargs) == _bound(by_signature, args, kwargs)

@@ -159,6 +159,7 @@ class PlanState:
         if entry is None:
             return self._unplanned(bound, plain)
         if entry.planned.plain:
+            self.notices.gradients(entry.planned, state)
             return self._unplanned(bound, plain)
         if entry.by_regions:
             return self._by_regions(entry, bound, state, plain)

@@ -34,7 +34,7 @@ def bf16(cache_enabled: bool = True) -> torch.autocast:
 
 def layers(count: int = 3) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(count)])
+    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)) for _ in range(count)])
 
 
 def batch(size: int = 8) -> torch.Tensor:

@@ -33,7 +33,7 @@ from passes.run._torch import Autocast, active_saving_hooks, backward_number
 from passes.run.arena import ask_for
 from passes.run.stale import check_casts, note_plain
 from passes.run.step import refuse_tracing
-from passes.trace.arguments import argument_names, run_model, set_forward, state_tensors
+from passes.trace.arguments import argument_names, parameters_of, run_model, set_forward, state_tensors
 from passes.trace.binding import binder
 from passes.trace.first_call import relocated, remember
 from passes.trace.layouts import BACKWARD_AUTOCAST
@@ -118,7 +118,7 @@ class PlanState:
         starts = starts_of(planned.prepared.traced) if starts is None else starts
         entry = Entry(
             key, list(map(state_key, state)), planned, starts, sharded=has_sharded(self.model),
-            trained=are_trained(self.model.parameters()),
+            trained=are_trained(parameters_of(self.model)),
         )  # fmt: skip
         self.latest = planned
         self.cache = [entry, *(replace(e, regions=None) if e.key == key else e for e in self.cache)]
@@ -441,7 +441,7 @@ class PlanState:
         like = next((e for e in self.cache if e.key.inputs[0] == key.inputs[0]), self.first)
         if (found := key_difference(key, like.key)) is not None:
             return InputMismatch(*found, _HINT)
-        if self.first.by_regions and self.first.trained != are_trained(self.model.parameters()):
+        if self.first.by_regions and self.first.trained != are_trained(parameters_of(self.model)):
             return InputMismatch("(parameters)", "others, or others requiring a gradient", "those at planning", _HINT)
         try:
             with self._own_forward():

@@ -121,3 +121,19 @@ def test_parameters_in_their_order() -> None:
     model.register_module("nothing", None)
     model[1].head.weight = model[2][0].weight  # type: ignore[index,union-attr,assignment]
     assert list(map(id, parameters_of(model))) == list(map(id, model.parameters()))
+
+
+class Partly(SmallGPT):
+    """Tells of some of its parameters alone."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self.blocks.parameters(recurse)
+
+
+def test_a_model_that_tells_of_some_parameters_alone_is_planned_once(recwarn: pytest.WarningsRecorder) -> None:
+    model, x = Partly(layers=2), torch.randint(0, 64, (2, 16))
+    plan = auto_checkpoint(model, x, progress=False, check=False, regions="blocks.*")
+    recwarn.clear()
+    for _ in range(2):
+        plan.module(x)
+    assert not recwarn

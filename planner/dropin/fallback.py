@@ -29,7 +29,7 @@ from passes.trace.structure import Bound, held_objects, unflatten
 from solvers.errors import PlannerError
 
 from .entry import Entry, Losses, describe_starts, starts_of
-from .on_host import saved_on_host
+from .on_host import saved_on_host, workspaces_given_back
 from .plan_key import describe_autocast
 
 _OTHER_DRAWS = (
@@ -136,7 +136,7 @@ class Fallback:
                 f"{'later calls are planned for it' if new else 'so will others, as a plan is for one kind of start'}.",
                 stacklevel=2,
             )
-            with self.as_called():
+            with self.as_called(), workspaces_given_back(self.device):
                 try:
                     return self._replay(primals, known, gradients, saved_on_host(self.device, primals))
                 except RuntimeError as error:

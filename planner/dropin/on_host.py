@@ -1,13 +1,14 @@
-"""What a replay of the plain forward saves waits in the host's memory, where the device's is what runs out."""
+"""A replay of the plain forward takes little of the device's memory, where that is what runs out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 
+from passes._torch import forget_cublas_workspaces
 from passes.device import kind_of
 from passes.memory import span
 from passes.run._torch import own_part
@@ -35,9 +36,28 @@ def saved_on_host(device: torch.device, resident: Iterable[torch.Tensor]) -> Abs
     Args:
         resident: tensors that stay anyway: parameters, buffers, inputs.
     """
-    if not kind_of(device).caches or torch.cuda.is_current_stream_capturing():
+    if not _runs_out(device):
         return nullcontext()
     return moved_to_host({memory_of(own_part(t)) for t in resident})
+
+
+def _runs_out(device: torch.device) -> bool:
+    return kind_of(device).caches and not torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def workspaces_given_back(device: torch.device) -> Iterator[None]:
+    """Give cuBLAS's workspaces back before and after the block, which runs the forward's products in the backward's
+    thread: those that it would keep for them there are in no prediction. The next products ask for theirs again.
+    """
+    if not _runs_out(device):
+        yield
+        return
+    forget_cublas_workspaces()
+    try:
+        yield
+    finally:
+        forget_cublas_workspaces()
 
 
 def moved_to_host(resident: set[int]) -> torch.autograd.graph.saved_tensors_hooks:

@@ -68,7 +68,8 @@ class HollowForward:
         results = _HollowResult.apply(self, run, bound, token)
         hollow.mark("forward out", len(hollow.runs) - 1)
         read = {i: t for i, t in enumerate(primals) if i not in part.traced.mutated and not t.is_inference()}
-        run.read = {i: Versions([t]) for i, t in read.items()}
+        with disable_current_modes():  # those that look at the step's ops need not see these
+            run.read = {i: Versions([t]) for i, t in read.items()}
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in outputs]
         set_again(part.traced.settings, self.module)
         return deliver(part.traced.changes, leaves, bound, part.traced.output_template)
@@ -121,7 +122,8 @@ class _HollowOwner(torch.autograd.Function):
     def backward(ctx: Any, token: torch.Tensor) -> Any:
         hollow, run = ctx.hollow, ctx.owner
         made: dict[Any, torch.UntypedStorage] = {}
-        with hollow.within():
+        unseen = nullcontext() if hollow.imagined else disable_current_modes()  # there a mode tells the allocations
+        with hollow.within(), unseen:
             returned = [_stand_in(n, ctx, run.given, made) for n in run.part.gradients]
         run.given.clear()
         hollow.mark("backward out", ctx.index)

@@ -34,6 +34,7 @@ from .reads import (
     NAMES,
     REGISTERED,
     Getter,
+    Looked,
     Matched,
     Read,
     Reads,
@@ -111,7 +112,7 @@ class _Matching:
         if not self.agrees(self.reads.loss, loss_fn):
             raise Differs("loss_fn", shown(loss_fn), describe(self.reads.loss))
         for read in self.reads.fixed:
-            self._check(read, read.at_holder, read.label)
+            self._check(read, read.at_holder, read.label, self.matched.fixed)
         self._follow()
         for number in self.reads.by_object:
             self._unreached(number)
@@ -196,7 +197,7 @@ class _Matching:
             number = self.pending.pop()
             for read in self.reads.by_object.get(number, ()):
                 getter = self._getter(read, self.objects[number])
-                self._check(read, getter, read.label)
+                self._check(read, getter, read.label, self.matched.own)
 
     def _getter(self, read: Read, holder: Any) -> Getter:
         try:
@@ -204,7 +205,7 @@ class _Matching:
         except AttributeError:
             return lambda name, default: default
 
-    def _check(self, read: Read, getter: Getter, label: str) -> None:
+    def _check(self, read: Read, getter: Getter, label: str, looked: Looked) -> None:
         value = getter(read.name, MISSING)
         matched = self.matched
         if isinstance(read.expected, State) and read.getter in (of_parameters, of_buffers):
@@ -215,9 +216,7 @@ class _Matching:
         elif read.getter is names_of or (read.getter is by_attribute and isinstance(read.holder, Object)):
             matched.computed.append((getter, read.name, value))
         else:
-            matched.getters.append(getter)
-            matched.names.append(read.name)
-            matched.found.append(value)
+            looked.add(getter, read.name, value)
         if read.late:
             matched.late.append((read, getter, value))
         known = len(matched.contents)

@@ -185,13 +185,34 @@ class Reads:
         return {known.path: expected.value for known, expected in found if isinstance(expected, Literal)}
 
 
-class Matched:
-    """The reads of one model, laid out so that a check is a few passes in C."""
+class Looked:
+    """Some of the reads of one model, laid out so that a check is two passes in C."""
 
     def __init__(self) -> None:
         self.getters: list[Getter] = []
         self.names: list[str] = []
         self.found: list[Any] = []
+
+    def add(self, getter: Getter, name: str, value: Any) -> None:
+        self.getters.append(getter)
+        self.names.append(name)
+        self.found.append(value)
+
+    def hold(self) -> bool:
+        """Whether all is as it was: the same objects (the usual case), or equal values."""
+        found = list(map(call, self.getters, self.names, repeat(MISSING)))
+        if not all(map(is_, found, self.found)):
+            if not all(map(same_value, found, self.found)):
+                return False
+            self.found = found
+        return True
+
+
+class Matched:
+    """The reads of one model: `own` are of its objects, `fixed` those of classes, functions and globals."""
+
+    def __init__(self) -> None:
+        self.own, self.fixed = Looked(), Looked()
         self.objects: list[Any] = []
         self.kinds: list[type] = []
         self.modules: list[dict[str, Any]] = []  # the attributes of each module, for its hooks
@@ -206,18 +227,19 @@ class Matched:
         self.late: list[tuple[Read, Getter, Any]] = []  # what the backward reads, and what was found there
         self.late_contents: list[tuple[Read, Any, list[Any]]] = []
 
-    def state(self) -> list[torch.Tensor] | None:
-        """The parameters and buffers of the next call, or None where what was read has changed."""
-        return self.tensors() if self._holds() else None
+    def state(self, fixed: bool = True) -> list[torch.Tensor] | None:
+        """The parameters and buffers of the next call, or None where what was read has changed.
 
-    def _holds(self) -> bool:
-        found = list(map(call, self.getters, self.names, repeat(MISSING)))
-        if not all(map(is_, found, self.found)):
-            if not all(map(same_value, found, self.found)):
-                return False
-            self.found = found
+        Args:
+            fixed: whether to look at those reads, too.
+        """
+        return self.tensors() if self._holds(fixed) else None
+
+    def _holds(self, fixed: bool) -> bool:
         return (
-            list(map(_GET_HOOKS, self.modules)) == self.hooks
+            self.own.hold()
+            and (not fixed or self.fixed.hold())
+            and list(map(_GET_HOOKS, self.modules)) == self.hooks
             and all(map(is_, map(type, self.objects), self.kinds))
             and not any(self.empty)
             and all(holds_these(container, items) for container, items in self.contents)

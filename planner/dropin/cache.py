@@ -315,9 +315,9 @@ class PlanState:
         often = sum(times for name, times in self.replans.items() if name.startswith(REGION)) >= SLOW_REPLANS
         if not entry.by_regions or entry.sharded or often:
             return None
-        regions = self._regions(entry)
+        regions, known = self._regions(entry), set[int]()
         with running_regions(regions):
-            found = next(((r.path, differs) for r in regions if (differs := r.changed()) is not None), None)
+            found = next(((r.path, differs) for r in regions if (differs := r.changed(known)) is not None), None)
         if found is None:
             return None
         path, differs = found

@@ -114,9 +114,13 @@ class Entry:
         apart = self.spans and lie_apart(primals, self.spans)
         return () if apart else overlaps(primals, self.planned.prepared.traced.mutated)
 
-    def unchanged(self, model: nn.Module, loss_fn: Any) -> list[torch.Tensor] | None:
-        """The model's parameters and buffers where the plan holds for what the model is now."""
-        tensors = self._state(model, loss_fn)
+    def unchanged(self, model: nn.Module, loss_fn: Any, fixed: bool = True) -> list[torch.Tensor] | None:
+        """The model's parameters and buffers where the plan holds for what the model is now.
+
+        Args:
+            fixed: whether to look at what was read of classes, functions and globals, too.
+        """
+        tensors = self._state(model, loss_fn, fixed)
         if tensors is not None and self.alike is not None and self.alike(*tensors):
             return tensors
         if tensors is None or not (_PLAIN.issuperset(map(type, tensors)) or all(map(is_planned_for, tensors))):
@@ -125,9 +129,9 @@ class Entry:
         self.alike = look_alike(tensors) if alike else self.alike
         return tensors if alike else None
 
-    def _state(self, model: nn.Module, loss_fn: Any) -> list[torch.Tensor] | None:
+    def _state(self, model: nn.Module, loss_fn: Any, fixed: bool) -> list[torch.Tensor] | None:
         """What was read is as it was: the same objects (the usual case, checked quickly), or equal ones."""
-        tensors = self.matched.state() if self.matched else None
+        tensors = self.matched.state(fixed) if self.matched else None
         if tensors is None:
             try:
                 self.matched = match(self.reads, model, loss_fn)

@@ -141,15 +141,28 @@ class RegionForward:
         if self.unplanned is None and number not in self.eager_calls and not self.sometimes_eager:
             self.unplanned = Unplanned(f"call {number + 1} of region {self.path}", why, helps)
 
-    def changed(self) -> Differs | None:
-        """How the module differs from what its plans were made for; None where one of them holds, or there is none."""
-        if not self.own or any(entry.unchanged(self.model, None) is not None for entry in self.own):
+    def changed(self, known: set[int] | None = None) -> Differs | None:
+        """How the module differs from what its plans were made for; None where one of them holds, or there is none.
+
+        Args:
+            known: of which plans' reads those of classes, functions and globals were just found to hold: equal
+                regions share them.
+        """
+        known = set() if known is None else known
+        if not self.own or any(self._holds(entry, known) for entry in self.own):
             return None
         try:
             match(self.own[0].reads, self.model, None)
         except Differs as differs:
             return differs
         return Differs("(state)", "parameters or buffers of other shapes or types", "those at planning")
+
+    def _holds(self, entry: Entry, known: set[int]) -> bool:
+        fixed = id(entry.reads)
+        if entry.unchanged(self.model, None, fixed=fixed not in known) is None:
+            return False
+        known.add(fixed)
+        return True
 
     def plain(self, bound: Mapping[str, Any]) -> Any:
         """The region's own forward, for calls that are replayed."""

@@ -143,10 +143,15 @@ def look_exactly(state: Hunt, effort: Effort) -> None:
         drop_unneeded(state.live, state.budget_bytes, state.deadline)
 
 
-def look_lower(state: Hunt, effort: Effort) -> None:
-    """The state of smallest peak, rid of what the budget does not need, where that fits."""
-    lowest = smallest_peak(state.problem, state.budget_bytes, effort.until(LOWEST_SHARE))
-    state.known_bytes = lowest.known_bytes
+def look_lower(state: Hunt, until: float, again: bool = False) -> None:
+    """The state of smallest peak, rid of what the budget does not need, where that fits.
+
+    Args:
+        again: what is left out then will be looked at later.
+    """
+    lowest = smallest_peak(state.problem, state.budget_bytes, until)
+    if not again or time.monotonic() < until:
+        state.known_bytes = lowest.known_bytes
     if lowest.live.peak_bytes <= state.budget_bytes:
         drop_unneeded(lowest.live, state.budget_bytes, state.deadline)
         state.offer(lowest.live)

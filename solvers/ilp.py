@@ -70,6 +70,7 @@ CLIMB_GROWTH = 2.5
 CHEAP = 6000
 FIRST_ANNEAL_SHARE = 0.2
 ANNEAL_SHARE = 0.25
+LOWER_SHARE = 0.3
 
 
 def hunt(problem: Problem, budget_bytes: int, effort: Effort, bound: int) -> Hunt:
@@ -90,6 +91,8 @@ def hunt(problem: Problem, budget_bytes: int, effort: Effort, bound: int) -> Hun
     if not state.impossible:
         if state.live is None:
             anneal_for(state, FIRST_ANNEAL_SHARE)
+        if state.live is None and state.known_bytes < 0:  # a descent as deep as it goes may fit
+            look_lower(state, state.until(LOWER_SHARE), again=True)
         refine(state, effort)
     return state
 
@@ -105,7 +108,7 @@ def refine(state: Hunt, effort: Effort) -> None:
         number += 1
         more = refine_once(state, ends, number)
         if state.live is None and (number > 1 or not more) and state.known_bytes < 0:
-            look_lower(state, effort)
+            look_lower(state, effort.until(LOWEST_SHARE))
         if state.live is not None and not climbed:
             anneal_for(state, ANNEAL_SHARE)
             climbed, more = True, (*more, *climb(state))
@@ -114,7 +117,7 @@ def refine(state: Hunt, effort: Effort) -> None:
             break
         ends = tuple(sorted({*ends, *more}))
     if state.live is None and state.known_bytes < 0:
-        look_lower(state, effort)
+        look_lower(state, effort.until(LOWEST_SHARE))
     polish_on(state)
     if not state.finished and state.seconds_left <= LEAST_SECONDS:
         state.notes[CLOCK] = None

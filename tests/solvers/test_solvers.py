@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import solvers
-from solvers import known, minimum
+from solvers import ilp, known, minimum
+from solvers.base import Effort
 from solvers.end_slots import first_ends
 from solvers.engine import solve_staged
 from solvers.errors import BudgetError, SolverUnavailable
@@ -316,6 +317,18 @@ def test_a_stated_minimum_is_met_again_by_a_search_without_time(name: str, monke
     known._schedules.clear()
     with pytest.raises(BudgetError):
         solvers.solve(problem, stated, solver=name, time_limit=0)
+
+
+def test_a_deep_descent_comes_before_programs_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = FAMILIES["unet-6"]()
+    stated = smallest_peak(problem, 0).known_bytes
+    monkeypatch.setattr(ilp, "cheapest_descent", lambda *_, **__: None)
+    for rest in ("look_exactly", "anneal_for", "refine"):
+        monkeypatch.setattr(ilp, rest, lambda *_: None)
+    found = ilp.hunt(problem, stated, Effort(60.0, 0.0), bound=0)
+    assert found.live is not None and found.live.peak_bytes <= stated
+    plan = simulate(problem, found.live.schedule())
+    assert plan.peak_bytes <= stated and plan.added_cost < smallest_peak(problem, 0).live.cost
 
 
 @pytest.mark.parametrize("name", ["greedy", "ilp", "auto"])

@@ -209,9 +209,12 @@ class Counting(TorchDispatchMode):
         begin = time.perf_counter()
         result = func(*args, **(kwargs or {}))
         if self.on:
+            seconds = time.perf_counter() - begin
             op = _as_node(func, args, kwargs or {}, result)
             if func._schema.is_mutable or is_compute(op):
-                self.total += self.cost(replace(_count(op), seconds=time.perf_counter() - begin))
+                self.total += self.cost(replace(_count(op), seconds=seconds))
+            for node in op.graph.nodes:  # in a cycle: autograd would copy gradients that something else holds
+                node.meta.clear()
         return result
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from passes._torch import dense_parts, is_distributed, local_part
 from passes.device import kind_of
-from passes.exclusive import exclusive, interrupt_point
+from passes.exclusive import exclusive
 from passes.lower import kept_sizes, split_nodes
 from passes.memory import granule, own_bytes, round_up
 from passes.printable import printable
@@ -45,9 +45,8 @@ from .losses import LOSS
 from .parts import NO_GRADIENT, Part, Parts
 from .refusals import Refusal, first_of, stopped, with_regions_tried
 from .sample import Sample
+from .settle import settled_run
 from .together import Together
-
-MOST_RUNS = 30  # hollow ones; each teaches something
 
 
 @dataclass(frozen=True)
@@ -128,9 +127,9 @@ def prepare_regions(
         draws or Generators.of([*model.parameters(), *model.buffers()]).state(),
     )  # fmt: skip
     try:
-        hollow = _settled_run(sample, chosen, parts, options)
+        hollow, glue_cost = settled_run(sample, chosen, parts, options)
         if why is not None and not {run.path for run in hollow.runs} - {LOSS}:
-            chosen, hollow = _by_layers(sample, chosen.layers(), parts, options)
+            chosen, hollow, glue_cost = _by_layers(sample, chosen.layers(), parts, options)
     except torch.OutOfMemoryError as error:
         raise BudgetError(
             f"the step does not fit on {device}: with nothing kept of its regions, it still runs out of memory there "
@@ -145,44 +144,22 @@ def prepare_regions(
     if not hollow.runs:
         whole = with_regions_tried(why, chosen, parts.refused)
         raise whole or RegionError(f"no region can be planned: {first_of(parts.refused)}")
-    counting = Counting(options.cost_function(device))
-    sample.run(chosen, parts, counting)
-    found = _Found(model, arguments, options, device, chosen, parts, hollow, round(counting.total), why, sample.draws)
+    if glue_cost is None:
+        sample.run(chosen, parts, counting := Counting(options.cost_function(device)))
+        glue_cost = counting.total
+    found = _Found(model, arguments, options, device, chosen, parts, hollow, round(glue_cost), why, sample.draws)
     return _prepared(found, required_hints)
 
 
-def _settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Options) -> Hollow:
-    """The last of several hollow runs, which taught nothing new."""
-    for _ in range(MOST_RUNS):
-        interrupt_point()
-        refused = len(parts.refused)
-        try:
-            hollow = sample.run(chosen, parts)
-        except Exception:
-            if len(parts.refused) == refused:
-                raise
-            chosen.refine(parts.refused, chosen.chosen)  # it may have been zeros of what is now eager
-            continue
-        ended = {run.path for run in hollow.runs if run.ended}
-        for run in hollow.runs:
-            if not run.ended:
-                hollow.again = parts.leave(run.path, run.number, any_call=run.path not in ended) or hollow.again
-        kinds = {part.kind for part in parts.known}
-        if chosen.refine(parts.refused, hollow.called, kinds) or hollow.again:
-            continue
-        if not parts.profile(sample.device.type != "meta", options.cost == "measured"):
-            parts.errors.clear()  # with what the calls were given
-            return hollow
-    raise RegionError(f"the step takes another course each time that it is run: {first_of(parts.refused)}")
-
-
-def _by_layers(sample: Sample, chosen: Candidates, parts: Parts, options: Options) -> tuple[Candidates, Hollow]:
-    """The last run with those layers as regions in which enough can be decided, an LSTM, say, and no convolution."""
+def _by_layers(
+    sample: Sample, chosen: Candidates, parts: Parts, options: Options
+) -> tuple[Candidates, Hollow, float | None]:
+    """`settled_run` with those layers as regions in which enough can be decided: an LSTM, say, and no convolution."""
     device = sample.device
-    found = {run.path: run.part for run in _settled_run(sample, chosen, parts, options).runs}
+    found = {run.path: run.part for run in settled_run(sample, chosen, parts, options)[0].runs}
     worth = {path for path, part in found.items() if _holds_more(_of_part(part, options, device).problem)} | {LOSS}
     chosen.wanted = {path: module for path, module in chosen.wanted.items() if path in worth}
-    return chosen, _settled_run(sample, chosen, parts, options)
+    return chosen, *settled_run(sample, chosen, parts, options)
 
 
 def _holds_more(problem: Problem) -> bool:

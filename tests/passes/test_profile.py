@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from passes.memory import measure_peak
 from passes.one_op import _even_groups
+from passes.profile import Counting
 from planner import auto_checkpoint
 from tests.zoo.compare import measured_peak_bytes, plan_at
 
@@ -33,6 +34,14 @@ def test_other_ops_keep_what_was_made_up() -> None:
     node: Any = SimpleNamespace(target=torch.ops.aten.addmm.default)
     arguments = torch.ones(3), torch.ones(2, 4), torch.zeros(4, 3)
     assert _even_groups(node, arguments) is arguments
+
+
+def test_gradients_that_pass_a_count_are_accumulated_as_they_are() -> None:
+    """Held by what is counted, the weight's and the bias's would be copied: two ops more each."""
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+    with Counting(lambda _: 1.0) as counting:
+        layer(x).sum().backward()
+    assert counting.total == 5  # addmm, sum, ones_like, mm, sum
 
 
 class Warped(nn.Module):

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from passes.lower import UPDATE
 from passes.memory import measure_peak
 from planner import CaptureError, Plan, PlannerError, RegionError, auto_checkpoint
+from planner.regions import prepare, settle
 from planner.regions.glue import Event, GlueOp, _ops
 from planner.regions.hollow import Edge
 from planner.regions.sample import Sample
@@ -71,6 +72,28 @@ def loss_inside(x: torch.Tensor) -> Callable[[nn.Module], torch.Tensor]:
 def small_gpt(layers: int = 3, vocabulary: int = 64) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return SmallGPT(layers=layers, vocabulary=vocabulary), torch.randint(0, 64, (2, 16))
+
+
+def test_what_is_between_regions_is_counted_in_the_run_that_captures_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = small_gpt()
+    found, counted = [], 0
+    for again in (False, True):
+        with monkeypatch.context() as patch:
+            run = Sample.run
+
+            def noted(self: Sample, candidates: Any, parts: Any, counting: Any = None, run: Any = run) -> Any:
+                nonlocal counted
+                counted += counting is not None
+                return run(self, candidates, parts, counting)
+
+            patch.setattr(Sample, "run", noted)
+            if again:
+                patch.setattr(prepare, "settled_run", lambda *given: (settle.settled_run(*given)[0], None))
+            session = open_session(model, x, regions="blocks.*", progress=False)
+            assert session.prepared.regions is not None
+            found.append(session.prepared.regions.glue_cost)
+    assert counted == 1 + 2
+    assert found[0] == found[1] > 0
 
 
 @pytest.mark.parametrize("share", SHARES)

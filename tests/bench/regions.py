@@ -310,6 +310,8 @@ def main() -> int:
         "loop": lambda: loop([n for n in models if n != "resnet50"], options.time_limit),
         "lengths": lambda: iter([*lengths(), *alternating()]),
     }  # fmt: skip
+    if unknown := [part for part in options.parts if part not in known]:
+        parser.error(f"{unknown[0]} is not one of {', '.join(known)}")
     table, missed = Table("what", "found", "target", "met"), 0
     for part in options.parts or known:
         for row in known[part]():

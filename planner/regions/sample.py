@@ -161,7 +161,9 @@ class Sample:
         if counting is None:
             events = without_collections(lambda: kind_of(self.device).allocations(step, self.device))
             hollow.events = [event for event in events if -event[1] not in left]
-            hollow.parts.ordinary |= hollow.ordinary_sizes()
+            ordinary = hollow.ordinary_sizes()
+            hollow.parts.ordinary |= ordinary
+            hollow.again = hollow.again or not hollow.sizes.isdisjoint(ordinary)  # the next run has others
         else:
             hollow.counting = counting
             with counting:

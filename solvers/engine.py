@@ -29,6 +29,7 @@ TOLERANCE = 1e-6
 IPM_TOLERANCE = 1e-5  # of the objective; prices that are a little off prove that much less
 SLACK = 1e-4
 OPEN_SHARE = 0.05
+FAR_SHARE = 0.03  # of the step's cost: where more is open, integers close little of it
 SPREAD = 1000
 ROUNDS = 100
 ENOUGH = 10
@@ -130,6 +131,8 @@ class _HighsRun:
         )
         # What the program leaves open is worth less time than what its stages leave out.
         open_cost = 0.0 if incumbent is None else self._cost(incumbent) - (relaxed.bound or 0)
+        if not self.model.Q and open_cost * self.model.cost_unit > FAR_SHARE * self.model.problem.step_cost:
+            return relaxed
         allowed = max(0.999, gap_cost / self.model.cost_unit, OPEN_SHARE * open_cost)
         start = None if incumbent is None else np.array([incumbent[name] for name in self.index])
         worker = Worker()
@@ -213,12 +216,15 @@ class _HighsRun:
         self._add_rows(self.model.peak_rows(np.concatenate((np.arange(peaks.slots), peaks.slots + runs))))
 
     def bounded(self) -> Answer:
-        """The bound that the prices of one run give, at whatever point it ended."""
+        """The bound that the prices of one run give, at whatever point it ended; its solution if it came to an end."""
         self._run()
-        prices = np.array(self.highs.getSolution().row_dual)
+        found = self.highs.getSolution()
+        prices = np.array(found.row_dual)
         if len(prices) != self.highs.getNumRow():
             return Answer(None, None, timed_out=True)
-        return Answer(self._as_bound(self._safe_bound(prices, np.array(self.highs.getLp().col_cost_))), None)
+        bound = self._as_bound(self._safe_bound(prices, np.array(self.highs.getLp().col_cost_)))
+        solved = self.highs.getModelStatus() == highspy.HighsModelStatus.kOptimal
+        return Answer(bound, self._named(np.array(found.col_value)) if solved else None)
 
     def _is_impossible(self) -> bool:
         """Whether a ray of prices proves that nothing satisfies the rows: at no cost at all the bound is positive."""

@@ -27,6 +27,8 @@ FRUITLESS_ROUNDS = 120
 LOWEST_SHARE = 0.95
 LOWEST_EXACT_SHARE = 0.4  # more than `minimum_budget` takes, so that it is found again
 LEAST_SECONDS = 0.5
+WIDE_SHARE = 0.02
+SMALL = 128  # ops of a step whose programs are solved for integers whatever they leave open
 ANNEAL_EVERY = 5
 FRUITLESS_RUNS = 3 * len(WAYS)
 
@@ -68,6 +70,12 @@ class Hunt:
         return self.live is not None and self.live.cost - self.bound <= self.gap_cost
 
     @property
+    def wide(self) -> bool:
+        """Whether so much is open between a plan of a larger step and the bound that integers would close little."""
+        much = self.cost - self.bound > WIDE_SHARE * self.problem.step_cost
+        return self.live is not None and much and len(self.problem.ops) > SMALL
+
+    @property
     def seconds_left(self) -> float:
         return self.deadline - time.monotonic()
 
@@ -97,15 +105,17 @@ class Hunt:
             overhead, bound = self.problem.overhead(self.cost), self.problem.overhead(self.bound)
             self.report(f"{stage}: {overhead:.2%} recompute, at least {bound:.2%} needed")
 
-    def polish(self, share: float = 1.0) -> None:
-        """A round of local search on the best plan, for at most a share of the time left."""
-        if self.live is None:
+    def polish(self, share: float = 1.0, start: Live | None = None) -> None:
+        """A round of local search on the best plan, or on another, for at most a share of the time left."""
+        live = start or self.live
+        if live is None:
             return
         self.rounds += 1
         steps, seed = local_steps(self.problem), self.rounds
         deadline = self.until(share)
-        if improve(self.live, self.budget_bytes, steps=steps, deadline=deadline, target_cost=self.bound, seed=seed):
+        if improve(live, self.budget_bytes, steps=steps, deadline=deadline, target_cost=self.bound, seed=seed):
             self.notes[CLOCK] = None
+        self.offer(live)
         self.tell("local search")
 
     def anneal(self, until: float, start: Live | None = None) -> bool:

@@ -5,9 +5,10 @@ where most bytes are needed whatever is kept. Its solution, turned into a schedu
 two end slots: the slots where it does become end slots of the next program. Every solution is repaired by greedy
 evictions, polished by local search and offered as the answer; every program's dual bound counts, the largest wins.
 Where the first program leaves more than the gap, the plan is annealed (`solvers.turns`), which also looks for one
-where greedy found none; then relaxations with windows of more and more stages are solved for their bounds alone
-(`climb`), and later programs have windows, too. What is left of the time goes to local search and annealing, until many
-rounds have found nothing.
+where greedy found none; then relaxations with windows of more and more stages are solved (`climb`), for bounds and
+for the plans that they are rounded to (`solvers.rounding`), and later programs have windows, too. Where much is open,
+relaxations come before annealing, and nothing is solved for integers. What is left of the time goes to local search and
+annealing, until many rounds have found nothing.
 
 Small problems are searched exactly first (`solvers.exact`), which is the answer, or a bound where it gives up.
 
@@ -46,6 +47,7 @@ from .minimum import (
     smallest_peak,
 )  # fmt: skip
 from .problem import LARGE, Problem
+from .rounding import rounded
 from .solution import EVERY, Solution, cheapest_fit, solution
 from .staged import StagedModel
 from .turns import WAYS
@@ -68,6 +70,9 @@ CLIMB = (3, 6, 12, 24, 48)
 CLIMB_SHARE = 0.6
 CLIMB_GROWTH = 2.5
 CHEAP = 6000
+POLISH_SHARE, WIDE_POLISH_SHARE = 0.2, 0.1
+ROUNDING_SECONDS, ROUNDING_SHARE = 1.0, 0.5  # beside what the relaxation took
+HARDLY_MORE = 1.05
 FIRST_ANNEAL_SHARE = 0.2
 ANNEAL_SHARE = 0.25
 LOWER_SHARE = 0.3
@@ -110,8 +115,9 @@ def refine(state: Hunt, effort: Effort) -> None:
         if state.live is None and (number > 1 or not more) and state.known_bytes < 0:
             look_lower(state, effort.until(LOWEST_SHARE))
         if state.live is not None and not climbed:
-            anneal_for(state, ANNEAL_SHARE)
-            climbed, more = True, (*more, *climb(state))
+            climbed, more = True, (*more, *climb_and_anneal(state))
+            if state.wide:
+                break
         late = number == 1 and state.known_bytes >= 0 and not state.impossible  # a plan since the first program
         if not more and not late:
             break
@@ -148,8 +154,8 @@ def refine_once(state: Hunt, ends: tuple[int, ...], number: int) -> tuple[int, .
     if answer.timed_out and state.bound == known:  # a larger program would do no better
         return ()
     # Some rounds also where the gap is met: they are cheap beside the proof, and often find a better plan.
-    for _ in range(FIRST_ROUNDS):
-        state.polish(share=0.2)
+    for _ in range(1 if state.wide else FIRST_ROUNDS):
+        state.polish(WIDE_POLISH_SHARE if state.wide else POLISH_SHARE)
     extra = extra or first_ends(state.problem, 2 * len(ends), state.budget_bytes)
     return () if set(extra) <= set(ends) else extra
 
@@ -160,6 +166,17 @@ def bound_by_relaxation(state: Hunt, ends: tuple[int, ...], share: float) -> Non
     with suppress(TimeoutError):
         model = StagedModel(state.problem, state.budget_bytes, ends, until, cost_limit)
         state.take_bound(model, relax_staged(model, until - time.monotonic()))
+
+
+def climb_and_anneal(state: Hunt) -> tuple[int, ...]:
+    """`climb` and a share of annealing: after it where much is open, since its relaxations lead to cheaper plans."""
+    late = state.wide
+    if not late:
+        anneal_for(state, ANNEAL_SHARE)
+    cheap = climb(state)
+    if late:
+        anneal_for(state, ANNEAL_SHARE)
+    return cheap
 
 
 def climb(state: Hunt) -> tuple[int, ...]:
@@ -178,11 +195,24 @@ def climb(state: Hunt) -> tuple[int, ...]:
         chosen = tuple(sorted(ends))
         with suppress(TimeoutError):
             model = StagedModel(state.problem, state.budget_bytes, chosen, until, state.cost, windows=True)
-            state.take_bound(model, bound_staged(model, until - time.monotonic()))
+            answer = bound_staged(model, until - time.monotonic())
+            seconds = time.monotonic() - begin
+            state.take_bound(model, answer)
             cheap = chosen if len(model.column) < CHEAP else cheap
+            offer_rounded(state, model, answer, ROUNDING_SECONDS + ROUNDING_SHARE * seconds)
         state.tell(f"{len(ends)} stages, relaxed")
-        seconds, fruitless = time.monotonic() - begin, fruitless + 1 if state.bound == known else 0
+        fruitless = fruitless + 1 if state.bound == known else 0
     return cheap
+
+
+def offer_rounded(state: Hunt, model: StagedModel, answer: Answer, seconds: float) -> None:
+    """Round a relaxation's solution; where that costs hardly more than the best plan, local search goes on from it."""
+    if answer.values is None or state.finished:
+        return
+    live = rounded(model, answer.values, min(state.deadline, time.monotonic() + seconds))
+    if live is not None and live.cost < HARDLY_MORE * state.cost:
+        state.offer(live)
+        state.polish(WIDE_POLISH_SHARE, live)
 
 
 def bound_with(state: Hunt, model: StagedModel, number: int) -> Answer:
@@ -207,7 +237,9 @@ def offer_solution(state: Hunt, model: StagedModel, answer: Answer) -> tuple[int
         return ()
     live = model.to_live(answer.values)
     over = tight_slots(live, state.budget_bytes)
-    if repair(live, state.budget_bytes, state.deadline):
+    if state.wide:
+        state.offer(rounded(model, answer.values, state.until(WIDE_POLISH_SHARE)))
+    elif repair(live, state.budget_bytes, state.deadline):
         state.offer(live)
     elif state.live is None:
         for _ in WAYS:

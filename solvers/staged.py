@@ -121,8 +121,9 @@ class StagedModel(Stages):
         """The left-hand sides of all peak rows at once, constants included; `values` go by `column`."""
         return self.peaks.left_sides(values)
 
-    def to_live(self, values: dict[str, float]) -> Live:
-        """The recomputes of a solution, each right before its first reader of the stage.
+    def to_live(self, values: dict[str, float], threshold: float = 0.5) -> Live:
+        """The recomputes of a solution, each right before its first reader of the stage; fractions above the threshold
+        count as ones.
 
         In the stage of its own first run an op runs again after the longest time without a reader.
         """
@@ -130,13 +131,13 @@ class StagedModel(Stages):
         slots = list(self.problem.required())
         for k, end in enumerate(self.ends):
             last = max(s for s in slots if self.stage[s] == k) if end not in slots else end
-            chosen = [i for i in self.recomputable if (i, k) in self.R and values[self.R[i, k].name] > 0.5]
+            chosen = [i for i in self.recomputable if (i, k) in self.R and values[self.R[i, k].name] > threshold]
             place: dict[int, int] = {}
             for i in reversed(chosen):
                 outputs = self.problem.ops[i].outputs
                 readers = [r for t in outputs for r in self.problem.readers[t]]
                 at = [r for r in readers if self.stage[r] == k] + [place[r] for r in readers if r in place]
-                kept = any((t, k + 1) in self.A and values[self.A[t, k + 1].name] > 0.5 for t in outputs)
+                kept = any((t, k + 1) in self.A and values[self.A[t, k + 1].name] > threshold for t in outputs)
                 if k == self.stage[i]:
                     place[i] = _after_longest_gap([i, *at, *([last] if kept or not at else [])])
                 else:

@@ -5,10 +5,10 @@ where most bytes are needed whatever is kept. Its solution, turned into a schedu
 two end slots: the slots where it does become end slots of the next program. Every solution is repaired by greedy
 evictions, polished by local search and offered as the answer; every program's dual bound counts, the largest wins.
 Where the first program leaves more than the gap, the plan is annealed (`solvers.turns`), which also looks for one
-where greedy found none; then relaxations with windows of more and more stages are solved (`climb`), for bounds and
-for the plans that they are rounded to (`solvers.rounding`), and later programs have windows, too. Where much is open,
-relaxations come before annealing, and nothing is solved for integers. What is left of the time goes to local search and
-annealing, until many rounds have found nothing.
+where greedy found none; then relaxations with windows of more and more stages are solved (`solvers.climb`), for bounds
+and for the plans that they are rounded to (`solvers.rounding`), and later programs have windows, too. Where much is
+open, relaxations come before annealing, and nothing is solved for integers. What is left of the time goes to local
+search and annealing, until many rounds have found nothing.
 
 Small problems are searched exactly first (`solvers.exact`), which is the answer, or a bound where it gives up.
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,9 +27,10 @@ import numpy as np
 
 from .base import CLOCK, Effort, Solver
 from .bounds import floor_bytes
+from .climb import WIDE_POLISH_SHARE, climb_and_anneal
 from .descent import Reached, cheapest_descent, repair
 from .end_slots import first_ends, forward_binds
-from .engine import Answer, bound_staged, relax_staged, solve_staged
+from .engine import Answer, solve_staged
 from .errors import BudgetError
 from .exact import exact_schedule
 from .hunt import LEAST_SECONDS, LOWEST_SHARE, Hunt, anneal_for, look_exactly, look_lower, polish_on
@@ -66,15 +66,8 @@ BUILD_SHARE = 0.4
 GREEDY_SHARE = 0.2
 LARGE_GREEDY_SHARE = 0.5
 FIRST_SHARE = 0.75
-CLIMB = (3, 6, 12, 24, 48)
-CLIMB_SHARE = 0.6
-CLIMB_GROWTH = 2.5
-CHEAP = 6000
-POLISH_SHARE, WIDE_POLISH_SHARE = 0.2, 0.1
-ROUNDING_SECONDS, ROUNDING_SHARE = 1.0, 0.5  # beside what the relaxation took
-HARDLY_MORE = 1.05
+POLISH_SHARE = 0.2
 FIRST_ANNEAL_SHARE = 0.2
-ANNEAL_SHARE = 0.25
 LOWER_SHARE = 0.3
 
 
@@ -158,61 +151,6 @@ def refine_once(state: Hunt, ends: tuple[int, ...], number: int) -> tuple[int, .
         state.polish(WIDE_POLISH_SHARE if state.wide else POLISH_SHARE)
     extra = extra or first_ends(state.problem, 2 * len(ends), state.budget_bytes)
     return () if set(extra) <= set(ends) else extra
-
-
-def bound_by_relaxation(state: Hunt, ends: tuple[int, ...], share: float) -> None:
-    """The bound of a program's relaxation, in a share of the time left."""
-    until, cost_limit = state.until(share), math.inf if state.live is None else state.cost
-    with suppress(TimeoutError):
-        model = StagedModel(state.problem, state.budget_bytes, ends, until, cost_limit)
-        state.take_bound(model, relax_staged(model, until - time.monotonic()))
-
-
-def climb_and_anneal(state: Hunt) -> tuple[int, ...]:
-    """`climb` and a share of annealing: after it where much is open, since its relaxations lead to cheaper plans."""
-    late = state.wide
-    if not late:
-        anneal_for(state, ANNEAL_SHARE)
-    cheap = climb(state)
-    if late:
-        anneal_for(state, ANNEAL_SHARE)
-    return cheap
-
-
-def climb(state: Hunt) -> tuple[int, ...]:
-    """Bounds of relaxations with windows, of more and more stages, until two in a row gain nothing.
-
-    Returns:
-        The end slots of the last that was cheap enough to be solved for integers, if there are any.
-    """
-    until, seconds, fruitless, cheap = state.until(CLIMB_SHARE), 0.0, 0, tuple[int, ...]()
-    ends = set(first_ends(state.problem, CLIMB[0], state.budget_bytes))
-    for count in CLIMB[1:] if len(state.problem.ops) <= LARGE else ():
-        begin, known = time.monotonic(), state.bound
-        if state.finished or fruitless == 2 or begin + CLIMB_GROWTH * seconds > until:
-            break
-        ends.update(first_ends(state.problem, count, state.budget_bytes))
-        chosen = tuple(sorted(ends))
-        with suppress(TimeoutError):
-            model = StagedModel(state.problem, state.budget_bytes, chosen, until, state.cost, windows=True)
-            answer = bound_staged(model, until - time.monotonic())
-            seconds = time.monotonic() - begin
-            state.take_bound(model, answer)
-            cheap = chosen if len(model.column) < CHEAP else cheap
-            offer_rounded(state, model, answer, ROUNDING_SECONDS + ROUNDING_SHARE * seconds)
-        state.tell(f"{len(ends)} stages, relaxed")
-        fruitless = fruitless + 1 if state.bound == known else 0
-    return cheap
-
-
-def offer_rounded(state: Hunt, model: StagedModel, answer: Answer, seconds: float) -> None:
-    """Round a relaxation's solution; where that costs hardly more than the best plan, local search goes on from it."""
-    if answer.values is None or state.finished:
-        return
-    live = rounded(model, answer.values, min(state.deadline, time.monotonic() + seconds))
-    if live is not None and live.cost < HARDLY_MORE * state.cost:
-        state.offer(live)
-        state.polish(WIDE_POLISH_SHARE, live)
 
 
 def bound_with(state: Hunt, model: StagedModel, number: int) -> Answer:

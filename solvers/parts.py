@@ -23,10 +23,11 @@ import numpy as np
 from .base import CLOCK, Effort
 from .bounds import floor_bytes
 from .choice import Choice, Figures, Relaxed
+from .climb import bound_by_relaxation
 from .descent import Taste, cheapest_descent, descend, repair
 from .end_slots import first_ends
 from .hunt import Hunt
-from .ilp import ALL_SCHEDULES, bound_by_relaxation
+from .ilp import ALL_SCHEDULES
 from .live import Live
 from .local import improve
 from .mip import Worker

@@ -8,11 +8,11 @@ import time
 import pytest
 
 from solvers.bounds import floor_bytes
+from solvers.climb import offer_rounded
 from solvers.descent import cheapest_descent
 from solvers.end_slots import first_ends
 from solvers.engine import Answer, bound_staged
 from solvers.hunt import Hunt
-from solvers.ilp import offer_rounded
 from solvers.live import Live
 from solvers.rounding import rounded
 from solvers.staged import StagedModel

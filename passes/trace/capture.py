@@ -412,12 +412,12 @@ class StepTracer:
         state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
         bound = Bound(unflatten(self.input_template, flat[len(self.entries) :]), self.by_name)
         known = self._known_values(flat)
-        usual, hooks = [dict(vars(tensor)) for tensor in flat], list(map(_hooks_of, flat))
         with left_alone(bound) as given, ExitStack() as stack:
             first = (casts_kept(self.keeps_casts), swapped_state(self.model, state), *self.below)
             entered: list[AbstractContextManager[Any]] = [*first, known, EagerLayouts(self.remembered), *modes]
             for mode in entered:
                 stack.enter_context(mode)
+            usual, hooks = [dict(vars(tensor)) for tensor in flat], list(map(_hooks_of, flat))  # and a buffer's marks
             self.recorder.take_arguments(bound, self.input_template)
             self.given_now[:] = [given]
             torch_was = torch_settings()

@@ -24,7 +24,7 @@ from .binding import names_given
 from .given import left_alone
 from .isolate import isolated
 from .nodes import MISSING, Change, identical
-from .notice import holder, twin
+from .notice import holder, is_hook, twin
 from .state import Snapshot
 from .structure import Bound, flatten, unflatten
 from .templates import shared
@@ -69,16 +69,27 @@ class FirstCall(Exception):
 
 
 def remember(changes: Iterable[Change]) -> list[Change]:
-    """Leave in these places what a first call leaves, where they are as before it; returns where that was done."""
+    """Leave in these places what a first call leaves, where they are as before it; returns where that was done.
+
+    Hooks come with what tells that they are there: all of it, or nothing.
+    """
+    changes = tuple(changes)
     fresh = [change for change in changes if _is_as_before(change)]
+    if len(fresh) < len(changes) and any(map(is_hook, changes)):
+        return []
     for change in fresh:
         _put(change, change.after)
     return fresh
 
 
 def relocated(changes: Iterable[Change], model: nn.Module, loss_fn: Callable[..., Any] | None) -> tuple[Change, ...]:
-    """The same places of another instance of the model, as far as it has them."""
+    """The same places of another instance of the model, as far as it has them.
+
+    None where hooks are among them: they may be of the first instance, whose own first call registers others.
+    """
     changes = tuple(changes)
+    if any(map(is_hook, changes)):
+        return ()
     nodes = {node.path: node for node in Snapshot(model, loss_fn).nodes} if changes else {}
     return tuple(replace(c, node=nodes[c.node.path]) for c in changes if c.node.path in nodes)
 
@@ -105,6 +116,8 @@ class _Silent(TorchDispatchMode):
 
 def _is_as_before(change: Change) -> bool:
     now = change.node.take()
+    if is_hook(change):
+        return bool(now == change.node.content)
     if change.key is not MISSING:
         return identical(now.get(change.key, MISSING), change.before)
     return len(now) == len(change.before) and all(map(identical, now, change.before))

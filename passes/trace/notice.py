@@ -128,7 +128,8 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[Left, ...]:
     return tuple(
         Left(
             c.path, c.after if is_plain(c.after) else None,
-            is_kept=c.path not in written_again and bool(reads(watch.codes, c.name)), holder=holder(c),
+            is_kept=_place(c) not in written_again and (is_hook(c) or bool(reads(watch.codes, c.name))),
+            holder=holder(c),
         )
         for c in others
     )  # fmt: skip
@@ -140,8 +141,18 @@ def holder(change: Change) -> str:
     Empty where it is a buffer or a submodule: a plan is for those that the model has.
     """
     if change.node.kind == "names":
-        return ""
+        return change.node.path if is_hook(change) else ""
     return change.node.path if change.node.kind == "items" else change.path
+
+
+def is_hook(change: Change) -> bool:
+    """Whether it is a hook of a module that came or went: calling the module reads it."""
+    return change.node.kind == "names" and "_hooks" in change.node.name
+
+
+def _place(change: Change) -> str:
+    """Its path; of a hook, whose number is another one at each registration, that of the hooks it is among."""
+    return change.node.path if is_hook(change) else change.path
 
 
 def say_what_is_left(found: Sequence[Left], settings: Sequence[Setting]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -223,7 +234,7 @@ def _compare_steps(
         refuse(_outermost(change, changes), "state that forward changes and reads", place=where or found)
     for change, found in read:
         refuse(_outermost(change, changes), "state that forward changes and reads", place=found)
-    return frozenset(c.path for c in left.changes())
+    return frozenset(map(_place, left.changes()))
 
 
 def _outermost(change: Change, changes: list[Change]) -> Change:

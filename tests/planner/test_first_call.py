@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -103,6 +103,37 @@ class Lazy(Remembers):
         return self.helper.factor
 
 
+class Marked(Number):
+    """A buffer of this class has attributes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = nn.Buffer(torch.ones(1), persistent=False)
+
+    def scale(self, length: int) -> Any:
+        return super().scale(length) * self.unit
+
+
+def _doubled(module: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+    return 2 * output
+
+
+class Hooking(Remembers):
+    """As transformers do to collect hidden states."""
+
+    hooked = False
+
+    def scale(self, length: int) -> Any:
+        return 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.hooked:
+            self.linear.register_forward_hook(_doubled)
+            self.drop.register_forward_hook(lambda _, given, output: output + 1)
+            self.hooked = True
+        return super().forward(x)
+
+
 def _step(model: nn.Module, called: Any, x: torch.Tensor) -> list[torch.Tensor]:
     model.zero_grad()
     torch.manual_seed(1)
@@ -123,7 +154,7 @@ def _forget() -> Iterator[None]:
     OfClass.known.clear()
 
 
-@pytest.mark.parametrize("kind", [Number, Flag, Table, ByLength, Listed, OfClass, Lazy])
+@pytest.mark.parametrize("kind", [Number, Flag, Table, ByLength, Listed, OfClass, Lazy, Marked])
 def test_evaluation_does_not_end_the_plan(kind: type[Remembers]) -> None:
     model, x = kind(), torch.randn(4, 6, 8)
     plain, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
@@ -147,6 +178,47 @@ def test_evaluation_does_not_end_the_plan(kind: type[Remembers]) -> None:
             _step(other, other, x)
     assert all(map(same_bits, model.buffers(), plain.buffers()))
     assert vars(model).keys() - {"forward"} == vars(plain).keys()
+
+
+def _hooks(model: nn.Module) -> list[int]:
+    return [len(module._forward_hooks) for module in model.modules()]
+
+
+def _hook_in_between(model: nn.Module, x: torch.Tensor) -> None:
+    cast("Any", model).drop.register_forward_hook(_doubled)
+
+
+@pytest.mark.parametrize("regions", ["whole", ["linear", "norm"]], ids=["whole", "regions"])
+@pytest.mark.parametrize("first", [_evaluate, _hook_in_between, lambda *_: None], ids=["evaluated", "hooked", "no"])
+def test_hooks_of_a_first_call_come_with_what_tells_that_they_are_there(first: Any, regions: Any) -> None:
+    model, x = Hooking(), torch.randn(4, 6, 8)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False, check=False, regions=regions)
+    assert not any(_hooks(model)) and not model.hooked
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of planning anew
+        for each in (plain, model):
+            first(each, x)
+        for _ in range(2):
+            assert all(map(same_bits, _step(model, plan.module, x), _step(plain, plain, x)))
+            assert not model.hooked or _hooks(model) == _hooks(plain)
+            _evaluate(model, x)
+            _evaluate(plain, x)
+            assert _hooks(model) == _hooks(plain) and model.hooked
+    assert all(map(same_bits, model.buffers(), plain.buffers()))
+
+
+def test_hooks_of_a_first_call_are_of_each_instance() -> None:
+    model, x = Hooking(), torch.randn(4, 6, 8)
+    plan = auto_checkpoint(model, x, progress=False, regions="whole")
+    other = copy.deepcopy(plan.module)
+    plain = copy.deepcopy(other._plan_state.model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of planning anew
+        for _ in range(2):
+            found = _step(other._plan_state.model, other, x)
+            assert all(map(same_bits, found, _step(plain, plain, x)))
+    assert not any(_hooks(model))
 
 
 def test_lengths_that_grow_in_training_are_planned_once_each() -> None:

@@ -287,7 +287,7 @@ def capture(
 def _with_settings(traced: Traced, tracer: StepTracer, model: nn.Module) -> Traced:
     """With what the forward sets besides its outputs, as a planned step does, too; what it does not set is said."""
     set_plainly = steady(tracer.settings, {left.path: left.value for left in tracer.left}, model)
-    others = (Left(path, None, is_kept=False) for path in tracer.recorder.set_as_before(tracer.watch.codes))
+    others = (Left(path, None, False, False) for path in tracer.recorder.set_as_before(tracer.watch.codes))
     notes, left = say_what_is_left((*tracer.left, *others), set_plainly)
     return replace(
         traced, settings=set_plainly, notes=tuple(dict.fromkeys((*traced.notes, *notes))),
@@ -483,10 +483,11 @@ class StepTracer:
         )
         self.judged = judged(self.before)
         self.left = notice(self.before, watch, rerun)
-        kept = [left.holder for left in self.left if left.is_kept and left.holder]
+        kept = any(left.is_kept and left.holder for left in self.left)
         if self.is_first and (kept or filled):
             now = zip(self.entries, flat, written, strict=False)
-            raise FirstCall(kept, [entry.name for entry, t, then in now if mutation_count(t) != then])
+            first = [left.holder for left in self.left if left.is_first and left.holder]  # some of it tells of the rest
+            raise FirstCall(first, [entry.name for entry, t, then in now if mutation_count(t) != then])
         self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes)))
         self.watch = watch
         return result

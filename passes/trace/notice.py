@@ -79,11 +79,13 @@ class Left:
     Attributes:
         value: what it leaves there, if that is plain.
         holder: what the place is in, if that is a container, whose keys may be of the trace; else the place.
-        is_kept: whether it does so at its first call alone, and reads what is there.
+        is_first: whether a second call leaves it as it is.
+        is_kept: whether forward reads what is there, too.
     """
 
     path: str
     value: Any
+    is_first: bool
     is_kept: bool
     holder: str = ""
 
@@ -125,14 +127,13 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[Left, ...]:
     if seeded := [change.path for change in changes if change.node.kind == "generator"]:
         _say(f"forward brings {few(seeded)} into a state of its own; the planned step leaves it alone")
     others = [change for change in changes if change.node.kind not in ("generator", "cache")]
-    return tuple(
-        Left(
-            c.path, c.after if is_plain(c.after) else None,
-            is_kept=_place(c) not in written_again and (is_hook(c) or bool(reads(watch.codes, c.name))),
-            holder=holder(c),
-        )
-        for c in others
-    )  # fmt: skip
+    return tuple(map(partial(_left, written_again=written_again, codes=watch.codes), others))
+
+
+def _left(change: Change, written_again: frozenset[str], codes: Any) -> Left:
+    is_first = _place(change) not in written_again
+    is_kept = is_first and (is_hook(change) or bool(reads(codes, change.name)))
+    return Left(change.path, change.after if is_plain(change.after) else None, is_first, is_kept, holder(change))
 
 
 def holder(change: Change) -> str:

@@ -283,3 +283,37 @@ def test_what_an_installed_library_remembers_does_not_end_the_plan(
         for _ in range(2):
             _step(model, plan.module, x)
     del sys.modules["remembering_library"]
+
+
+PREPARES = """
+from torch import nn
+
+class Prepares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.ready = nn.Linear(8, 8), False
+
+    def forward(self, x):
+        if not self.ready:
+            self.prepare()
+            self.ready = True
+        return self.linear(x).tanh()
+"""
+
+
+def test_a_first_call_is_left_whole() -> None:
+    """The flag is read by code that is in nobody's file, what is set beside it by a user's."""
+    space: dict[str, Any] = {}
+    exec(PREPARES, space)  # noqa: S102 - as a notebook would
+
+    class Doubles(space["Prepares"]):
+        def prepare(self) -> None:
+            forward = self.linear.forward
+            self.linear.forward = lambda given: 2 * forward(given)
+
+    model, x = Doubles(), torch.randn(4, 6, 8)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False, regions="whole", check=False)
+    for _ in range(2):
+        assert all(map(same_bits, _step(model, plan.module, x), _step(plain, plain, x)))
+    assert ("forward" in vars(model.linear)) == model.ready

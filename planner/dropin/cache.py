@@ -83,6 +83,7 @@ class PlanState:
         self.notices = Notices(model)
         self.replans, self.numbers = Counter[str](), set[str]()
         self.first_call: tuple[Change, ...] = ()  # what the first call leaves on the model
+        self.is_copy = False  # of what was planned: those are places of the other instance
         self.waiting = WeakSet[Fallback]()  # of the calls whose steps are not over
         self.before_hooks: Any = None  # the hook that plans before those of `fully_shard` gather parameters
         self.looking = False  # whether that runs
@@ -104,7 +105,7 @@ class PlanState:
         new.cache = [replace(entry, matched=None, regions=None) for entry in self.cache]
         new.first, new.latest, new.traced_forward = self.first, self.latest, None
         new.losses.expected = self.losses.expected
-        new.first_call = relocated(self.first.planned.prepared.traced.first_call, model, self.loss_fn)
+        new.first_call, new.is_copy = self.first.planned.prepared.traced.first_call, True  # it may not be whole yet
         new.gathers = Gathers() if self.gathers is not None else None
         return new
 
@@ -184,7 +185,7 @@ class PlanState:
         entry, state = self.find(key, tensors, bound, starts)
         if entry is None and self.first_call:
             first, self.first_call = self.first_call, ()
-            remember(first)
+            remember(relocated(first, self.model, self.loss_fn) if self.is_copy else first)
             entry, state = self.find(key, tensors, bound, starts)
         if entry is None or entry.outdated or entry.starts != (starts or entry.starts) or self._sharded_since(entry):
             trained = [t.requires_grad for t in (*self.model.parameters(), *tensors)]

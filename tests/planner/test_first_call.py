@@ -13,6 +13,7 @@ from typing import Any, ClassVar, cast
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from planner import auto_checkpoint
 from tests.zoo.compare import same_bits
@@ -219,6 +220,20 @@ def test_hooks_of_a_first_call_are_of_each_instance() -> None:
             found = _step(other._plan_state.model, other, x)
             assert all(map(same_bits, found, _step(plain, plain, x)))
     assert not any(_hooks(model))
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+@pytest.mark.parametrize("way", ["applied", "module", "average"])
+def test_a_planned_model_is_copied_before_and_after_its_first_call(way: str, calls: int) -> None:
+    model, x = nn.Sequential(Number(), nn.Linear(8, 1)), torch.randn(4, 6, 8)
+    plan = auto_checkpoint(model, x, progress=False)
+    if way != "module":
+        plan.apply(model)
+    called = plan.module if way == "module" else model
+    for _ in range(calls):
+        _step(model, called, x)
+    copied = AveragedModel(model).module if way == "average" else copy.deepcopy(called)
+    assert all(map(same_bits, _step(copied, copied, x), _step(model, called, x)))
 
 
 def test_lengths_that_grow_in_training_are_planned_once_each() -> None:

@@ -19,6 +19,8 @@ from solvers.live import Live
 from solvers.schedule import recomputes_of
 from tests.planner.steps import SmallGPT, assert_same_gradients, plan, tight
 
+pytestmark = pytest.mark.every(2)
+
 LIMIT = 4.0
 
 

@@ -69,23 +69,22 @@ class FirstCall(Exception):
 
 
 def remember(changes: Iterable[Change]) -> list[Change]:
-    """Leave in these places what a first call leaves, where they are as before it; returns where that was done.
+    """Leave in these places what a first call leaves, where all are as before it; returns where that was done.
 
-    Hooks come with what tells that they are there: all of it, or nothing.
+    Some of it tells that the rest is there: all of it, or nothing.
     """
-    changes = tuple(changes)
-    fresh = [change for change in changes if _is_as_before(change)]
-    if len(fresh) < len(changes) and any(map(is_hook, changes)):
+    done = list(changes)
+    if not all(map(_is_as_before, done)):
         return []
-    for change in fresh:
+    for change in done:
         _put(change, change.after)
-    return fresh
+    return done
 
 
 def relocated(changes: Iterable[Change], model: nn.Module, loss_fn: Callable[..., Any] | None) -> tuple[Change, ...]:
     """The same places of another instance of the model, as far as it has them.
 
-    None where hooks are among them: they may be of the first instance, whose own first call registers others.
+    Nothing where hooks are among them: they may be of the first instance, whose own first call registers others.
     """
     changes = tuple(changes)
     if any(map(is_hook, changes)):

@@ -21,6 +21,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 # A shell ignores Ctrl-C in what it runs in the background, and Python then leaves it ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# One process for each core: more threads than that only wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Tests look at what is left among temporary files, so each process has its own.
 os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
 atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
@@ -40,14 +44,21 @@ def _settled() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `every(n)` each n-th case runs by default; the others are slow."""
-    seen = Counter[str]()
+    """Of a test with three cases or more every second one runs by default, or each n-th if it is marked `every(n)`.
+
+    The others are slow.
+    """
+    cases, seen = Counter(map(_test, items)), Counter[str]()
     for item in items:
-        mark = item.get_closest_marker("every")
-        name = item.nodeid.partition("[")[0]
-        if mark is not None and seen[name] % mark.args[0]:
+        mark, test = item.get_closest_marker("every"), _test(item)
+        n = mark.args[0] if mark else 2 if cases[test] > 2 else 1
+        if seen[test] % n:
             item.add_marker("slow")
-        seen[name] += 1
+        seen[test] += 1
+
+
+def _test(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -62,8 +62,6 @@ from tests.planner.steps import (
 from tests.zoo.compare import measured_peak_bytes
 from tests.zoo.hazards import StraightThrough
 
-pytestmark = pytest.mark.every(2)
-
 # Budgets and other arguments ------------------------------------------------------------------------------------
 
 

@@ -453,6 +453,7 @@ class Wide(Net):
         return (y * 2).square().mean()
 
 
+@pytest.mark.slow
 def test_each_size_may_be_planned_anew_and_a_share_is_of_the_largest_step() -> None:
     torch.manual_seed(0)
     model, options = Wide(blocks=1), {"budget_mb": "80%", "inner": "eager", "time_limit": 0.2}
@@ -854,6 +855,7 @@ class Drawn(nn.Module):
         return h.sum(), self.last(h).square().sum()
 
 
+@pytest.mark.slow
 def test_a_compiled_forward_that_drew_is_never_replayed_by_the_plain_one() -> None:
     """The plain forward draws other numbers: its gradients would be those of another loss."""
     model, x = Drawn(), torch.rand(64, 512)

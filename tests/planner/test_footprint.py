@@ -141,6 +141,7 @@ def fragmented(mixed: Plan) -> tuple[Prepared, int]:
     return prepared, prepared.worst_footprint(plain).allocated_bytes
 
 
+@pytest.mark.slow
 def test_of_schedules_that_cost_about_as_much_one_reserves_less(fragmented: tuple[Prepared, int]) -> None:
     prepared, plain_bytes = fragmented
     lower = 0

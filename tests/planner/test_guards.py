@@ -46,8 +46,6 @@ from passes.run.step import ChangedInPlace
 from planner import Plan, PlannerError, Unsupported
 from tests.planner.steps import assert_same_state, linear, plan
 
-pytestmark = pytest.mark.every(2)
-
 SCALE = 2.0
 TABLE = {"scale": 2.0, "shift": {"by": 1.0}}
 SETTINGS = types.SimpleNamespace(scale=2.0)

@@ -32,8 +32,6 @@ from passes.memory import measure_peak
 from planner import BudgetError, CaptureError, RegionError, auto_checkpoint
 from tests.zoo.compare import differences, forward_backward, run_step
 
-pytestmark = pytest.mark.every(2)
-
 
 class Part(nn.Module):
     def __init__(self, width: int = 16) -> None:

@@ -42,8 +42,6 @@ from passes.trace.watch import CHECKPOINTED
 
 from .steps import Wrap, linear, plan
 
-pytestmark = pytest.mark.every(2)
-
 STEPS = 3
 
 

@@ -19,8 +19,6 @@ from solvers.live import Live
 from solvers.schedule import recomputes_of
 from tests.planner.steps import SmallGPT, assert_same_gradients, plan, tight
 
-pytestmark = pytest.mark.every(2)
-
 LIMIT = 4.0
 
 
@@ -64,6 +62,7 @@ def test_a_larger_size_s_decision_is_shared(regions: str) -> None:
     assert decided_for(chosen, model, 4).overhead == 0  # the plain step fits
 
 
+@pytest.mark.slow
 def test_a_size_above_all_that_were_planned_is_solved() -> None:
     model, chosen = planned(24, 0.9, on_new_shape="bucket")
     assert decided_for(chosen, model, 26).solver == "auto"
@@ -109,6 +108,7 @@ def test_all_of_the_time_where_a_share_was_not_enough(monkeypatch: pytest.Monkey
     assert limits[0] < limits[1] == LIMIT
 
 
+@pytest.mark.slow
 def test_another_model_s_decisions_are_no_start() -> None:
     starts = Starts()
     _, chosen = planned(16)

@@ -416,6 +416,7 @@ def test_the_graph_of_a_plan_still_knows_its_module() -> None:
     copy.deepcopy(made.module)(batch()).sum().backward()
 
 
+@pytest.mark.slow
 def test_pythons_generator_is_not_drawn_from(tmp_path: Path) -> None:
     done = python("""
 import random, sys, torch

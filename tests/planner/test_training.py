@@ -38,8 +38,6 @@ from tests.planner.steps import (
 )
 from tests.zoo.compare import measured_peak_bytes
 
-pytestmark = pytest.mark.every(2)
-
 
 @contextmanager
 def no_warning() -> Iterator[None]:

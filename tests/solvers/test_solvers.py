@@ -31,8 +31,6 @@ from tests.solvers.problems import SOLVED, Solved
 from tests.solvers.random_problems import wrongs
 from tests.solvers.strategies import scaled, seeded_problem
 
-pytestmark = pytest.mark.every(2)
-
 NAMES = tuple(name for name in solvers.SOLVERS if name != "rotor")  # it takes chains only: test_rotor.py
 EXACT = ("auto", "ilp")  # these prove what they can; the others only search
 GIB = 1 << 30

@@ -179,9 +179,11 @@ def table_by_op(plan: Decided) -> pd.DataFrame:
 
 
 def table_by_module(plan: Decided, depth: int | None = None) -> pd.DataFrame:
-    """A DataFrame with a row per module, sums over everything below it; `depth` limits how deep."""
+    """A DataFrame with a row per module, sums over everything below it; `depth` limits how deep (0: the model)."""
     import pandas as pd
 
+    if depth is not None and not (isinstance(depth, int) and depth >= 0):
+        raise PlannerError(f"depth={depth!r} is not a number of levels: 0 for the model alone, None for all of them.")
     step = plan.problem.step_cost or 1
     return pd.DataFrame([
         {"module": r.module or "(model)", "forward_ops": r.ops, "recomputed_ops": r.recomputed_ops,

@@ -66,6 +66,8 @@ def test_tables(plan: Plan) -> None:
     assert "3" in found["modules"].index
     assert found["peak"]["mib"].sum() == pytest.approx((plan.peak_bytes - plan.static_bytes) / MIB)
     assert len(plan.table_by_module(depth=0)) == 1
+    with pytest.raises(PlannerError, match="depth=-1"):
+        plan.table_by_module(depth=-1)
 
 
 def test_figures(plan: Plan, loose: Plan, tmp_path: Path) -> None:

@@ -233,7 +233,8 @@ def capture(
         layouts: how kernels lay out what they make, where another trace had it otherwise (`layouts.learned`), and in
             which strides the gradients of outputs come (`gradient_key`), and under which autocast
             (`BACKWARD_AUTOCAST`).
-        is_first: whether to raise `FirstCall` where the forward would remember something, as at its first call.
+        is_first: whether to raise `FirstCall` where the forward would remember something, as at its first call. Else
+            it is noted, and refused where it is a plain value that was another one before.
 
     Raises:
         CaptureError: the forward cannot be traced; carries the user's file and line.
@@ -482,7 +483,7 @@ class StepTracer:
             self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn, arguments)
         )
         self.judged = judged(self.before)
-        self.left = notice(self.before, watch, rerun)
+        self.left = notice(self.before, watch, rerun, may_move=self.is_first)
         kept = any(left.is_kept and left.holder for left in self.left)
         if self.is_first and (kept or filled):
             now = zip(self.entries, flat, written, strict=False)

@@ -17,7 +17,7 @@ from passes.printable import few
 from ..errors import StateChanged, Unsupported
 from .constructs import DRAW, KEPT, SEED
 from .given import ARGUMENT
-from .nodes import Change, alike, same
+from .nodes import MISSING, Change, alike, same
 from .rerun import Script, Stale, is_named, line_of_change, reads
 from .settings import Setting, is_plain
 from .state import Snapshot, scramble
@@ -90,8 +90,11 @@ class Left:
     holder: str = ""
 
 
-def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[Left, ...]:
+def notice(before: Snapshot, watch: Watch, rerun: Rerun, may_move: bool) -> tuple[Left, ...]:
     """Refuse or warn of what the run under `watch` changed since `before` was taken; what there is left to say.
+
+    Args:
+        may_move: whether a number may come to what it then stays at (a warm-up to its end).
 
     Raises:
         Unsupported: it matters to the next step, or nobody can tell that it does not.
@@ -127,7 +130,30 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun) -> tuple[Left, ...]:
     if seeded := [change.path for change in changes if change.node.kind == "generator"]:
         _say(f"forward brings {few(seeded)} into a state of its own; the planned step leaves it alone")
     others = [change for change in changes if change.node.kind not in ("generator", "cache")]
-    return tuple(map(partial(_left, written_again=written_again, codes=watch.codes), others))
+    left = tuple(map(partial(_left, written_again=written_again, codes=watch.codes), others))
+    kept = [change for change, there in zip(others, left, strict=True) if there.is_kept]
+    if not may_move and (moved := _moved(kept)) is not None:
+        refuse_state(moved, "state that forward changes and reads")
+    return left
+
+
+def _moved(kept: Sequence[Change]) -> Change | None:
+    """A plain value that was another one before, in an object that keeps nothing else: no key of a table beside it.
+
+    The next forward leaves it as it is, but what else reads it (an evaluation) would find the value before.
+    """
+    tables = {id(change.node.owner) for change in kept if not all(map(is_plain, _values(change, change.after)))}
+    for change in kept:
+        before = _values(change, change.before)
+        real = bool(before) and all(is_plain(v) and v is not None and not isinstance(v, bool) for v in before)
+        if real and id(change.node.owner) not in tables:
+            return change
+    return None
+
+
+def _values(change: Change, value: Any) -> list[Any]:
+    """What a place holds; of one that is compared as a whole (a list, a set) all that is in it."""
+    return [value] if change.key is not MISSING else list(value)
 
 
 def _left(change: Change, written_again: frozenset[str], codes: Any) -> Left:

@@ -236,6 +236,72 @@ def test_a_planned_model_is_copied_before_and_after_its_first_call(way: str, cal
     assert all(map(same_bits, _step(copied, copied, x), _step(model, called, x)))
 
 
+class WarmUp(nn.Module):
+    """Comes to full strength in training and stays there; an evaluation reads how far it came."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.linear, self.held = nn.Linear(8, 8), held
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.advance()
+        return x + self.linear(x).sin() * self.strength
+
+    def advance(self) -> None:
+        self.held = min(1.0, self.held + 0.25)
+
+    @property
+    def strength(self) -> float:
+        return float(self.held)
+
+    def put(self, value: float) -> None:
+        self.held = value
+
+
+class WarmUpInList(WarmUp):
+    def __init__(self, held: Any) -> None:
+        super().__init__([held])
+
+    def advance(self) -> None:
+        self.held[0] = min(1.0, self.held[0] + 0.25)
+
+    @property
+    def strength(self) -> float:
+        return float(self.held[0])
+
+    def put(self, value: float) -> None:
+        self.held[0] = value
+
+
+@pytest.mark.every(1)
+@pytest.mark.parametrize("regions", ["whole", ["*"]], ids=["whole", "regions"])
+@pytest.mark.parametrize("kind", [WarmUp, WarmUpInList])
+def test_a_warm_up_that_ends_in_a_call_planned_anew_has_ended(kind: type[WarmUp], regions: Any) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(kind(1.0), kind(1.0)), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False, check=False, regions=regions)
+    for restarted in (False, True, False, True):
+        for each in (plain, model) if restarted else ():
+            for part in each:
+                cast(WarmUp, part).put(0.75)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert all(map(same_bits, _step(model, plan.module, x), _step(plain, plain, x)))
+        assert [cast(WarmUp, part).strength for part in model] == [1.0, 1.0]
+        assert same_bits(model.eval()(x), plain.eval()(x))
+        model.train()
+        plain.train()
+
+
+def test_a_warm_up_that_would_end_in_a_region_is_refused() -> None:
+    model = nn.Sequential(WarmUp(0.75), WarmUp(1.0))
+    with pytest.raises(Exception, match="state that forward changes and reads"):
+        auto_checkpoint(model, torch.randn(4, 8), progress=False, regions=["0"])
+    assert model[0].held == 0.75
+
+
 def test_lengths_that_grow_in_training_are_planned_once_each() -> None:
     model, batches = Table(), [torch.randn(4, 6, 8)[:, :n] for n in (3, 6)]
     model.norm = nn.Identity()

@@ -67,9 +67,10 @@ def _explain(kind: str, text: str) -> tuple[str, str] | None:
         )
     if "mutating a non-functional tensor" in text:
         return (
-            "A tensor that the model does not register is changed in place here, and a plan would take it as constant.",
+            "A tensor that the model does not register, or a buffer in a backward hook, is changed in place here, "
+            "and a plan would take it as constant.",
             "Register it: self.register_buffer(name, tensor, persistent=False); make a loss function that has buffers "
-            "a part of the model.",
+            "a part of the model; change a buffer in forward, or after the backward.",
         )
     if kind == "DynamicOutputShapeException":
         return (

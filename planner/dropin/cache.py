@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from passes.run.stale import check_casts, note_plain
 from passes.run.step import refuse_tracing
 from passes.trace.arguments import argument_names, parameters_of, run_model, set_forward, state_tensors
 from passes.trace.binding import binder
-from passes.trace.first_call import relocated, remember
+from passes.trace.first_call import relocated, remember, remembered
 from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match, match_arguments
 from passes.trace.nodes import Change
@@ -166,6 +166,13 @@ class PlanState:
             return self._by_regions(entry, bound, state, plain)
         return self._execute(entry, [*state, *tensors], bound)
 
+    def _first_call(self) -> tuple[Change, ...]:
+        return relocated(self.first_call, self.model, self.loss_fn) if self.is_copy else self.first_call
+
+    def after_first_call(self) -> AbstractContextManager[None]:
+        """The model as its first planned call leaves it, for the time of the block."""
+        return remembered(self._first_call())
+
     def _unplanned(self, bound: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> Any:
         note_plain(self.model)
         return plain(bound)
@@ -184,8 +191,8 @@ class PlanState:
         key, starts = self.key_of(tensors, template), self.losses.predict()
         entry, state = self.find(key, tensors, bound, starts)
         if entry is None and self.first_call:
-            first, self.first_call = self.first_call, ()
-            remember(relocated(first, self.model, self.loss_fn) if self.is_copy else first)
+            remember(self._first_call())
+            self.first_call = ()
             entry, state = self.find(key, tensors, bound, starts)
         if entry is None or entry.outdated or entry.starts != (starts or entry.starts) or self._sharded_since(entry):
             trained = [t.requires_grad for t in (*self.model.parameters(), *tensors)]

@@ -97,7 +97,8 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
     registered = {name for e in plan.prepared.traced.state for name in (e.name, *e.aliases)}
     for name in [key for key in state.model.state_dict() if key not in registered][:1]:
         warnings.warn(f"state_dict() has {name}, which that of an export, of tensors alone, will not.", stacklevel=3)
-    spec, tensors, constants = spec_of(plan, module)
+    with state.after_first_call():
+        spec, tensors, constants = spec_of(plan, module)
     forward, backward = _halves(plan)
     with new_folder(path) as folder:
         _write(folder / "__init__.py", INIT.format(doc=docstring(_summary(plan))))
@@ -118,9 +119,10 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
 def _refuse_changed(state: PlanState, traced: Traced) -> None:
     """Refuse a model that is not the planned one any more: the folder would hold its weights, and another's step."""
     try:
-        with _in_training(state.model, state.first.reads.modes):
-            state.match(state.first.reads)
-        tensors = state_tensors(state.model, traced.state)
+        with state.after_first_call():
+            with _in_training(state.model, state.first.reads.modes):
+                state.match(state.first.reads)
+            tensors = state_tensors(state.model, traced.state)
         for entry, tensor, place in zip(traced.state, tensors, traced.placeholders, strict=False):
             now, then = describe_value(tensor), describe_value(place.meta["val"])
             if now != then:

@@ -236,6 +236,13 @@ def test_a_planned_model_is_copied_before_and_after_its_first_call(way: str, cal
     assert all(map(same_bits, _step(copied, copied, x), _step(model, called, x)))
 
 
+def test_a_plan_is_exported_before_its_first_call(tmp_path: Path) -> None:
+    model, x = Number(), torch.randn(4, 6, 8)
+    plan = auto_checkpoint(model, x, progress=False, check=False)
+    assert (plan.export(tmp_path / "folder") / "spec.json").exists()
+    assert model.value is None
+
+
 class WarmUp(nn.Module):
     """Comes to full strength in training and stays there; an evaluation reads how far it came."""
 

@@ -250,8 +250,9 @@ def bert(length: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 def vit(batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     config = transformers.ViTConfig(
-        hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
-    )
+        hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8,
+        problem_type="single_label_classification",
+    )  # fmt: skip
     images = torch.randn(batch, 3, 16, 16)
     return transformers.ViTForImageClassification(config), {"pixel_values": images, "labels": torch.arange(batch) % 2}
 

@@ -55,14 +55,14 @@ class Sizes:
             looks = tuple((t.dim(), t.dtype, t.device, t.requires_grad) for t in tensors)
             outside = key.inputs[0], key.autocast, key.defaults, layouts.get(BACKWARD_AUTOCAST)
             kind = self.kinds.setdefault((looks, outside, differentiated, keep_outputs), kind)
-        options: dict[str, Any] = {"differentiated": differentiated, "keep_outputs": keep_outputs, "layouts": layouts}
         # What kernels were seen to lay out in ways of their own is known for single sizes.
         if kind.seen and layouts.keys() <= {BACKWARD_AUTOCAST}:
             with remembered(self.first_call):
                 made = kind.made(model, bound, loss_fn, tensors, differentiated, keep_outputs, layouts)
             if made is not None:
-                return self._with_first_call(made)
+                return made
         is_first, self.is_first = self.is_first, False
+        options: dict[str, Any] = {"differentiated": differentiated, "keep_outputs": keep_outputs, "layouts": layouts}
         try:
             with remembered(self.first_call):
                 traced = capture(model, bound, loss_fn, is_first=is_first, **options)
@@ -70,17 +70,13 @@ class Sizes:
             self.first_call = first.make(model, bound, loss_fn)
             with remembered(self.first_call):
                 traced = capture(model, bound, loss_fn, **options)
-        traced = self._with_first_call(traced)
+        if self.first_call:
+            places = brief(", ".join(change.path for change in self.first_call))
+            note = f"the first planned call leaves, as a plain one does, {places}"
+            traced = replace(traced, first_call=self.first_call, notes=(*traced.notes, note))
         say_repeated(traced.repeated)
         kind.add(tensors, traced)
         return traced
-
-    def _with_first_call(self, traced: Traced) -> Traced:
-        if not self.first_call:
-            return traced
-        places = brief(", ".join(change.path for change in self.first_call))
-        note = f"the first planned call leaves, as a plain one does, {places}"
-        return replace(traced, first_call=self.first_call, notes=tuple(dict.fromkeys((*traced.notes, note))))
 
 
 class _Kind:

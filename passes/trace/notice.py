@@ -94,7 +94,7 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun, may_move: bool) -> tupl
     """Refuse or warn of what the run under `watch` changed since `before` was taken; what there is left to say.
 
     Args:
-        may_move: whether a number may come to what it then stays at (a warm-up to its end).
+        may_move: whether a plain value may come to what it then stays at (a warm-up to its end).
 
     Raises:
         Unsupported: it matters to the next step, or nobody can tell that it does not.

@@ -86,18 +86,19 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
         )
     state = module._plan_state
     _refuse_quantized(state.model)
-    _refuse_changed(state, plan.prepared.traced)
-    if changes := plan.prepared.traced.changes:
-        raise PlannerError(
-            f"forward changes its argument {changes[0]}, which an export does not do: return what it leaves there."
-        )
-    if settings := list(map(str, plan.prepared.traced.settings)):
-        said = f"forward sets {few(settings)}, which an export, that has no such module, will not set."
-        warnings.warn(said, stacklevel=3)
-    registered = {name for e in plan.prepared.traced.state for name in (e.name, *e.aliases)}
-    for name in [key for key in state.model.state_dict() if key not in registered][:1]:
-        warnings.warn(f"state_dict() has {name}, which that of an export, of tensors alone, will not.", stacklevel=3)
     with state.after_first_call():
+        _refuse_changed(state, plan.prepared.traced)
+        if changes := plan.prepared.traced.changes:
+            raise PlannerError(
+                f"forward changes its argument {changes[0]}, which an export does not do: return what it leaves there."
+            )
+        if settings := list(map(str, plan.prepared.traced.settings)):
+            said = f"forward sets {few(settings)}, which an export, that has no such module, will not set."
+            warnings.warn(said, stacklevel=3)
+        registered = {name for e in plan.prepared.traced.state for name in (e.name, *e.aliases)}
+        for name in [key for key in state.model.state_dict() if key not in registered][:1]:
+            said = f"state_dict() has {name}, which that of an export, of tensors alone, will not."
+            warnings.warn(said, stacklevel=3)
         spec, tensors, constants = spec_of(plan, module)
     forward, backward = _halves(plan)
     with new_folder(path) as folder:
@@ -119,10 +120,9 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
 def _refuse_changed(state: PlanState, traced: Traced) -> None:
     """Refuse a model that is not the planned one any more: the folder would hold its weights, and another's step."""
     try:
-        with state.after_first_call():
-            with _in_training(state.model, state.first.reads.modes):
-                state.match(state.first.reads)
-            tensors = state_tensors(state.model, traced.state)
+        with _in_training(state.model, state.first.reads.modes):
+            state.match(state.first.reads)
+        tensors = state_tensors(state.model, traced.state)
         for entry, tensor, place in zip(traced.state, tensors, traced.placeholders, strict=False):
             now, then = describe_value(tensor), describe_value(place.meta["val"])
             if now != then:

@@ -121,7 +121,6 @@ def test_a_planned_step_is_the_plain_one(kind: str, share: float) -> None:
     assert measured_peak_bytes(plan.module, model, IMAGE, plan.static_bytes) <= plan.peak_bytes
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["relu", "alone", "residual", "instance", "elu"])
 def test_a_forward_runs_the_whole_batch_norm(kind: str) -> None:
     for plan in (planned(kind, 1.0)[1], run_again(kind, "aten.relu")[1]):
@@ -171,7 +170,6 @@ def test_a_broken_recompute_is_caught(damage: Any) -> None:
         verify(traced, rewritten)
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("place", range(1, 8))
 def test_a_broken_whole_is_caught(place: int) -> None:
     planned_step = planned("relu", 1.0)[1]

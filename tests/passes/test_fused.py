@@ -34,7 +34,6 @@ def test_a_kernel_has_the_bits_of_its_meaning(fused: Fused, blocks: tuple[int, i
         assert wrong(fused) == ""
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("blocks", BLOCKS[:2], ids=str)
 @pytest.mark.parametrize("split", records.SPLITS, ids=lambda split: str(split.op))
 def test_parts_have_the_bits_of_the_whole(split: Split, blocks: tuple[int, int]) -> None:

@@ -138,7 +138,6 @@ def test_the_dtype_of_the_operands_counts() -> None:
     assert costs[0] == pytest.approx(10 * costs[1], rel=1e-6)
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("name", DEVICES)
 def test_a_model_on_meta_is_costed_like_a_real_one(name: str) -> None:
     """Same integers from shapes alone, every kernel at a cost and views at none."""

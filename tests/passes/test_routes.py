@@ -107,7 +107,6 @@ FACTORIZATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("name", FACTORIZATIONS)
 def test_factorizations(name: str) -> None:
     x = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
@@ -189,7 +188,6 @@ def test_the_weights_of_a_smoothed_cross_entropy_are_not_trained() -> None:
         auto_checkpoint(model, values(4), progress=False)
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("shape", [(2, 1, 5, 6), (2, 1, 4, 5, 6)])
 @pytest.mark.parametrize("align_corners", [False, True])
 def test_autocast_reaches_into_an_affine_grid(shape: tuple[int, ...], align_corners: bool) -> None:

@@ -237,7 +237,6 @@ def test_optimizer_state_is_part_of_the_peak(optimizer: Any, copies: int, instan
     assert plan(model, sample, optimizer=given).static_bytes - free.static_bytes == copies * size
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("cost", ["flops", "roofline", "measured", "device", lambda op: 1.0])
 def test_costs(cost: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHECKPOINT_PLANNER_CACHE", str(tmp_path))

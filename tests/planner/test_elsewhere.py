@@ -50,7 +50,6 @@ def test_sizes_are_those_of_the_other_devices_allocator() -> None:
     assert "planned for cuda on a CPU" in there.notes[1]
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("device", ["h100", "a100:tf32", "cuda", torch.device("cuda", 0)])
 def test_recompute_is_priced_by_the_other_devices_rates(device: Any) -> None:
     rates = {"h100": "h100", "a100:tf32": "a100:tf32"}.get(str(device), "a100")

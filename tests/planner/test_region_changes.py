@@ -104,7 +104,6 @@ def _reentrant_checkpoints(model: Net) -> None:
 CHANGES = [_patched, _patched_as_a_method, _replaced, _shorter, _swapped, _checkpoints, _reentrant_checkpoints]
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_steps_takes_effect_and_can_be_undone(change: Callable[[Net], None]) -> None:
     model, x = Net(), torch.randn(8, 16)

@@ -526,7 +526,6 @@ class Neighbours(nn.Module):
         return x.pow(2).sum()
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
 @pytest.mark.parametrize("given", [True, False])
 def test_a_sparse_tensor_that_code_between_regions_reads(layout: Any, given: bool) -> None:

@@ -186,7 +186,6 @@ class Stack(nn.Module):
         return F.cross_entropy(self.head(h).flatten(0, 1), x.flatten()) * (1 if lengths[0] >= 0 else 2)
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("between", ["a list", "isfinite", "a hook", "twice"])
 def test_auto_goes_around_what_cannot_be_traced(between: str) -> None:
     torch.manual_seed(0)

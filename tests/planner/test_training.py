@@ -977,7 +977,6 @@ class Fails(nn.Module):
         return y * y.sum().item() if self.fails else y
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("mode", ["train", "eval", "mixed"])
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.filterwarnings("ignore:forward sets self")
@@ -1030,7 +1029,6 @@ def test_an_interrupt_leaves_no_residue(monkeypatch: pytest.MonkeyPatch) -> None
 STAGES = ("capture", "alias", "resolve", "profile", "lower", "solve_step", "rewrite", "verify")
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_interrupt_in_any_stage_leaves_no_residue(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from planner import fit, pipeline, prepared, session, sizes

@@ -14,18 +14,23 @@ from .nodes import PLAIN, Node, Walk, refill
 from .places import is_users, is_users_module, is_users_own
 
 CACHE = functools._lru_cache_wrapper
-_MUTABLE = (list, dict, set, deque)
+_MUTABLE = (list, dict, set, deque, types.SimpleNamespace)
 
 
 def remembered_by(function: Any) -> list[Any]:
-    """The objects and containers with which a function under `functools.cache` answers again.
+    """The objects and containers with which a function under `functools.cache` answers again."""
+    return [each for each in _answers_of(function) if type(each) in _MUTABLE or has_attributes(each)]
+
+
+def _answers_of(function: Any) -> list[Any]:
+    """All that it remembers.
 
     With a limit on how many it remembers, they are among what it refers to; without one, in the last dict of these.
     """
     held = [each for each in gc.get_referents(function) if each is not function.__dict__]
     last = [each for each in held if type(each) is dict][-1]
     answers = {id(v): v for v in (*last.values(), *(each for each in held if each is not last))}
-    return [answers[i] for i in sorted(answers) if type(answers[i]) in _MUTABLE or has_attributes(answers[i])]
+    return [answers[i] for i in sorted(answers)]
 
 
 def visit_function(walk: Walk, value: Any, path: str, name: str) -> None:
@@ -37,7 +42,7 @@ def visit_function(walk: Walk, value: Any, path: str, name: str) -> None:
         inner = (value.func, value.args, value.keywords)
     if isinstance(value, CACHE):
         walk.add(Node(value, path, name, "cache", lambda: value.cache_info()[1::2], lambda _: value.cache_clear()))
-        inner = (value.__wrapped__,)
+        inner = (value.__wrapped__, *_answers_of(value))
     walk.follow((f, path, name) for f in inner)
     if not isinstance(value, types.FunctionType) or not is_users(value):
         return

@@ -136,6 +136,8 @@ def node_changes(node: Node, alike: Callable[[Any, Any], bool]) -> Iterator[Chan
             a, b = now.get(key, MISSING), before.get(key, MISSING)
             if key not in ignored and not (identical if node.kind == "names" else alike)(a, b):
                 yield _change(node, key, b, a)
+        if node.kind == "items" and now.keys() == before.keys() and list(now) != list(before):
+            yield Change(node, node.path, node.name, list(before), list(now))
     elif isinstance(before, list) and isinstance(now, list):
         if len(now) != len(before) or not all(map(alike, now, before)):
             yield Change(node, node.path, node.name, before, now)

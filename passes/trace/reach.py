@@ -16,6 +16,7 @@ from torch import nn
 
 from passes._torch import mutation_count
 
+from .builtin_state import BUILTIN
 from .closures import CACHE, visit_function
 from .expected import held_by
 from .nodes import PLAIN, Node, Walk, refill
@@ -34,7 +35,9 @@ _FUNCTIONS = (
     types.FunctionType, types.MethodType, staticmethod, classmethod, property, functools.partial, CACHE,
 )  # fmt: skip
 
-_HOLDERS = frozenset({"collections", "types", "queue", "weakref", "argparse", "_thread"})  # whose objects hold others
+_HOLDERS = frozenset({  # whose objects hold others
+    "collections", "types", "queue", "weakref", "argparse", "_thread", "threading",
+})  # fmt: skip
 
 
 def visit(walk: Walk, value: Any, path: str, name: str) -> None:
@@ -98,7 +101,7 @@ def _visit_object(walk: Walk, value: Any, path: str, name: str) -> None:
 
     node = walk.add(Node(value, path, name, "attributes", take, give))
     walk.follow((v, f"{path}.{k}", k) for k, v in node.content.items())
-    if isinstance(value, (dict, list, set, deque)):  # a subclass of a container holds items too
+    if isinstance(value, (dict, list, tuple, set, deque)):  # a subclass of a container holds items too
         _visit_container(walk, value, path, name)
     walk.follow((cls, cls.__qualname__, cls.__name__) for cls in type(value).__mro__ if is_users(cls))
 
@@ -155,6 +158,7 @@ def _visit_numpy(walk: Walk, value: Any, path: str, name: str) -> None:
     kind = type(value).__name__
     if kind == "ndarray" and value.size <= LARGEST_COPY:
         walk.add(Node(value, path, name, "array", value.copy, fill))
+        walk.follow((item, path, name) for item in itertools.islice(value.flat, MAX_ITEMS * value.dtype.hasobject))
     elif kind == "RandomState":
         walk.add(Node(value, path, name, "generator", lambda: value.get_state(legacy=False), value.set_state))
     elif kind == "Generator":
@@ -208,4 +212,5 @@ _VISITORS: tuple[tuple[Any, Callable[[Walk, Any, str, str], None]], ...] = (
     (torch.Generator, _visit_torch_generator),
     (_Numpy, _visit_numpy),
     (_Container, _visit_container),
+    *BUILTIN,
 )

@@ -55,7 +55,7 @@ def replanner(first: Decided) -> Replan:
     starts from what was decided before.
     """
     prepared, budget_bytes = first.prepared, first.budget_bytes
-    options, layouts, sizes = prepared.options, prepared.layouts, prepared.sizes or Sizes(is_first=False)
+    options, layouts, sizes = prepared.options, prepared.layouts, prepared.sizes
     draws = prepared.regions.draws if prepared.regions is not None else None
     starts = Starts()
     starts.add(first)
@@ -83,14 +83,13 @@ def prepare_step(
     """The step as a whole, or by regions where that is asked for, parameters are sharded or a part cannot be traced."""
     options_of_both: dict[str, Any] = {
         "required_hints": required_hints, "layouts": layouts, "differentiated": differentiated,
+        "sizes": Sizes() if sizes is None else sizes,
     }  # fmt: skip
     by_regions = {**options_of_both, "draws": draws}
     if options.patterns or (options.regions != WHOLE and has_sharded(model)):
         return prepare_regions(model, arguments, options, progress, **by_regions)
     try:
-        return prepare(
-            model, arguments, options, progress, ceiling_bytes=ceiling_bytes, sizes=sizes, **options_of_both,
-        )  # fmt: skip
+        return prepare(model, arguments, options, progress, ceiling_bytes=ceiling_bytes, **options_of_both)
     except (CaptureError, Unsupported) as error:
         if options.regions == WHOLE or isinstance(error, NoBackward):
             raise
@@ -160,7 +159,7 @@ def _larger(
         try:
             larger = prepare_step(
                 model, arguments, options, progress, differentiated=starts, required_hints=False,
-                layouts=asked.layouts, draws=asked.regions.draws,
+                layouts=asked.layouts, draws=asked.regions.draws, sizes=asked.sizes,
             )  # fmt: skip
         except (CaptureError, Unsupported, RegionError):
             continue

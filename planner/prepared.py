@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from passes.run.arena import Arena
 from passes.run.step import refuse_transform
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts, learned
+from passes.trace.notice import say_repeated
 from passes.trace.refuse import refuse, refuse_sharded
 from solvers.bounds import floor_bytes
 from solvers.errors import MIB, BudgetError, PlannerError
@@ -83,7 +84,7 @@ class Prepared:
         layouts: what running has shown about layouts so far; one object for all plans of a model.
         start: the device's caching allocator before the step; None where it has none or the model is on no device.
         regions: the runs of regions that the step is made of (`planner.regions`); None for a step planned as a whole.
-        sizes: the traces of a step planned as a whole at other sizes; one object for all plans of a model.
+        sizes: the traces of the step, or of its regions, at other sizes; one object for all plans of a model.
     """
 
     traced: Traced
@@ -98,7 +99,7 @@ class Prepared:
     layouts: Layouts
     start: Start | None = None
     regions: Regions | None = None
-    sizes: Sizes | None = None
+    sizes: Sizes = field(default_factory=partial(Sizes, is_first=False))
 
     @property
     def problem(self) -> Problem:
@@ -206,6 +207,7 @@ def prepare(
                 progress=progress.each, known=measured,
             )  # fmt: skip
         again = _learn(layouts, traced, profiles)
+    say_repeated(traced.repeated)
     if any(n.meta.get(VARIES) for n in profiles):  # seen while profiling: it may not run again
         hinted = resolve(options.hints, traced, aliases, target, required=required_hints)
     options = replace(options, flight=with_loss(options.flight, traced, device))

@@ -1,27 +1,30 @@
-"""The traces of a model's calls: one that differs from calls before in its sizes alone is made without tracing."""
+"""The traces of a model's calls, and of its regions': one that differs from calls before in its sizes alone is made
+without tracing, or refused as they were.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from passes._torch import local_part
+from passes.errors import CaptureError, Unsupported
 from passes.printable import brief
 from passes.trace.capture import Traced, capture
 from passes.trace.first_call import FirstCall, remembered
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts
 from passes.trace.nodes import Change
 from passes.trace.notation import Pinned
-from passes.trace.notice import say_repeated
 from passes.trace.refuse import storage_kind
 from passes.trace.sizes import Pattern, pattern
 from passes.trace.structure import flatten
 
-from .dropin.plan_key import call_key
+from .dropin.plan_key import call_key, module_key
 
 BUILDS = 3  # patterns that are tried for one kind of call
 MISSES = 4  # calls in a row for which a pattern does not hold, after which it is dropped
@@ -32,7 +35,8 @@ class Sizes:
     """Captures the calls of a model.
 
     Two kinds of call differ in more than sizes. The first two sizes of a kind are traced; the third is traced with
-    symbols (`passes.trace.sizes`), and what comes of that serves it and all sizes after it for which it holds.
+    symbols (`passes.trace.sizes`), and what comes of that serves it and all sizes after it for which it holds. What
+    cannot be traced is not tried again at other sizes, as long as none of its kind could.
 
     Args:
         is_first: whether the model is planned for the first time: it is then traced with what its forward remembers at
@@ -41,28 +45,40 @@ class Sizes:
 
     def __init__(self, is_first: bool = True) -> None:
         self.kinds: dict[Any, _Kind] = {}
+        self.regions: dict[tuple[str, int], Sizes] = {}
+        self.refused: dict[Any, tuple[Any, Exception] | None] = {}  # by what a model looked like; None: it was traced
+        self.parts = WeakSet[Any]()  # of the plans by regions that are still there
         self.is_first, self.first_call = is_first, tuple[Change, ...]()
+
+    def of_region(self, path: str, number: int) -> Sizes:
+        """Those of one of its calls in a step."""
+        return self.regions.setdefault((path, number), Sizes(is_first=False))
 
     def capture(
         self, model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None, *,
-        differentiated: tuple[str, ...] | None, keep_outputs: bool, layouts: Layouts,
+        differentiated: tuple[str, ...] | None, keep_outputs: bool = True, keep_inputs: bool = True, layouts: Layouts,
     ) -> Traced:  # fmt: skip
         """`passes.trace.capture.capture`."""
         tensors, template = flatten(dict(bound))
-        kind = _Kind()  # of its own: capture refuses such a call by name
-        if not any(map(storage_kind, tensors)):
+        kind, call = _Kind(), None
+        if not any(map(storage_kind, tensors)):  # else capture refuses such a call by name
             key = call_key(tensors, template)
             looks = tuple((t.dim(), t.dtype, t.device, t.requires_grad) for t in tensors)
             outside = key.inputs[0], key.autocast, key.defaults, layouts.get(BACKWARD_AUTOCAST)
-            kind = self.kinds.setdefault((looks, outside, differentiated, keep_outputs), kind)
+            call = looks, outside
+            kind = self.kinds.setdefault((call, differentiated, keep_outputs, keep_inputs), kind)
+            self._check(call, model)
         # What kernels were seen to lay out in ways of their own is known for single sizes.
         if kind.seen and layouts.keys() <= {BACKWARD_AUTOCAST}:
             with remembered(self.first_call):
-                made = kind.made(model, bound, loss_fn, tensors, differentiated, keep_outputs, layouts)
+                made = kind.made(model, bound, loss_fn, tensors, differentiated, (keep_outputs, keep_inputs), layouts)
             if made is not None:
                 return made
         is_first, self.is_first = self.is_first, False
-        options: dict[str, Any] = {"differentiated": differentiated, "keep_outputs": keep_outputs, "layouts": layouts}
+        options: dict[str, Any] = {
+            "differentiated": differentiated, "keep_outputs": keep_outputs, "keep_inputs": keep_inputs,
+            "layouts": layouts,
+        }  # fmt: skip
         try:
             with remembered(self.first_call):
                 traced = capture(model, bound, loss_fn, is_first=is_first, **options)
@@ -70,13 +86,23 @@ class Sizes:
             self.first_call = first.make(model, bound, loss_fn)
             with remembered(self.first_call):
                 traced = capture(model, bound, loss_fn, **options)
+        except (CaptureError, Unsupported) as error:
+            if type(error) in (CaptureError, Unsupported):  # others may come once
+                self.refused.setdefault(call, (module_key(model), _alone(error)))
+            raise
         if self.first_call:
             places = brief(", ".join(change.path for change in self.first_call))
             note = f"the first planned call leaves, as a plain one does, {places}"
             traced = replace(traced, first_call=self.first_call, notes=(*traced.notes, note))
-        say_repeated(traced.repeated)
         kind.add(tensors, traced)
+        self.refused[call] = None
         return traced
+
+    def _check(self, call: Any, model: nn.Module) -> None:
+        """Raise what tracing such a call of the model raised, where it never could be traced."""
+        refused = self.refused.get(call)
+        if refused is not None and refused[0] == module_key(model):
+            raise _alone(refused[1])
 
 
 class _Kind:
@@ -93,8 +119,8 @@ class _Kind:
         others = [pair for pair in self.seen if _shapes(pair[0]) != _shapes(shapes)]
         self.seen = [*others[-1:], (shapes, traced)]
 
-    def made(self, model: nn.Module, bound: Any, loss_fn: Any, tensors: Any, differentiated: Any, keep: bool,
-             layouts: Layouts) -> Traced | None:  # fmt: skip
+    def made(self, model: nn.Module, bound: Any, loss_fn: Any, tensors: Any, differentiated: Any,
+             keep: tuple[bool, bool], layouts: Layouts) -> Traced | None:  # fmt: skip
         """The trace of a call from a pattern; None where there is none that holds for it."""
         found = self._resized(model, loss_fn, bound, differentiated, layouts)
         calls = [_shapes(tensors), *(_shapes(shapes) for shapes, _ in self.seen)]
@@ -102,7 +128,7 @@ class _Kind:
             return found
         self.builds += 1
         try:
-            self.pattern = pattern(model, loss_fn, bound, differentiated, layouts, keep, self.seen)
+            self.pattern = pattern(model, loss_fn, bound, differentiated, layouts, *keep, self.seen)
         except Pinned:
             self.builds = BUILDS
             return None
@@ -122,6 +148,13 @@ class _Kind:
             return None
         self.misses = 0
         return made
+
+
+def _alone(error: Exception) -> Exception:
+    """The error without the frames that it came through, which hold tensors, and without what is added to it later."""
+    made = type(error).__new__(type(error), *error.args)
+    made.__dict__.update(vars(error))
+    return made
 
 
 def _shapes(tensors: list[torch.Tensor]) -> list[torch.Size]:

@@ -277,10 +277,9 @@ def capture(
     _refuse_views_of_inputs(joint, tracer.leaves)
     _refuse_parts_of_conjugates(joint.graph_module.graph, given, [*(e.name for e in entries), *names])
     drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
-    dropped = () if keep_outputs else callers_alone(joint.graph_module.graph, joint.mutated_inputs, tracer.leaves)
-    if not keep_inputs:
-        first = len(entries)
-        dropped = (*dropped, *joint.graph_module.graph.find_nodes(op="placeholder")[first : first + len(input_tensors)])
+    outputs = () if keep_outputs else callers_alone(joint.graph_module.graph, joint.mutated_inputs, tracer.leaves)
+    inputs = () if keep_inputs else placeholders(joint.graph_module.graph, len(entries), len(tensors))
+    dropped = (*outputs, *inputs)
     traced = _traced(joint, tracer, entries, input_template, len(input_tensors), dropped)
     return replace(_with_settings(traced, tracer, model), layouts=dict(layouts or {}))
 
@@ -730,6 +729,11 @@ def callers_alone(graph: fx.Graph, mutated: Sequence[int], leaves: Sequence[Outp
     first = len(mutated)
     found = [results[first + leaf.index] for leaf in leaves if leaf.input is None and not leaf.differentiated]
     return tuple(n for n in found if isinstance(n, fx.Node))
+
+
+def placeholders(graph: fx.Graph, first: int, end: int) -> tuple[fx.Node, ...]:
+    """Those of some primals, by their positions."""
+    return tuple(graph.find_nodes(op="placeholder")[first:end])
 
 
 def _refuse_overlaps(error: Exception, tracer: StepTracer) -> None:

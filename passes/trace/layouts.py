@@ -204,6 +204,8 @@ def gradient_key(path: str, output: torch.Tensor) -> Any:
 
 def gradient_strides(layouts: Layouts, path: str, output: torch.Tensor) -> tuple[int, ...] | None:
     """The strides in which a gradient for the output at `path` has come; in another shape, in the order that it had."""
+    if layouts.keys() <= {BACKWARD_AUTOCAST}:  # sizes may be symbols, which are no keys
+        return None
     known = layouts.get(gradient_key(path, output))
     if known is not None:
         return known

@@ -26,7 +26,7 @@ from passes.memory import own_bytes
 
 from .arguments import call_signature, state_entries, state_tensors
 from .binding import names_given
-from .capture import StepTracer, Traced, callers_alone, copied
+from .capture import StepTracer, Traced, callers_alone, copied, placeholders
 from .contexts import private_contexts
 from .given import Returned, changed_slots
 from .isolate import isolated
@@ -57,6 +57,7 @@ class Pattern:
     script: Script
     returned: tuple[int, ...]
     keep_outputs: bool
+    keep_inputs: bool
 
     def graph(self, at: At) -> fx.Graph:
         """The graph as it is traced at these sizes."""
@@ -122,7 +123,9 @@ class Pattern:
         module = LazyGraphModule(self.traced.graph_module, copied(graph))
         refer_weakly(module)
         own = self.traced
-        fuse(module.graph, () if self.keep_outputs else callers_alone(module.graph, own.mutated, own.outputs))
+        outputs = () if self.keep_outputs else callers_alone(module.graph, own.mutated, own.outputs)
+        inputs = () if self.keep_inputs else placeholders(module.graph, len(own.state), own.num_primals)
+        fuse(module.graph, (*outputs, *inputs))
         return replace(
             own, graph_module=module, pristine=graph, input_template=tracer.input_template,
             output_template=result.template, changes=result.changes, reads=tracer.recorder.finish(module),
@@ -133,7 +136,7 @@ class Pattern:
 
 def pattern(
     model: nn.Module, loss_fn: Callable[..., Any] | None, bound: Mapping[str, Any],
-    differentiated: tuple[str, ...] | None, layouts: Layouts, keep_outputs: bool,
+    differentiated: tuple[str, ...] | None, layouts: Layouts, keep_outputs: bool, keep_inputs: bool,
     seen: Sequence[tuple[Sequence[torch.Tensor], Traced]],
 ) -> Pattern:  # fmt: skip
     """The pattern of a step.
@@ -149,7 +152,7 @@ def pattern(
     joint, first = tracer.trace([inputs for inputs, _ in seen]), len(tracer.entries)
     traced = seen[0][1]
     told = tell(joint.graph_module, traced)
-    found = Pattern(traced, tracer.symbols, told, tracer.script, tracer.returned, keep_outputs)
+    found = Pattern(traced, tracer.symbols, told, tracer.script, tracer.returned, keep_outputs, keep_inputs)
     for inputs, other in seen:
         check_same(found.graph(found._at([*tracer.given[:first], *inputs])), other, traced)
     return found

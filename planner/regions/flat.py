@@ -15,7 +15,7 @@ from passes.trace.arguments import StateEntry
 from passes.trace.modules import FORWARD_STACK, STACK
 
 from .compose import Composed
-from .parts import Part
+from .part import Part
 
 
 def suffixes(count: int) -> list[str]:

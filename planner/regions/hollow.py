@@ -26,7 +26,8 @@ from passes.trace.capture import OutputLeaf
 from passes.trace.given import Given
 
 from .find import Candidates
-from .parts import Part, Parts
+from .part import Part
+from .parts import Parts
 
 PAD = 7  # hardly any ordinary tensor has such a size in bytes: a mask may
 

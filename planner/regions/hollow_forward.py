@@ -25,7 +25,7 @@ from passes.trace.structure import flatten, held_objects
 from .find import children
 from .hollow import Hollow, Run
 from .losses import losses_set_aside
-from .parts import Part
+from .part import Part
 
 
 class HollowForward:

@@ -1,164 +1,32 @@
-"""Parts: what regions look like once captured; runs of equal regions share one."""
+"""Parts: all that are captured of a step, and what hollow runs have taught of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from passes._torch import is_dense
-from passes.alias import Aliases, Storage, alias
+from passes.alias import alias
 from passes.errors import CaptureError, Unsupported
-from passes.leaves import casts, read_views, sums
 from passes.printable import few
-from passes.profile import Measured, OpProfile, profile
+from passes.profile import Measured, profile
 from passes.run.tensors import is_laid_out
 from passes.trace.arguments import state_tensors
-from passes.trace.capture import EVERY_OUTPUT, Traced, capture
+from passes.trace.capture import EVERY_OUTPUT, Traced
 from passes.trace.layouts import Layouts, gradient_key, learned
-from passes.trace.matching import Differs, match, match_arguments
-from passes.trace.reads import Matched
+from passes.trace.matching import Differs
 from passes.trace.refuse import CACHED, refuse_sharded
-from passes.trace.structure import held_objects
 from planner.dropin.plan_key import Key, call_key, module_key, state_key
 from planner.progress import Progress
+from planner.sizes import Sizes
 
 from .losses import CrossEntropy
+from .part import Asked, Part
 
 NO_GRADIENT = "nothing that it reads requires a gradient"
-
-
-@dataclass(eq=False)
-class Part:
-    """A captured region.
-
-    Attributes:
-        key, state: what a call of it, and its parameters and buffers, look like.
-        asked: the outputs that its backward starts from, as it was captured for, and the strides of their gradients.
-    """
-
-    kind: type
-    key: Key
-    state: list[Any]
-    asked: Asked
-    traced: Traced
-    aliases: Aliases
-    profiles: dict[fx.Node, OpProfile] | None = None
-
-    @cached_property
-    def results(self) -> Any:
-        return self.traced.graph_module.graph.output_node().args[0]
-
-    @cached_property
-    def output_nodes(self) -> list[fx.Node | None]:
-        """For each output its node; None for an output that is an input, a parameter or a buffer itself."""
-        first = len(self.traced.mutated)
-        return [None if leaf.input is not None else self.results[first + leaf.index] for leaf in self.traced.outputs]
-
-    @cached_property
-    def output_values(self) -> list[Any]:
-        """For each of them, as far as it was made here, a tensor without data."""
-        return [None if n is None else n.meta["val"] for n in self.output_nodes]
-
-    @cached_property
-    def output_storages(self) -> list[Storage | None]:
-        """For each of them its storage."""
-        found: list[Any] = [None if n is None else self.aliases.of[n] for n in self.output_nodes]
-        return found
-
-    @cached_property
-    def gradients(self) -> list[fx.Node | None]:
-        """For each primal its gradient, if it has one."""
-        found: list[fx.Node | None] = list(self.results[self.traced.num_forward_outputs :])
-        return found
-
-    @cached_property
-    def sums(self) -> dict[int, str]:
-        """Primals whose gradient may be a sum."""
-        return sums(self.traced)
-
-    @cached_property
-    def views(self) -> tuple[int, ...]:
-        """Outputs that are views in the plain step, which reads them itself."""
-        return read_views(self.traced)
-
-    @cached_property
-    def casts(self) -> dict[int, str]:
-        """Parameters that autocast casts in it."""
-        return casts(self.traced) if self.key.autocast else {}
-
-    @cached_property
-    def position(self) -> dict[Any, int]:
-        """Which placeholder a storage is."""
-        return {self.aliases.of[p]: i for i, p in enumerate(self.traced.placeholders)}
-
-    @cached_property
-    def dense(self) -> list[bool]:
-        """Which placeholders leave no gaps in their memory."""
-        return [is_dense(p.meta["val"]) for p in self.traced.placeholders]
-
-    @cached_property
-    def returns_primals(self) -> bool:
-        """Whether a gradient lies in the memory of a primal."""
-        return any(position < self.traced.num_primals for position in self._handed_on)
-
-    @cached_property
-    def differentiated(self) -> list[int]:
-        """The outputs, by number, whose gradients its backward starts from."""
-        return [leaf.index for leaf in self.traced.outputs if leaf.input is None and leaf.differentiated]
-
-    @cached_property
-    def returns_tangents(self) -> bool:
-        """Whether a gradient lies in the memory of one that the backward starts from."""
-        return any(position >= self.traced.num_primals for position in self._handed_on)
-
-    @cached_property
-    def _handed_on(self) -> list[int]:
-        storages = [self.aliases.of[n] for n in self.gradients if n is not None]
-        return [self.position[s] for s in storages if s in self.position]
-
-    def holds(
-        self, module: nn.Module, key: Key, asked: Asked, inputs: Sequence[torch.Tensor], bound: Mapping[str, Any]
-    ) -> bool:
-        """Whether capturing `module` for such a call would give this part again."""
-        if type(module) is not self.kind or key != self.key or asked != self.asked:
-            return False
-        try:
-            matched = self.look(module, bound)
-        except Differs:
-            return False
-        guard, state = self.traced.guard, matched.tensors()
-        if state is None or list(map(state_key, state)) != self.state:
-            return False
-        return guard is None or guard.holds([*state, *inputs])
-
-    def look(self, module: nn.Module, bound: Mapping[str, Any]) -> Matched:
-        """Find in a module, and in what it is called with, what this part's forward read.
-
-        Raises:
-            Differs: something is not what was read.
-        """
-        matched = match(self.traced.reads, module, None)
-        match_arguments(self.traced.reads, matched, module, held_objects(bound))
-        return matched
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a run is captured for.
-
-    Attributes:
-        starts, strides: what its backward starts from: the outputs' paths (None: all), and strides by `gradient_key`.
-        changed: primals that code after it changes in place: nothing in the backward may read them.
-    """
-
-    starts: tuple[str, ...] | None = None
-    strides: tuple[tuple[Any, tuple[int, ...]], ...] = ()
-    changed: tuple[int, ...] = ()
 
 
 class Parts:
@@ -167,14 +35,15 @@ class Parts:
     Attributes:
         layouts: how kernels lay out what they make, as far as running has shown it.
         keeps_logits: whether the caller holds what a model returns besides its loss.
+        sizes: traces of the regions' calls at other sizes.
         refused: why a region stays eager, by its path.
         eager_calls: calls of regions that no gradient reaches, by path and number.
         heard: collectives that the step runs, between regions or in them.
         ordinary: sizes of what the step allocates between regions.
     """
 
-    def __init__(self, layouts: Layouts, progress: Progress, keeps_logits: bool = True) -> None:
-        self.layouts, self.progress, self.keeps_logits = layouts, progress, keeps_logits
+    def __init__(self, layouts: Layouts, progress: Progress, keeps_logits: bool, sizes: Sizes) -> None:
+        self.layouts, self.progress, self.keeps_logits, self.sizes = layouts, progress, keeps_logits, sizes
         self.known: list[Part] = []
         self.asked: dict[tuple[str, int], Asked] = {}
         self.refused: dict[str, str] = {}
@@ -190,9 +59,9 @@ class Parts:
     ) -> tuple[Part | None, bool]:  # fmt: skip
         """The part for a call, and whether anything is new: it was captured now, or refused."""
         key, asked = call_key(tensors, template), self.asked.get((path, number), Asked())
-        for part in self.known:
-            if part.holds(module, key, asked, tensors, bound):
-                return part, False
+        for part in (*self.known, *self.sizes.parts):
+            if part.layouts == self._layouts(asked) and part.holds(module, key, asked, tensors, bound):
+                return part, self._is_new(part)
         if not any(t.requires_grad for t in (*module.parameters(), *tensors)):
             self.refuse(path, NO_GRADIENT)
             return None, True
@@ -200,7 +69,8 @@ class Parts:
         try:
             if alike in self.errors:
                 raise self.errors[alike]
-            part = self._capture(module, bound, key, asked)
+            with self.progress.stage("capture"):
+                part = self._capture(self.sizes.of_region(path, number), module, bound, key, asked)
             part.look(module, bound)
         except Differs as differs:  # it would be captured again in every run
             self.refuse(path, f"its forward reads another thing each time: {differs.now}, and then {differs.then}")
@@ -209,22 +79,31 @@ class Parts:
             self.errors[alike] = _alone(error)
             self.refuse(path, str(error))
             return None, True
-        self.known.append(part)
-        return part, True
+        return part, self._is_new(part)
 
-    def _capture(self, module: nn.Module, bound: Mapping[str, Any], key: Key, asked: Asked) -> Part:
+    def _is_new(self, part: Part) -> bool:
+        """Note a part of this step; whether it was not known."""
+        new = part not in self.known
+        if new:
+            self.known.append(part)
+            self.sizes.parts.add(part)
+        return new
+
+    def _layouts(self, asked: Asked) -> Layouts:
+        return {**self.layouts, **dict(asked.strides)}
+
+    def _capture(self, sizes: Sizes, module: nn.Module, bound: Mapping[str, Any], key: Key, asked: Asked) -> Part:
         refuse_sharded(module, running=True)
         CACHED.check(module)
-        layouts = {**self.layouts, **dict(asked.strides)}
-        with self.progress.stage("capture"):
-            starts = EVERY_OUTPUT if asked.starts is None else asked.starts
-            keeps = self.keeps_logits or type(module) is not CrossEntropy
-            traced = capture(module, bound, None, differentiated=starts, keep_inputs=keeps, layouts=layouts)
-            traced = replace(traced, changed_later=asked.changed)
-            aliases = alias(traced.graph_module.graph)
+        traced = sizes.capture(
+            module, bound, None, differentiated=EVERY_OUTPUT if asked.starts is None else asked.starts,
+            keep_inputs=self.keeps_logits or type(module) is not CrossEntropy,
+            layouts=(layouts := self._layouts(asked)),
+        )  # fmt: skip
         _refuse_left(traced)
+        traced = replace(traced, changed_later=asked.changed)
         state = list(map(state_key, state_tensors(module, traced.state)))
-        return Part(type(module), key, state, asked, traced, aliases)
+        return Part(type(module), key, state, asked, layouts, traced, alias(traced.graph_module.graph))
 
     def refuse(self, path: str, why: str) -> bool:
         """Leave a region to eager; whether that is new."""

@@ -39,6 +39,7 @@ def holds_no_more_plain(model: nn.Module, arguments: Mapping[str, Any], decided:
     sample = Sample(
         model, options.loss_fn, arguments, options.keep_outputs, options.gradients, device, starts, regions.draws
     )
-    step = sample.run(Candidates(model, {}, False), Parts(prepared.layouts, Progress(False), options.keep_outputs))
+    parts = Parts(prepared.layouts, Progress(False), options.keep_outputs, prepared.sizes)
+    step = sample.run(Candidates(model, {}, False), parts)
     glue = compose(step.crossings, (), (), granule=granule(device), static_bytes=held)
     return plain_peak(glue.problem) <= decided.solution.peak_bytes

@@ -32,6 +32,7 @@ from planner.optimizer import NO_UPDATE
 from planner.options import Options
 from planner.prepared import Prepared, Regions, lower_step, model_device
 from planner.progress import Progress
+from planner.sizes import Sizes
 from solvers.errors import BudgetError
 from solvers.order import plain_peak
 from solvers.problem import Problem
@@ -42,7 +43,8 @@ from .find import Candidates, candidates
 from .flat import Besides, FlatGraph
 from .hollow import Hollow
 from .losses import LOSS
-from .parts import NO_GRADIENT, Part, Parts
+from .part import Part
+from .parts import NO_GRADIENT, Parts
 from .refusals import Refusal, first_of, stopped, with_regions_tried
 from .sample import Sample
 from .settle import settled_run
@@ -94,12 +96,12 @@ class _Found:
 def prepare_regions(
     model: nn.Module, arguments: Mapping[str, Any], options: Options, progress: Progress, *,
     layouts: Layouts | None = None, required_hints: bool = True, differentiated: tuple[str, ...] | None = None,
-    why: Refusal | None = None, draws: Mapping[str, Any] | None = None,
+    sizes: Sizes | None = None, why: Refusal | None = None, draws: Mapping[str, Any] | None = None,
 ) -> Prepared:  # fmt: skip
     """Everything before the decision, for a step by regions.
 
     Args:
-        layouts, required_hints, differentiated: as for `planner.prepared.prepare`.
+        layouts, required_hints, differentiated, sizes: as for `planner.prepared.prepare`.
         why: why the model is not planned as a whole, where that was tried.
         draws: the states that all generators begin the step in (None: those that they are in).
 
@@ -119,7 +121,8 @@ def prepare_regions(
         raise why or RegionError("regions of a model with quantized weights (tensor subclasses) are not planned.")
     if any(t.requires_grad and storage_kind(t) for t in (*model.parameters(), *flatten(dict(arguments))[0])):
         raise RegionError("a sparse tensor requires a gradient: make it dense (to_dense()), or detach() it.")
-    parts = Parts({} if layouts is None else layouts, progress, options.keep_outputs)
+    sizes = Sizes() if sizes is None else sizes
+    parts = Parts({} if layouts is None else layouts, progress, options.keep_outputs, sizes)
     chosen = candidates(model, options.patterns)
     runs_on = torch.device("meta") if meta else device
     sample = Sample(
@@ -185,6 +188,7 @@ def _prepared(found: _Found, required_hints: bool) -> Prepared:
     made = Prepared(
         traced, whole.aliases, flat.profiles, view, device, plain_peak(view.problem), options, hinted,
         printable(type(found.model).__name__), found.parts.layouts, _start(found), found.regions(composed, prepared),
+        found.parts.sizes,
     )  # fmt: skip
     plain = made.footprint(with_frees(view.problem, plain_order(view.problem)))
     return made if plain is None else replace(made, baseline_peak_bytes=plain.allocated_bytes)

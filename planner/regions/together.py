@@ -23,7 +23,7 @@ from solvers.problem import Op, Problem
 from .compose import Composed, compose
 from .flat import Besides, FlatGraph, lowered_of, suffixes
 from .hollow import Crossings
-from .parts import Part
+from .part import Part
 
 
 def composed_anew(prepared: Prepared, own: Sequence[Prepared]) -> Prepared:

@@ -308,3 +308,50 @@ def test_what_the_model_reads_is_as_it_was() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert torch.equal(planned(x), model(x)), length
+
+
+class Drawn(nn.Module):
+    """No graph as a whole, nor in `head`: it asks for its input's values. `body` has one."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(x[x.sum(-1) > 0]).square().mean()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(*(Own(attention).first for _ in range(2)), nn.Tanh()), self.Head()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize("by_blocks", [True, False], ids=["blocks", "parts"])
+def test_regions_at_another_length_are_not_traced_again(by_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[type] = []
+    monkeypatch.setattr("planner.sizes.capture", lambda m, *a, **k: tried.append(type(m)) or capture(m, *a, **k))
+    lengths = [length for length in LENGTHS if length > 1]
+    if by_blocks:
+        model, regions = gpt2(4)[0], ["transformer.h.*"]
+        batches = [gpt2(length)[1] for length in lengths]
+    else:
+        model, regions = Drawn(), "auto"
+        batches = [{"x": torch.randn(3, length, WIDTH)} for length in lengths]
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, batches[0], regions=regions, progress=False, check=False)
+    first = len(tried)
+    for batch in batches:
+        for m in (plain, plan.module):
+            torch.manual_seed(0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                output = m(**batch)
+            (output.loss if by_blocks else output).backward()
+        gradients = [[p.grad for p in m.parameters()] for m in (plain, model)]
+        assert all(map(torch.equal, *gradients)), "bit for bit"
+    traced = type(model.transformer.h[0]) if by_blocks else type(model.body)
+    assert tried[first:].count(traced) <= 1 + (TORCH_VERSION < "2.12") * len(LENGTHS), "at the second length"
+    assert set(tried[first:]) == {traced}, "what cannot be traced is not tried again"

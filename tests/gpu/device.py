@@ -61,16 +61,21 @@ def on_device(make: Callable[[], tuple[nn.Module, Any]]) -> tuple[nn.Module, Any
 
 def plan_for(model: nn.Module, sample: Any, share: int | None, **options: Any) -> Plan:
     """A plan at `share` % of what the step needs above static, or at the minimum that the refusal states."""
-    asked: dict[str, Any] = {"check": not HOLLOW, "progress": False, "time_limit": 5.0, **options}
-    free = auto_checkpoint(model, sample, float(1 << 20), **asked)
+    free = plan_within(model, sample, float(1 << 20), **options)
     if share is None:
         return free
     budget = free.static_bytes + (free.baseline_peak_bytes - free.static_bytes) * share // 100
     try:
-        return auto_checkpoint(model, sample, budget / MIB, **asked)
+        return plan_within(model, sample, budget / MIB, **options)
     except BudgetError as error:
         minimum = error.minimum_mb
-    return auto_checkpoint(model, sample, minimum, **asked)
+    return plan_within(model, sample, minimum, **options)
+
+
+def plan_within(model: nn.Module, sample: Any, budget_mb: float | None, **options: Any) -> Plan:
+    """A plan within so much, soon."""
+    asked: dict[str, Any] = {"check": not HOLLOW, "progress": False, "time_limit": 5.0, **options}
+    return auto_checkpoint(model, sample, budget_mb, **asked)
 
 
 def measure(plan: Plan, model: nn.Module, sample: Any, steps: int = 4) -> Measured:

@@ -1,4 +1,4 @@
-/* The hollow GPU's cuBLAS and cublasLt: every call succeeds and computes nothing. */
+/* The hollow GPU's cuBLAS, cublasLt and cuFFT: every call succeeds and computes nothing. */
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
@@ -44,3 +44,10 @@ F(ZgemmStridedBatched) F(Zgemm_v2) F(Zgemv_v2) F(ZgeqrfBatched) F(Zgerc_v2) F(Zg
 F(ZgetrsBatched) F(Zhemm_v2) F(Zhemv_v2) F(Zher2_v2) F(Zher2k_v2) F(Zher_v2) F(Zherk_v2) F(Zrot_v2) F(Zrotg_v2)
 F(Zscal_v2) F(Zswap_v2) F(Zsymm_v2) F(Zsymv_v2) F(Zsyr2_v2) F(Zsyr2k_v2) F(Zsyr_v2) F(Zsyrk_v2) F(Ztrmm_v2)
 F(Ztrmv_v2) F(ZtrsmBatched) F(Ztrsm_v2) F(Ztrsv_v2)
+
+/* And its cuFFT, whose plans need no memory to work in. */
+int cufftXtMakePlanMany(int plan, int rank, long long *n, long long *ni, long long is, long long id, int it, long long *no,
+                        long long os, long long od, int ot, long long batch, size_t *workspace, int type) { *workspace = 0; return 0; }
+int cufftCreate(int *plan) { *plan = 1; return 0; }
+#define G(name) int cufft##name(void) { return 0; }
+G(Destroy) G(SetAutoAllocation) G(SetStream) G(SetWorkArea) G(XtExec)

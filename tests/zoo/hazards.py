@@ -186,7 +186,7 @@ def gru_bidirectional() -> tuple[nn.Module, Any]:
 @hazard
 def state_space_scan() -> tuple[nn.Module, Any]:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        gate, state, outputs = torch.sigmoid(self.gate(x)), torch.zeros(x.shape[0], 8), []
+        gate, state, outputs = torch.sigmoid(self.gate(x)), x.new_zeros(x.shape[0], 8), []
         for t in range(x.shape[1]):
             state = gate[:, t] * state + (1 - gate[:, t]) * x[:, t]
             outputs.append(state)
@@ -285,7 +285,7 @@ def in_place_ops() -> tuple[nn.Module, Any]:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x)
         y += 1
-        z = torch.zeros(4, 8)
+        z = x.new_zeros(4, 8)
         z[:, :4] = y[:, :4]
         z.mul_(2)
         return z + y.relu_()
@@ -297,7 +297,7 @@ def in_place_ops() -> tuple[nn.Module, Any]:
 def stochastic_depth() -> tuple[nn.Module, Any]:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         for layer in (self.a, self.b, self.c):
-            x = x + torch.empty(x.shape[0], 1).bernoulli_(0.8) * layer(x).relu() / 0.8
+            x = x + x.new_empty(x.shape[0], 1).bernoulli_(0.8) * layer(x).relu() / 0.8
         return x
 
     return Wrap(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 8)), torch.randn(4, 8)

@@ -50,7 +50,7 @@ def attention_by_hand() -> tuple[nn.Module, Any]:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)
         scores = q @ k.transpose(-1, -2) / 4
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        mask = x.new_ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
         weights = self.drop(scores.masked_fill(~mask, float("-inf")).softmax(-1))
         return self.out(weights @ v)
 
@@ -198,7 +198,7 @@ def masked_writes() -> tuple[nn.Module, Any]:
         y = self.linear(x)
         z = torch.zeros_like(y)
         z[:, ::2] = y[:, ::2]
-        z[torch.tensor([0, 2])] += 1
+        z[torch.tensor([0, 2], device=x.device)] += 1
         return z * y
 
     return Wrap(forward, linear=nn.Linear(6, 6)), torch.randn(4, 6)

@@ -5,7 +5,7 @@ without tracing, or refused as they were.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -18,7 +18,7 @@ from passes.printable import brief
 from passes.trace.capture import Traced, capture
 from passes.trace.first_call import FirstCall, remembered
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts
-from passes.trace.nodes import Change
+from passes.trace.nodes import PLAIN, Change
 from passes.trace.notation import Pinned
 from passes.trace.refuse import storage_kind
 from passes.trace.sizes import Pattern, pattern
@@ -36,7 +36,7 @@ class Sizes:
 
     Two kinds of call differ in more than sizes. The first two sizes of a kind are traced; the third is traced with
     symbols (`passes.trace.sizes`), and what comes of that serves it and all sizes after it for which it holds. What
-    cannot be traced is not tried again at other sizes, as long as none of its kind could.
+    never could be traced is tried again ever less often, as long as the model looks the same.
 
     Args:
         is_first: whether the model is planned for the first time: it is then traced with what its forward remembers at
@@ -46,7 +46,7 @@ class Sizes:
     def __init__(self, is_first: bool = True) -> None:
         self.kinds: dict[Any, _Kind] = {}
         self.regions: dict[tuple[str, int], Sizes] = {}
-        self.refused: dict[Any, tuple[Any, Exception] | None] = {}  # by what a model looked like; None: it was traced
+        self.refused: dict[Any, _Refused | None] = {}  # None: it was traced
         self.parts = WeakSet[Any]()  # of the plans by regions that are still there
         self.is_first, self.first_call = is_first, tuple[Change, ...]()
 
@@ -88,7 +88,7 @@ class Sizes:
                 traced = capture(model, bound, loss_fn, **options)
         except (CaptureError, Unsupported) as error:
             if type(error) in (CaptureError, Unsupported):  # others may come once
-                self.refused.setdefault(call, (module_key(model), _alone(error)))
+                self._refuse(call, model, error)
             raise
         if self.first_call:
             places = brief(", ".join(change.path for change in self.first_call))
@@ -101,8 +101,33 @@ class Sizes:
     def _check(self, call: Any, model: nn.Module) -> None:
         """Raise what tracing such a call of the model raised, where it never could be traced."""
         refused = self.refused.get(call)
-        if refused is not None and refused[0] == module_key(model):
-            raise _alone(refused[1])
+        if refused is not None and refused.passes and refused.looks == _looks_of(model):
+            refused.passes -= 1
+            raise _alone(refused.error)
+
+    def _refuse(self, call: Any, model: nn.Module, error: Exception) -> None:
+        """Try it at the next call, and then after 1, 3, 7, ... calls that it is refused at unseen."""
+        looks, known = _looks_of(model), self.refused.get(call)
+        if call not in self.refused or (known is not None and known.looks != looks):
+            self.refused[call] = _Refused(looks, _alone(error))
+        elif known is not None:
+            known.times += 1
+            known.passes = 2**known.times - 1
+
+
+@dataclass
+class _Refused:
+    """What could not be traced.
+
+    Attributes:
+        looks: what the model looked like.
+        times: how often it was tried again; `passes`: how many calls it is not tried in before the next time.
+    """
+
+    looks: Any
+    error: Exception
+    times: int = 0
+    passes: int = 0
 
 
 class _Kind:
@@ -148,6 +173,16 @@ class _Kind:
             return None
         self.misses = 0
         return made
+
+
+def _looks_of(model: nn.Module) -> Any:
+    """What its refusal may depend on: as for `module_key`, and plain values on modules and on their objects."""
+    values = []
+    for module in model.modules():
+        for value in vars(module).values():
+            own = getattr(value, "__dict__", {}) if not isinstance(value, nn.Module) else {}
+            values += [v for v in (value, *own.values()) if isinstance(v, PLAIN)]
+    return module_key(model), values
 
 
 def _alone(error: Exception) -> Exception:

@@ -42,7 +42,8 @@ def visit_function(walk: Walk, value: Any, path: str, name: str) -> None:
         inner = (value.func, value.args, value.keywords)
     if isinstance(value, CACHE):
         walk.add(Node(value, path, name, "cache", lambda: value.cache_info()[1::2], lambda _: value.cache_clear()))
-        inner = (value.__wrapped__, *_answers_of(value))
+        inner = (value.__wrapped__,)
+        walk.follow_last((answer, path, name) for answer in _answers_of(value))
     walk.follow((f, path, name) for f in inner)
     if not isinstance(value, types.FunctionType) or not is_users(value):
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import io
 import queue
 import threading
 import types
@@ -178,8 +177,6 @@ _PARTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
     (SynchronizedBase, lambda s: [bytes(s.get_obj())]),
     (threading.Event, lambda e: [e.is_set()]),
     (queue.Queue, lambda q: list(q.queue)),
-    (queue.SimpleQueue, lambda q: [q.qsize()]),
-    ((io.StringIO, io.BytesIO), lambda f: [] if f.closed else [f.getvalue(), f.tell()]),
     ((weakref.WeakKeyDictionary, weakref.WeakValueDictionary), lambda d: items_of(dict(d))),
     (_DERIVED, _plain_part),
     (types.MappingProxyType, lambda m: items_of(dict(m))),
@@ -190,11 +187,11 @@ _PARTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
 )
 BY_VALUE = (
     set, numpy.ndarray, numpy.void, bytearray, array, ctypes.Array, ctypes.Structure, memoryview, SynchronizedBase,
-    threading.Event, queue.Queue, queue.SimpleQueue, io.StringIO, io.BytesIO, weakref.WeakKeyDictionary,
-    weakref.WeakValueDictionary, types.MappingProxyType, ChainMap, weakref.ref, ContextVar,
+    threading.Event, queue.Queue, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, types.MappingProxyType,
+    ChainMap, weakref.ref, ContextVar,
 )  # fmt: skip
 _PLAIN = frozenset({
-    "builtins", "collections", "types", "numpy", "array", "weakref", "threading", "queue", "_queue", "_io",
+    "builtins", "collections", "types", "numpy", "array", "weakref", "threading", "queue",
     "multiprocessing.sharedctypes",
 })  # fmt: skip
 

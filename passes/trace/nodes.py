@@ -137,7 +137,7 @@ def node_changes(node: Node, alike: Callable[[Any, Any], bool]) -> Iterator[Chan
             if key not in ignored and not (identical if node.kind == "names" else alike)(a, b):
                 yield _change(node, key, b, a)
         if node.kind == "items" and now.keys() == before.keys() and list(now) != list(before):
-            yield Change(node, node.path, node.name, list(before), list(now))
+            yield Change(node, node.path, node.name, before, now)
     elif isinstance(before, list) and isinstance(now, list):
         if len(now) != len(before) or not all(map(alike, now, before)):
             yield Change(node, node.path, node.name, before, now)
@@ -180,6 +180,9 @@ class Walk(Protocol):
 
     def follow(self, values: Iterable[tuple[Any, str, str]]) -> None:
         """Visit further values, each with its path and the name that code has for it."""
+
+    def follow_last(self, values: Iterable[tuple[Any, str, str]]) -> None:
+        """Visit these after all others, and not many of them: they may be of any size."""
 
     def follow_hooks(self, values: Iterable[tuple[Any, str, str]]) -> None:
         """Visit these after all others."""

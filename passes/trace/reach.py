@@ -35,9 +35,7 @@ _FUNCTIONS = (
     types.FunctionType, types.MethodType, staticmethod, classmethod, property, functools.partial, CACHE,
 )  # fmt: skip
 
-_HOLDERS = frozenset({  # whose objects hold others
-    "collections", "types", "queue", "weakref", "argparse", "_thread", "threading",
-})  # fmt: skip
+_HOLDERS = frozenset({"collections", "types", "queue", "weakref", "argparse", "_thread"})  # whose objects hold others
 
 
 def visit(walk: Walk, value: Any, path: str, name: str) -> None:
@@ -48,7 +46,9 @@ def visit(walk: Walk, value: Any, path: str, name: str) -> None:
     for kinds, of_kind in _VISITORS:
         if isinstance(value, kinds):
             of_kind(walk, value, path, name)
-            return
+            if (kinds, of_kind) not in BUILTIN or not is_users(type(value)):
+                return
+            break
     if hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
         _visit_object(walk, value, path, name)
 

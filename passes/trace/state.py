@@ -28,6 +28,7 @@ from .places import place, user_frame
 from .reach import visit
 
 MAX_NODES = 50_000
+MAX_LAST = 2_000  # of what caches and weak references lead to
 ARGUMENT = "an argument"  # where the paths of what is reached from the call's arguments begin
 
 ITERATORS: tuple[type, ...] = (
@@ -68,6 +69,7 @@ class Snapshot:
         self.seen: dict[int, Any] = {} if draws else {id(generator): generator for generator, *_ in shared}
         self._queue: deque[tuple[Any, str, str]] = deque()
         self._hooks: deque[tuple[Any, str, str]] = deque()
+        self._last: deque[tuple[Any, str, str]] = deque()
         self._in_hooks = False
         for prefix, module in model.named_modules():
             self._queue.append((module, f"self.{prefix}" if prefix else "self", ""))
@@ -78,15 +80,18 @@ class Snapshot:
             self._queue.extend(shared)
         with outside_tracing():
             self._visit_all()
+            self._queue.extend(self._last)
+            self._visit_all(len(self.nodes) + MAX_LAST)
+            self._queue.clear()
             self._in_hooks = True
             while self._hooks and len(self.nodes) < MAX_NODES:
                 self._queue.append(self._hooks.popleft())
                 self._visit_all()
-        self._queue.clear()
-        self._hooks.clear()
+        for queue in (self._queue, self._hooks, self._last):
+            queue.clear()
 
-    def _visit_all(self) -> None:
-        while self._queue and len(self.nodes) < MAX_NODES:
+    def _visit_all(self, most: int = MAX_NODES) -> None:
+        while self._queue and len(self.nodes) < most:
             visit(self, *self._queue.popleft())
 
     def changes(self, alike: Callable[[Any, Any], bool] | None = None) -> list[Change]:
@@ -123,6 +128,9 @@ class Snapshot:
 
     def follow(self, values: Iterable[tuple[Any, str, str]]) -> None:
         self._queue.extend(values)
+
+    def follow_last(self, values: Iterable[tuple[Any, str, str]]) -> None:
+        self._last.extend(itertools.islice(values, MAX_LAST // 4))
 
     def follow_hooks(self, values: Iterable[tuple[Any, str, str]]) -> None:
         self._hooks.extend(values)

@@ -354,4 +354,4 @@ def test_regions_at_another_length_are_not_traced_again(by_blocks: bool, monkeyp
         assert all(map(torch.equal, *gradients)), "bit for bit"
     traced = type(model.transformer.h[0]) if by_blocks else type(model.body)
     assert tried[first:].count(traced) <= 1 + (TORCH_VERSION < "2.12") * len(LENGTHS), "at the second length"
-    assert set(tried[first:]) == {traced}, "what cannot be traced is not tried again"
+    assert all(tried[first:].count(kind) <= 2 for kind in {*tried} - {traced}), "what cannot be traced, ever less often"

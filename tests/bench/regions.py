@@ -223,9 +223,6 @@ def lengths() -> Iterator[Row]:
         plan, first = _first_plan(model, longest, budget_at(session, 60) / MIB, on_new_shape=mode)
         new = [_planning(plan, b) for b in shorter]
         yield _new_lengths(f'planning a new length at 60 % of the longest, "{mode}"', new, first)
-    model, batches = _of_lengths()
-    plan, first = _first_plan(model, batches[0], regions=["transformer.h.*"])
-    yield _new_lengths("planning a new length, by blocks", [_planning(plan, b) for b in batches[1:]], first)
 
 
 def _of_lengths() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:

@@ -103,13 +103,13 @@ class Sizes:
         refused = self.refused.get(call)
         if refused is not None and refused.passes and refused.looks == _looks_of(model):
             refused.passes -= 1
-            raise _alone(refused.error)
+            raise _twin(refused.error)
 
     def _refuse(self, call: Any, model: nn.Module, error: Exception) -> None:
         """Try it at the next call, and then after 1, 3, 7, ... calls that it is refused at unseen."""
         looks, known = _looks_of(model), self.refused.get(call)
         if call not in self.refused or (known is not None and known.looks != looks):
-            self.refused[call] = _Refused(looks, _alone(error))
+            self.refused[call] = _Refused(looks, _twin(error))
         elif known is not None:
             known.times += 1
             known.passes = 2**known.times - 1
@@ -185,7 +185,7 @@ def _looks_of(model: nn.Module) -> Any:
     return module_key(model), values
 
 
-def _alone(error: Exception) -> Exception:
+def _twin(error: Exception) -> Exception:
     """The error without the frames that it came through, which hold tensors, and without what is added to it later."""
     made = type(error).__new__(type(error), *error.args)
     made.__dict__.update(vars(error))

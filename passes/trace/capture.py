@@ -277,9 +277,10 @@ def capture(
     _refuse_views_of_inputs(joint, tracer.leaves)
     _refuse_parts_of_conjugates(joint.graph_module.graph, given, [*(e.name for e in entries), *names])
     drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
-    outputs = () if keep_outputs else callers_alone(joint.graph_module.graph, joint.mutated_inputs, tracer.leaves)
-    inputs = () if keep_inputs else placeholders(joint.graph_module.graph, len(entries), len(tensors))
-    dropped = (*outputs, *inputs)
+    inputs = slice(len(entries), len(tensors))
+    dropped = not_held(
+        joint.graph_module.graph, joint.mutated_inputs, tracer.leaves, inputs, keep_outputs, keep_inputs
+    )
     traced = _traced(joint, tracer, entries, input_template, len(input_tensors), dropped)
     return replace(_with_settings(traced, tracer, model), layouts=dict(layouts or {}))
 
@@ -723,17 +724,22 @@ def _traced(
     )
 
 
-def callers_alone(graph: fx.Graph, mutated: Sequence[int], leaves: Sequence[OutputLeaf]) -> tuple[fx.Node, ...]:
+def not_held(
+    graph: fx.Graph, mutated: Sequence[int], leaves: Sequence[OutputLeaf], inputs: slice, keep_outputs: bool,
+    keep_inputs: bool,
+) -> tuple[fx.Node, ...]:  # fmt: skip
+    """What nobody holds through the backward: of the results of the forward, and of the inputs among the primals."""
+    alone = () if keep_outputs else _callers_alone(graph, mutated, leaves)
+    given = () if keep_inputs else graph.find_nodes(op="placeholder")[inputs]
+    return (*alone, *given)
+
+
+def _callers_alone(graph: fx.Graph, mutated: Sequence[int], leaves: Sequence[OutputLeaf]) -> tuple[fx.Node, ...]:
     """Results of the forward that only the caller has after it: the backward does not start from them."""
     results: Any = graph.output_node().args[0]
     first = len(mutated)
     found = [results[first + leaf.index] for leaf in leaves if leaf.input is None and not leaf.differentiated]
     return tuple(n for n in found if isinstance(n, fx.Node))
-
-
-def placeholders(graph: fx.Graph, first: int, end: int) -> tuple[fx.Node, ...]:
-    """Those of some primals, by their positions."""
-    return tuple(graph.find_nodes(op="placeholder")[first:end])
 
 
 def _refuse_overlaps(error: Exception, tracer: StepTracer) -> None:

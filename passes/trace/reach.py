@@ -46,9 +46,10 @@ def visit(walk: Walk, value: Any, path: str, name: str) -> None:
     for kinds, of_kind in _VISITORS:
         if isinstance(value, kinds):
             of_kind(walk, value, path, name)
-            if (kinds, of_kind) not in BUILTIN or not is_users(type(value)):
-                return
-            break
+            return
+    for kinds, of_kind in BUILTIN:
+        if isinstance(value, kinds):  # of a class derived from one there are attributes besides
+            of_kind(walk, value, path, name)
     if hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
         _visit_object(walk, value, path, name)
 
@@ -212,5 +213,4 @@ _VISITORS: tuple[tuple[Any, Callable[[Walk, Any, str, str], None]], ...] = (
     (torch.Generator, _visit_torch_generator),
     (_Numpy, _visit_numpy),
     (_Container, _visit_container),
-    *BUILTIN,
 )

@@ -26,7 +26,7 @@ from passes.memory import own_bytes
 
 from .arguments import call_signature, state_entries, state_tensors
 from .binding import names_given
-from .capture import StepTracer, Traced, callers_alone, copied, placeholders
+from .capture import StepTracer, Traced, copied, not_held
 from .contexts import private_contexts
 from .given import Returned, changed_slots
 from .isolate import isolated
@@ -123,9 +123,8 @@ class Pattern:
         module = LazyGraphModule(self.traced.graph_module, copied(graph))
         refer_weakly(module)
         own = self.traced
-        outputs = () if self.keep_outputs else callers_alone(module.graph, own.mutated, own.outputs)
-        inputs = () if self.keep_inputs else placeholders(module.graph, len(own.state), own.num_primals)
-        fuse(module.graph, (*outputs, *inputs))
+        inputs, keeps = slice(len(own.state), own.num_primals), (self.keep_outputs, self.keep_inputs)
+        fuse(module.graph, not_held(module.graph, own.mutated, own.outputs, inputs, *keeps))
         return replace(
             own, graph_module=module, pristine=graph, input_template=tracer.input_template,
             output_template=result.template, changes=result.changes, reads=tracer.recorder.finish(module),

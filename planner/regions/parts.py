@@ -59,9 +59,14 @@ class Parts:
     ) -> tuple[Part | None, bool]:  # fmt: skip
         """The part for a call, and whether anything is new: it was captured now, or refused."""
         key, asked = call_key(tensors, template), self.asked.get((path, number), Asked())
-        for part in (*self.known, *self.sizes.parts):
-            if part.layouts == self._layouts(asked) and part.holds(module, key, asked, tensors, bound):
-                return part, self._is_new(part)
+        for part in self.known:
+            if part.holds(module, key, asked, tensors, bound):
+                return part, False
+        layouts = {**self.layouts, **dict(asked.strides)}
+        for part in self.sizes.parts:
+            if part.layouts == layouts and part.holds(module, key, asked, tensors, bound):
+                self.known.append(part)
+                return part, True
         if not any(t.requires_grad for t in (*module.parameters(), *tensors)):
             self.refuse(path, NO_GRADIENT)
             return None, True
@@ -70,7 +75,7 @@ class Parts:
             if alike in self.errors:
                 raise self.errors[alike]
             with self.progress.stage("capture"):
-                part = self._capture(self.sizes.of_region(path, number), module, bound, key, asked)
+                part = self._capture(self.sizes.of_region(path, number), module, bound, key, asked, layouts)
             part.look(module, bound)
         except Differs as differs:  # it would be captured again in every run
             self.refuse(path, f"its forward reads another thing each time: {differs.now}, and then {differs.then}")
@@ -79,26 +84,19 @@ class Parts:
             self.errors[alike] = _alone(error)
             self.refuse(path, str(error))
             return None, True
-        return part, self._is_new(part)
+        self.known.append(part)
+        self.sizes.parts.add(part)
+        return part, True
 
-    def _is_new(self, part: Part) -> bool:
-        """Note a part of this step; whether it was not known."""
-        new = part not in self.known
-        if new:
-            self.known.append(part)
-            self.sizes.parts.add(part)
-        return new
-
-    def _layouts(self, asked: Asked) -> Layouts:
-        return {**self.layouts, **dict(asked.strides)}
-
-    def _capture(self, sizes: Sizes, module: nn.Module, bound: Mapping[str, Any], key: Key, asked: Asked) -> Part:
+    def _capture(
+        self, sizes: Sizes, module: nn.Module, bound: Mapping[str, Any], key: Key, asked: Asked, layouts: Layouts
+    ) -> Part:
         refuse_sharded(module, running=True)
         CACHED.check(module)
         traced = sizes.capture(
             module, bound, None, differentiated=EVERY_OUTPUT if asked.starts is None else asked.starts,
             keep_inputs=self.keeps_logits or type(module) is not CrossEntropy,
-            layouts=(layouts := self._layouts(asked)),
+            layouts=layouts,
         )  # fmt: skip
         _refuse_left(traced)
         traced = replace(traced, changed_later=asked.changed)

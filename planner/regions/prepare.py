@@ -94,14 +94,14 @@ class _Found:
 
 @exclusive()
 def prepare_regions(
-    model: nn.Module, arguments: Mapping[str, Any], options: Options, progress: Progress, *,
+    model: nn.Module, arguments: Mapping[str, Any], options: Options, progress: Progress, *, sizes: Sizes,
     layouts: Layouts | None = None, required_hints: bool = True, differentiated: tuple[str, ...] | None = None,
-    sizes: Sizes | None = None, why: Refusal | None = None, draws: Mapping[str, Any] | None = None,
+    why: Refusal | None = None, draws: Mapping[str, Any] | None = None,
 ) -> Prepared:  # fmt: skip
     """Everything before the decision, for a step by regions.
 
     Args:
-        layouts, required_hints, differentiated, sizes: as for `planner.prepared.prepare`.
+        sizes, layouts, required_hints, differentiated: as for `planner.prepared.prepare`.
         why: why the model is not planned as a whole, where that was tried.
         draws: the states that all generators begin the step in (None: those that they are in).
 
@@ -121,7 +121,6 @@ def prepare_regions(
         raise why or RegionError("regions of a model with quantized weights (tensor subclasses) are not planned.")
     if any(t.requires_grad and storage_kind(t) for t in (*model.parameters(), *flatten(dict(arguments))[0])):
         raise RegionError("a sparse tensor requires a gradient: make it dense (to_dense()), or detach() it.")
-    sizes = Sizes() if sizes is None else sizes
     parts = Parts({} if layouts is None else layouts, progress, options.keep_outputs, sizes)
     chosen = candidates(model, options.patterns)
     runs_on = torch.device("meta") if meta else device

@@ -16,7 +16,7 @@ help:  ## say what each target does
 venv: $(STAMP)  ## make .venv with the versions of constraints.txt
 
 # torch comes first and pinned, so that nothing that depends on it can choose another build.
-$(STAMP): constraints.txt pyproject.toml
+$(STAMP): constraints.txt pyproject.toml solvers/walk.c
 	@test -x $(PY) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing the pinned versions of constraints.txt (a few minutes the first time)"
 	@$(PIP) "$$(grep '^torch==' constraints.txt)" "$$(grep '^setuptools==' constraints.txt)"

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .base import CLOCK, Effort, Report
+from .compiled import library
 from .descent import Reached, repair
 from .engine import Answer
 from .exact import exact_schedule
@@ -29,7 +30,7 @@ LOWEST_EXACT_SHARE = 0.4  # more than `minimum_budget` takes, so that it is foun
 LEAST_SECONDS = 0.5
 WIDE_SHARE = 0.02
 SMALL = 128  # ops of a step whose programs are solved for integers whatever they leave open
-ANNEAL_EVERY = 5
+ANNEAL_EVERY = 5  # fruitless rounds of local search; each where annealing is compiled
 FRUITLESS_RUNS = 3 * len(WAYS)
 
 
@@ -174,14 +175,14 @@ def local_steps(problem: Problem) -> int:
 
 def polish_on(state: Hunt) -> None:
     """Rounds of local search and runs of annealing until many in a row find nothing or the time is up."""
-    fruitless = 0
+    fruitless, every = 0, ANNEAL_EVERY if library() is None else 1
     while fruitless < FRUITLESS_ROUNDS and not state.finished and state.seconds_left > LEAST_SECONDS:
         if state.live is None:
             return
         cost = state.cost
         state.polish()
         fruitless = fruitless + 1 if state.cost == cost else 0
-        if fruitless % ANNEAL_EVERY == ANNEAL_EVERY - 1 and state.anneal(state.deadline):
+        if fruitless % every == every - 1 and state.anneal(state.deadline):
             fruitless = 0
 
 

@@ -44,10 +44,10 @@ class Live:
         self.cost = 0
         self.journal: list[tuple[int, int, int]] | None = None
         self.total = np.zeros(len(problem.ops), dtype=np.int64)
-        self._relative = [0] * len(problem.ops)
+        self.relative = [0] * len(problem.ops)
         self._deferred: dict[int, None] | None = None
         self._undoing = False  # what is live where is about to be put back
-        self._optional_slot: dict[int, int] = {}
+        self.optional_slot: dict[int, int] = {}
         self._load_plain()
         self.add_all(recomputes)
 
@@ -75,14 +75,14 @@ class Live:
 
     def levels(self) -> Levels:
         """What `take_back` needs to know of the state before a move."""
-        return self.total.copy(), self._relative.copy()
+        return self.total.copy(), self.relative.copy()
 
     def take_back(self, move: Move, before: Levels) -> None:
         """Undo the last `apply`; no slot is looked at again."""
         self._undoing = True
         self._apply((-sign, slot, op) for sign, slot, op in reversed(move))
         self._undoing = False
-        self.total, self._relative = before
+        self.total, self.relative = before
 
     def _apply(self, move: Iterable[tuple[int, int, int]]) -> dict[int, None]:
         """Returns the slots that have to be looked at again."""
@@ -228,9 +228,9 @@ class Live:
 
     def _refresh(self, slot: int) -> None:
         worst = max((moment for moment, _ in self._walk(slot)), default=0)
-        if worst != self._relative[slot]:
-            self.total[slot] += worst - self._relative[slot]
-            self._relative[slot] = worst
+        if worst != self.relative[slot]:
+            self.total[slot] += worst - self.relative[slot]
+            self.relative[slot] = worst
 
     def _walk(self, slot: int) -> list[tuple[int, int]]:
         """(moment, op) of each run in the slot, in bytes above what is live when the slot begins."""
@@ -278,14 +278,14 @@ class Live:
             if not self.problem.ops[p].optional:
                 continue
             wanted = next((i for i in self.problem.replayers[p] if self.slots_of[i]), -1)
-            current = self._optional_slot.get(p, -1)
+            current = self.optional_slot.get(p, -1)
             if wanted == current:
                 continue
             if current >= 0:
                 self._displace(current, p, ())
             if wanted >= 0:
                 self._place(wanted, p, ())
-            self._optional_slot[p] = wanted
+            self.optional_slot[p] = wanted
 
     def _is_last_read(self, t: int, event: int) -> bool:
         events = self.events[t]

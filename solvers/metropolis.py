@@ -5,18 +5,21 @@ high. So the budget is a penalty here: one move adds, takes away or shifts a rec
 probability of Metropolis et al. (1953) for what it adds to cost and penalty, while the temperature falls and the
 penalty rises. Costs count in those of an average op, bytes in those of an average tensor, so that one schedule of
 temperatures serves all problems. The random numbers are seeded: the clock alone can make two runs differ.
+
+Where it could be compiled, the walk is that of `walk.c`, which does the same moves many times as fast.
 """
 
 from __future__ import annotations
 
 import math
-import random
 import time
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
+from .compiled import CompiledWalk, library
 from .descent import Taste, descend
 from .live import Live, Move
 from .schedule import Recompute
@@ -29,7 +32,10 @@ TIGHT = 0.98  # of the budget: slots for whose sake something is recomputed
 LOOK = 256  # moves between looks at the clock, and at which slots are tight
 TRIES = 20
 LONGEST = 12  # recomputes of one move
+STEPS = (-3, -2, -1, 1, 2, 3)
 WITH_ITS_OWN = 0.5  # of all shifts take along what serves the recompute alone
+LARGEST = 1 << 53  # cost of a step whose sums fit in 64 bits and are the same in floats
+_64_BITS = (1 << 64) - 1
 
 
 @dataclass
@@ -52,13 +58,58 @@ def anneal(
     """Try so many moves from `live`, which is changed and need not fit, at temperatures that fall from the hottest
     while the weight of the penalty rises from the mildest.
     """
-    walk = _Walk(live, budget_bytes - live.problem.static_bytes, random.Random(seed))
-    done = walk.run(moves, hottest, mildest, deadline) if walk.candidates else moves
-    best = Live(live.problem, walk.best) if walk.best is not None else live
-    if walk.best is None and not descend(live, budget_bytes, Taste(0.3), deadline=deadline):
-        return Annealed(None, done)
+    walk = walk_from(live, budget_bytes - live.problem.static_bytes, seed)
+    done = _run(walk, moves, hottest, mildest, deadline) if live.problem.evictable else moves
+    found = walk.recomputes(best=True)
+    if found is not None:
+        best = Live(live.problem, found)
+    else:
+        best = Live(live.problem, walk.recomputes(best=False) or ())
+        if not descend(best, budget_bytes, Taste(0.3), deadline=deadline):
+            return Annealed(None, done)
     drop_unneeded(best, budget_bytes, deadline)
     return Annealed(best, done)
+
+
+def walk_from(live: Live, room: int, seed: int) -> CompiledWalk | Walk:
+    """A walk that begins with a state, which it may change.
+
+    Args:
+        room: the budget without the static bytes.
+    """
+    lib = library() if live.problem.step_cost < LARGEST else None
+    walk = Walk if lib is None else partial(CompiledWalk, lib)
+    op_cost = live.problem.step_cost / max(1, len(live.problem.ops)) or 1.0
+    tensor_bytes = float(np.mean([b for b in live.bytes if b] or [1]))
+    return walk(live, room, seed, op_cost, tensor_bytes)
+
+
+def _run(walk: CompiledWalk | Walk, moves: int, hottest: float, mildest: float, deadline: float) -> int:
+    """Walk; returns how many moves were tried."""
+    for number in range(0, moves, LOOK):
+        if time.monotonic() > deadline:
+            return number
+        done = number / moves
+        walk.moves(min(LOOK, moves - number), hottest * COOLING**-done, mildest * (STRICTEST / mildest) ** done)
+    return moves
+
+
+class SplitMix:
+    """SplitMix64 (Steele, Lea, Flood 2014), whose numbers `walk.c` draws as well."""
+
+    def __init__(self, seed: int) -> None:
+        self.state = seed
+
+    def random(self) -> float:
+        """A number in [0, 1)."""
+        self.state = (self.state + 0x9E3779B97F4A7C15) & _64_BITS
+        z = ((self.state ^ self.state >> 30) * 0xBF58476D1CE4E5B9) & _64_BITS
+        z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _64_BITS
+        return ((z ^ z >> 31) >> 11) * 2.0**-53
+
+    def below(self, count: int) -> int:
+        """An integer of 0 to `count` - 1."""
+        return int(self.random() * count)
 
 
 @dataclass
@@ -83,31 +134,26 @@ class _Recomputes:
                 self.place[last] = i
 
 
-class _Walk:
-    def __init__(self, live: Live, room: int, rng: random.Random) -> None:
-        problem = live.problem
-        self.live, self.room, self.rng = live, room, rng
-        self.candidates = problem.evictable
-        self.recomputes = _Recomputes(live.recomputes())
-        self.op_cost = problem.step_cost / max(1, len(problem.ops)) or 1.0
-        self.tensor_bytes = float(np.mean([b for b in live.bytes if b] or [1]))
+class Walk:
+    def __init__(self, live: Live, room: int, seed: int, op_cost: float, tensor_bytes: float) -> None:
+        self.live, self.room, self.rng = live, room, SplitMix(seed)
+        self.op_cost, self.tensor_bytes = op_cost, tensor_bytes
+        self.candidates = live.problem.evictable
+        self.current = _Recomputes(live.recomputes())
         self.tight = np.zeros(0, dtype=np.int64)
         self.best: list[Recompute] | None = None
         self.best_cost = math.inf
 
-    def run(self, moves: int, hottest: float, mildest: float, deadline: float) -> int:
-        """Walk; returns how many moves were tried."""
+    def recomputes(self, best: bool) -> list[Recompute] | None:
+        """Those of the state that the walk is in, or of the cheapest that fits; None where none was seen."""
+        return self.best if best else list(self.current.items)
+
+    def moves(self, count: int, temperature: float, weight: float) -> None:
+        """So many moves at one temperature, with the slots that are tight when they begin."""
         live, rng = self.live, self.rng
         cost, excess = live.cost / self.op_cost, self._excess()
-        temperature = weight = 0.0
-        for number in range(moves):
-            if number % LOOK == 0:
-                if time.monotonic() > deadline:
-                    return number
-                done = number / moves
-                temperature = hottest * COOLING**-done
-                weight = mildest * (STRICTEST / mildest) ** done
-                self.tight = np.nonzero(live.total > TIGHT * self.room)[0]
+        self.tight = np.nonzero(live.total > TIGHT * self.room)[0]
+        for _ in range(count):
             move = self._draw()
             if not move:
                 continue
@@ -119,10 +165,9 @@ class _Walk:
                 live.take_back(move, before)
                 continue
             cost, excess = then, over
-            self.recomputes.update(move)
+            self.current.update(move)
             if not excess and live.cost < self.best_cost:
-                self.best, self.best_cost = list(self.recomputes.items), live.cost
-        return moves
+                self.best, self.best_cost = list(self.current.items), live.cost
 
     def _excess(self) -> float:
         """Bytes above the budget, summed over the slots, and those of the worst one again."""
@@ -135,22 +180,22 @@ class _Walk:
         kind = self.rng.random()
         if kind < 0.5:
             tight = self.tight
-            near = int(tight[self.rng.randrange(len(tight))]) if kind < 0.35 and len(tight) else -1
+            near = int(tight[self.rng.below(len(tight))]) if kind < 0.35 and len(tight) else -1
             return self._addition(near)
-        if not self.recomputes.items:
+        if not self.current.items:
             return []
-        slot, op = self.recomputes.items[self.rng.randrange(len(self.recomputes.items))]
+        slot, op = self.current.items[self.rng.below(len(self.current.items))]
         return [(-1, slot, i) for i in self._own(slot, op)] if kind < 0.75 else self._shift(slot, op)
 
     def _addition(self, near: int) -> Move:
         """Let a tensor go after one of its events (the last before slot `near`, if any) until its next read."""
         live, rng = self.live, self.rng
         for _ in range(TRIES):
-            t = self.candidates[rng.randrange(len(self.candidates))]
+            t = self.candidates[rng.below(len(self.candidates))]
             events = live.events[t]
             if len(events) < 2:
                 continue
-            j = rng.randrange(1, len(events)) if near < 0 else bisect_left(events, 2 * live.key(near, 0))
+            j = 1 + rng.below(len(events) - 1) if near < 0 else bisect_left(events, 2 * live.key(near, 0))
             if j == 0 or j == len(events) or events[j] & 1:
                 continue
             before, slot = map(live.slot, events[j - 1 : j + 1])
@@ -188,7 +233,7 @@ class _Walk:
         last = live.slot(events[j + 1]) if j + 1 < len(events) else slot
         if last <= first:
             return []
-        far = rng.randint(first, last) if rng.random() < 0.5 else slot + rng.choice((-3, -2, -1, 1, 2, 3))
+        far = first + rng.below(last - first + 1) if rng.random() < 0.5 else slot + STEPS[rng.below(len(STEPS))]
         there = max(first, min(last, far))
         if there == slot or not live.items[there] or live.has(there, op):
             return []

@@ -238,7 +238,7 @@ class _Run:
         overwrite([primals[i].data if i in step.uncounted else primals[i] for i in step.mutated], results[:count])
         for i in step.mutated:
             self.versions[i] = self.sources[i]._version
-        outputs = distinct(results[count : count + step.num_outputs])
+        outputs = distinct(results[count : count + step.num_outputs], step.differentiable)
         callers, saved = (*outputs, *primals), results[count + step.num_outputs :]
         held, places = places_of(callers), places_of(saved)
         theirs, kept = set(held), set(places)

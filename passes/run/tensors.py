@@ -10,19 +10,56 @@ import torch
 from ._torch import bare, num_owners
 
 
-def distinct(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Autograd wants every output to be an object of its own, and lets none that is a view be changed in place.
+def distinct(outputs: Sequence[torch.Tensor], differentiable: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+    """The outputs, every one an object of its own, as autograd wants them.
 
-    A view that has its memory to itself, a linear layer's reshaped result, say, is handed out as no view.
+    Those with a gradient that share memory are views of one tensor. A change in place of one, which the gradients of
+    the others would have to follow, is then an error of autograd's: it lets no view that a custom function returns be
+    changed, nor be read after its base was. What shares memory with no such output is handed out as no view.
     """
-    seen: set[int] = set()
-    places = places_of(outputs)
-    result = []
-    for output, place in zip(outputs, places, strict=True):
-        own = output if not output._is_view() or places.count(place) > 1 else alone(output)
-        result.append(output.detach() if id(output) in seen else own)
+    roots: dict[int, torch.Tensor] = {}
+    result, seen = [], set[int]()
+    places, sharing = places_of(outputs), overlapping(outputs, differentiable)
+    for i, (output, place) in enumerate(zip(outputs, places, strict=True)):
+        if i not in sharing:
+            own = alone(output) if output._is_view() or id(output) in seen else output
+        else:
+            root = roots.setdefault(place, output if output._base is None else output._base)
+            is_one = id(output) not in seen and (output is root or output._base is root)
+            own = output if is_one else _view_like(output, root)
+        result.append(own)
         seen.add(id(output))
     return tuple(result)
+
+
+def overlapping(tensors: Sequence[torch.Tensor], which: Sequence[bool]) -> set[int]:
+    """Which of some of the tensors lie between the first and the last element of another of those."""
+    spans = {i: _span(t) for i, (t, chosen) in enumerate(zip(tensors, which, strict=True)) if chosen and t.numel()}
+    return {
+        i for i, (place, begin, end) in spans.items()
+        if any(i != j and place == at and begin < until and start < end for j, (at, start, until) in spans.items())
+    }  # fmt: skip
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Where the tensor's storage begins, and there its first byte and the one after its last."""
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().data_ptr(), begin, begin + (last + 1) * tensor.itemsize
+
+
+def _view_like(tensor: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
+    """The tensor, which lies in the root's memory, as a view of the root."""
+    parts, memory = (_as_real(t.conj() if t.is_conj() else t) for t in (tensor, root))
+    memory = memory._neg_view() if root.is_neg() else memory
+    view = memory.as_strided(parts.size(), parts.stride(), parts.storage_offset())
+    view = torch.view_as_complex(view) if tensor.is_complex() else view
+    view = view.conj() if tensor.is_conj() else view
+    return view._neg_view() if tensor.is_neg() else view
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def places_of(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -58,6 +58,7 @@ class Run:
         given: those of the outputs that the region's backward starts from, None where there is none, for as long as
             what is handed over may be one of them.
         views: the part's, as they were handed out.
+        overlapping: outputs with a gradient that share memory with others, likewise.
         read: by its number, each primal that its backward may read, as it was when the forward ended.
     """
 
@@ -68,6 +69,7 @@ class Run:
     gradients: list[Edge | None] = field(default_factory=list)
     given: list[torch.Tensor | None] = field(default_factory=list)
     views: Versions = field(default_factory=lambda: Versions(()))
+    overlapping: Versions = field(default_factory=lambda: Versions(()))
     read: dict[int, Versions] = field(default_factory=dict)
     ended: bool = False
 

@@ -15,6 +15,7 @@ from passes.alias import Storage
 from passes.memory import place
 from passes.run._torch import active_saving_hooks, backward_number, under_transform
 from passes.run.mixing import Versions
+from passes.run.tensors import overlapping
 from passes.trace.arguments import call_signature, repeated_hook, set_forward, state_tensors
 from passes.trace.binding import bind_call, call_bound
 from passes.trace.capture import Traced
@@ -149,6 +150,8 @@ class _HollowResult(torch.autograd.Function):
         hollow.nodes.append(ctx)
         run.views = Versions(outputs[i] for i in run.part.views)
         returned = [leaf for leaf in traced.outputs if leaf.input is None]
+        with_gradient = [leaf.requires_grad for leaf in returned]
+        run.overlapping = Versions(outputs[i] for i in overlapping(outputs, with_gradient))
         ctx.mark_non_differentiable(*(outputs[leaf.index] for leaf in returned if not leaf.requires_grad))
         ctx.set_materialize_grads(False)
         return tuple(outputs)

@@ -37,6 +37,11 @@ CHANGED_VIEW = (
     "order than the plain step's"
 )
 
+CHANGED_SHARED = (
+    "a result of it is changed in place, and another one shares its memory: the gradient of that would not follow the "
+    "change. Change a clone() of it"
+)
+
 SHARED_CAST = (
     "its parameter {name!r} has other uses, and autocast casts it once for all of them: the gradients of the uses "
     "would be added up in another type than the plain step's"
@@ -75,6 +80,8 @@ def _refuse_other_sums(hollow: Hollow, nodes: Sequence[Any], regions: Sequence[A
     for run in hollow.runs:
         if run.views.changed:
             new = hollow.parts.refuse(run.path, CHANGED_VIEW) or new
+        if run.overlapping.changed:
+            new = hollow.parts.refuse(run.path, CHANGED_SHARED) or new
     for node in regions:
         part, edges = node.owner.part, node.next_functions[1:]  # without the token's
         for i, name in part.casts.items():

@@ -264,6 +264,8 @@ def bind_step(prepared: Prepared, rewritten: Rewritten, arena: Arena = ()) -> St
         again=any(n.meta.get("recompute_of") for n in rewritten.backward.graph.nodes),
         draws=any(is_random(n) and not n.meta.get("recompute_of") for n in rewritten.backward.graph.nodes),
         uncounted=uncounted(traced),
+        readers=tuple(leaf.readers for leaf in returned),
+        output_names=tuple(leaf.path or "the output" for leaf in returned),
     )
 
 

@@ -30,6 +30,7 @@ from ._torch import (
 )
 from .arena import Arena, ask_for
 from .errors import PlannerError
+from .listeners import Listeners, Readers, Taken
 from .mixing import Versions, warn_of_changed_view, watch_sum
 from .replay import as_tensor, copy_generator, old_value
 from .stale import note_casts
@@ -60,9 +61,12 @@ class Fallback(Protocol):
 
     def __call__(
         self, primals: Sequence[torch.Tensor], generators: dict[str, torch.Generator | None],
-        gradients: dict[int, torch.Tensor], /,
+        gradients: dict[int, torch.Tensor], taken: dict[int, Taken], /,
     ) -> list[Any]:  # fmt: skip
-        """The gradients of the primals, or None, from the generators before the forward and the outputs' gradients."""
+        """The gradients of the primals, or None, from the generators before the forward and the outputs' gradients.
+
+        What was `taken` off some outputs listens to theirs.
+        """
 
     def changed(self) -> str:
         """What Python that the backward runs reads and is not what it was in the forward, in words; "" for nothing."""
@@ -106,6 +110,8 @@ class Step:
         draws: whether the backward draws random numbers of its own.
         uncounted: those of `mutated` whose change eager does not count as one: a plain batch norm's running statistics.
         casts: parameters that autocast casts.
+        readers: for each output, the others that are computed from it.
+        output_names: what the outputs are called.
         told: names of primals of which a warning was given that their gradients are summed in another order.
     """
 
@@ -134,6 +140,8 @@ class Step:
     draws: bool = False
     uncounted: tuple[int, ...] = ()
     casts: tuple[int, ...] = ()
+    readers: Readers = ()
+    output_names: tuple[str, ...] = ()
     told: set[str] = field(default_factory=set, compare=False)
 
     def __call__(
@@ -163,6 +171,8 @@ class Step:
         for place in reversed(range(len(run.owned))):
             token = PlannedGradients.apply(run, place, token, *(owners[i] for i in run.owned[place]))
         results: tuple[Any, ...] = PlannedStep.apply(run, token)
+        if self.readers:
+            run.listeners = Listeners(results, self.readers, self.output_names)
         return results
 
 
@@ -226,6 +236,7 @@ class _Run:
         self.held: list[torch.Tensor] | None = None
         self.shared: list[tuple[torch.Tensor, int]] = []
         self.views = Versions(())
+        self.listeners = Listeners((), (), ())
         self.program: Iterator[list[Any]] | None = None
         self.replayed: list[Any] | None = None
         self.read: dict[int, torch.Tensor] = {}
@@ -252,7 +263,7 @@ class _Run:
         """Begin the backward from the gradients of the outputs; it runs when it is resumed."""
         step = self.step
         refuse_transform(gradients)
-        self.replayed = None
+        self.replayed, taken = None, self.listeners.take()
         if all(g is None for g in gradients):  # autograd passes this node on its way to others
             self.replayed = [None] * len(self.versions)
             return
@@ -263,8 +274,8 @@ class _Run:
         given = [g for g in gradients if g is not None]
         planned = present == step.expected and active_autocast() == step.autocast
         alike = not (planned and step.exact) or all(map(is_laid_out, given, step.tangent_strides))
-        if not planned or (not alike and self.fallback is not None):
-            self.replayed = self._replay(dict(zip(present, given, strict=True)))
+        if not planned or taken or (not alike and self.fallback is not None):
+            self.replayed = self._replay(dict(zip(present, given, strict=True)), taken)
             return
         if not alike:
             warnings.warn(
@@ -322,8 +333,12 @@ class _Run:
                 "the planned step computes again would have other bits than it had there. Run both under one setting."
             )
 
-    def _replay(self, gradients: dict[int, torch.Tensor]) -> list[Any]:
+    def _replay(self, gradients: dict[int, torch.Tensor], taken: dict[int, Taken]) -> list[Any]:
         if self.fallback is None:
+            if taken:
+                i = next(iter(taken))
+                later = next(j for j in self.step.readers[i] if j in gradients)
+                self.listeners.refuse(i, later, f"{self.step.output_names[i]} has a hook, or retain_grad()")
             starts, autocast = ", ".join(self.step.starts), dict(self.step.autocast) or "no autocast"
             raise PlannerError(
                 f"backward must start from {starts} (that is what was planned), and from nothing else, and under "
@@ -332,7 +347,7 @@ class _Run:
         self._check_primals(i for i in range(len(self.primals)) if i not in self.step.mutated)
         old = {i: as_tensor(value, self.primals[i]) for i, value in self.overwritten.items()}
         self.saved = None
-        found = self.fallback([old.get(i, p) for i, p in enumerate(self.primals)], self.generators, gradients)
+        found = self.fallback([old.get(i, p) for i, p in enumerate(self.primals)], self.generators, gradients, taken)
         owned = {i for part in self.owned for i in part}
         for i, gradient in enumerate(found):
             if (gradient is None) == (i in owned) and _has_listener(self.owners[i]):

@@ -84,6 +84,7 @@ from .modules import fill_forward_paths, module_path, module_paths
 from .nodes import Change
 from .notice import Left, Rerun, check_backward, judged, notice, say_what_is_left
 from .overlaps import Overlaps, overlaps
+from .readers import readers
 from .reads import Reads
 from .recorder import Recorder
 from .refuse import (
@@ -119,6 +120,7 @@ class OutputLeaf:
         requires_grad: whether the plain model's output requires a gradient.
         differentiated: whether the traced backward starts from it (its tangent is an input of the backward).
         is_view: whether the plain model's output is a view, of whatever memory.
+        readers: the outputs, by `index`, whose gradients go on to it, as they are computed from it.
     """
 
     path: str
@@ -127,6 +129,7 @@ class OutputLeaf:
     requires_grad: bool
     differentiated: bool
     is_view: bool = False
+    readers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -386,11 +389,14 @@ class StepTracer:
         self.leaves = []
         aliased, of_given = _sharing(tensors, flat)
         returned: list[torch.Tensor] = []
+        made = [t for t in tensors if not any(t is each for each in flat)]
+        read_by = readers(dict(enumerate(made)))
         for i, tensor in enumerate(tensors):
             same = next((k for k, t in enumerate(flat) if t is tensor), None)
             chosen = i in wanted and same is None
             index = -1 if same is not None else len(returned)
-            self.leaves.append(OutputLeaf(paths[i], same, index, tensor.requires_grad, chosen, tensor._is_view()))
+            is_view, by = tensor._is_view(), read_by.get(index, ())
+            self.leaves.append(OutputLeaf(paths[i], same, index, tensor.requires_grad, chosen, is_view, by))
             if id(tensor) in of_given and same is None:
                 returned.append(tensor)  # refused in `_traced`, which has to see it
             elif same is None:

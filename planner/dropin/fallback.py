@@ -17,6 +17,7 @@ from passes.device import kind_of
 from passes.exclusive import turn
 from passes.lower import kept_primals, stateful_primals
 from passes.run._torch import DEFAULTS, Autocast, active_autocast, backward_number, torch_defaults, under_autocast
+from passes.run.listeners import REMEDY, Taken
 from passes.run.random import set_rng_state
 from passes.run.step import ChangedInPlace
 from passes.trace.arguments import state_tensors
@@ -45,6 +46,8 @@ _IRREPLAYABLE = (
 )
 _PATIENCE_SECONDS = 60.0
 _OTHER_STRIDES = " with a gradient in other strides"
+_HOOKED = " with a hook or retain_grad() on {}, an output that this is computed from"
+_ONE_KIND = "so will others, as a plan is for one kind of start."
 _HOW = {
     False: "correct, but not under the budget",
     True: "correct, but slow, as what it saves waits in the host's memory, and the budget may not hold",
@@ -102,26 +105,32 @@ class Fallback:
         primals: Sequence[torch.Tensor],
         generators: dict[str, torch.Generator | None],
         gradients: dict[int, torch.Tensor],
+        taken: dict[int, Taken],
     ) -> list[Any]:
         # On a GPU this is autograd's thread, which those that have the turn may wait for.
         own = self.device.type == "cpu"
         with turn(self.state.root) if own else turn(self.state.root, self.thread, _PATIENCE_SECONDS):
-            return self._gradients(primals, generators, gradients)
+            return self._gradients(primals, generators, gradients, taken)
 
     def _gradients(
         self,
         primals: Sequence[torch.Tensor],
         generators: dict[str, torch.Generator | None],
         gradients: dict[int, torch.Tensor],
+        taken: dict[int, Taken],
     ) -> list[Any]:
         wanted = {leaf.index: leaf for leaf in self.traced.outputs if leaf.index in gradients}
         paths = tuple(leaf.path for leaf in wanted.values())
         expected = paths == starts_of(self.traced)
         autocast = active_autocast() != self.traced.backward_autocast
-        learned = self._learn({wanted[i].path: g for i, g in gradients.items()}, autocast)
+        hooked = describe_starts(leaf.path for leaf in self.traced.outputs if leaf.index in taken)
+        as_planned = hooked and expected and not autocast
+        learned = set() if as_planned else self._learn({wanted[i].path: g for i, g in gradients.items()}, autocast)
         new = bool(learned) or not expected
         how = f" under {describe_autocast(active_autocast())}" if autocast else _OTHER_STRIDES if expected else ""
-        self.state.replayed(active_autocast())
+        how = _HOOKED.format(hooked) if hooked else how
+        if not as_planned:
+            self.state.replayed(active_autocast())
         started = f"backward started from {describe_starts(paths)}{how}, which the plan did not expect"
         try:
             known = {device: generator for device, generator in generators.items() if generator is not None}
@@ -131,18 +140,19 @@ class Fallback:
                 raise PlannerError(f"{started}{_CAPTURED}")
             if why := self._irreplayable(primals):
                 raise ChangedInPlace(f"{started}{_IRREPLAYABLE.format(why)}")
+            next_ones = "later calls are planned for it." if new else _ONE_KIND
+            next_ones = f"so will others. {REMEDY.format('what follows from it')}" if hooked else next_ones
             warnings.warn(
-                f"{started}: this step replays the plain forward ({_HOW[kind_of(self.device).caches]}); "
-                f"{'later calls are planned for it' if new else 'so will others, as a plan is for one kind of start'}.",
+                f"{started}: this step replays the plain forward ({_HOW[kind_of(self.device).caches]}); {next_ones}",
                 stacklevel=2,
             )
             with self.as_called(), workspaces_given_back(self.device):
                 try:
-                    return self._replay(primals, known, gradients, saved_on_host(self.device, primals))
+                    return self._replay(primals, known, gradients, taken, saved_on_host(self.device, primals))
                 except RuntimeError as error:
                     if "saved tensor hooks" not in str(error):  # which torch.func refuses
                         raise
-                    return self._replay(primals, known, gradients, nullcontext())
+                    return self._replay(primals, known, gradients, taken, nullcontext())
         finally:
             if learned:
                 for entry in self.state.cache:
@@ -234,6 +244,7 @@ class Fallback:
         primals: Sequence[torch.Tensor],
         generators: dict[str, torch.Generator],
         gradients: dict[int, torch.Tensor],
+        taken: dict[int, Taken],
         saving: AbstractContextManager[Any],
     ) -> list[Any]:
         state, traced = self.state, self.traced
@@ -254,8 +265,12 @@ class Fallback:
             with under_autocast(self.key.autocast), aside, self._given(arguments) as bound, saving:
                 targets = targets_of(traced.changes, bound)
                 outputs = all_outputs(self.state.plain(bound), traced.output_template, traced.changes, targets)
-        indices = [leaf.index for leaf in traced.outputs]
-        started = [(o, gradients[i]) for o, i in zip(outputs, indices, strict=True) if i in gradients]
+        numbered = {leaf.index: output for leaf, output in zip(traced.outputs, outputs, strict=True)}
+        for i, listener in taken.items():
+            listener.move_to(numbered[i])
+        started = [(numbered[i], gradient) for i, gradient in gradients.items()]
         inputs = [t for t in leaves if t.requires_grad]
         found = iter(torch.autograd.grad([o for o, _ in started], inputs, [g for _, g in started], allow_unused=True))
+        for i, listener in taken.items():
+            listener.hand_over(numbered[i])
         return [next(found) if t.requires_grad else None for t in leaves]

@@ -21,6 +21,7 @@ from passes.alias import Storage
 from passes.lower import KEPT
 from passes.memory import place
 from passes.profile import Counting
+from passes.run.listeners import Listeners
 from passes.run.mixing import Versions
 from passes.trace.capture import OutputLeaf
 from passes.trace.given import Given
@@ -59,6 +60,7 @@ class Run:
             what is handed over may be one of them.
         views: the part's, as they were handed out.
         overlapping: outputs with a gradient that share memory with others, likewise.
+        listeners: who listens to the outputs.
         read: by its number, each primal that its backward may read, as it was when the forward ended.
     """
 
@@ -70,6 +72,7 @@ class Run:
     given: list[torch.Tensor | None] = field(default_factory=list)
     views: Versions = field(default_factory=lambda: Versions(()))
     overlapping: Versions = field(default_factory=lambda: Versions(()))
+    listeners: Listeners = field(default_factory=lambda: Listeners((), (), ()))
     read: dict[int, Versions] = field(default_factory=dict)
     ended: bool = False
 

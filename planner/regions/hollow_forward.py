@@ -14,6 +14,7 @@ from passes._torch import disable_current_modes, local_part
 from passes.alias import Storage
 from passes.memory import place
 from passes.run._torch import active_saving_hooks, backward_number, under_transform
+from passes.run.listeners import Listeners
 from passes.run.mixing import Versions
 from passes.run.tensors import overlapping
 from passes.trace.arguments import call_signature, repeated_hook, set_forward, state_tensors
@@ -27,6 +28,11 @@ from .find import children
 from .hollow import Hollow, Run
 from .losses import losses_set_aside
 from .part import Part
+
+HOOKED = (
+    "its output {} is one from which it computes another, and code after it registers a hook on it, calls retain_grad()"
+    " or asks for its gradient: a part of that would be missing"
+)
 
 
 class HollowForward:
@@ -67,6 +73,7 @@ class HollowForward:
         started = next((p.device for p in primals if p.requires_grad), None)
         token = _HollowOwner.apply(hollow, run, torch.empty(0, device=started), *primals)
         results = _HollowResult.apply(self, run, bound, token)
+        run.listeners = _HollowListeners(hollow, run, results)
         hollow.mark("forward out", len(hollow.runs) - 1)
         read = {i: t for i, t in enumerate(primals) if i not in part.traced.mutated and not t.is_inference()}
         with disable_current_modes():  # those that look at the step's ops need not see these
@@ -107,6 +114,24 @@ class HollowForward:
             yield
         finally:
             set_forward(self.module, self)
+
+
+class _HollowListeners(Listeners):
+    """What listens to an output from which the region computes others: such a region stays eager."""
+
+    def __init__(self, hollow: Hollow, run: Run, results: Sequence[torch.Tensor]) -> None:
+        self.hollow, self.path = hollow, run.path
+        leaves = [leaf for leaf in run.part.traced.outputs if leaf.input is None]
+        names = [leaf.path or "(the output)" for leaf in leaves]
+        super().__init__(results, tuple(leaf.readers for leaf in leaves), names)
+
+    def asked(self, i: int, later: int, is_part: bool) -> None:
+        """As `refuse`."""
+        self.refuse(i, later, "")
+
+    def refuse(self, i: int, later: int, what: str) -> None:
+        """Leave the region to eager."""
+        self.hollow.again = self.hollow.parts.refuse(self.path, HOOKED.format(self.names[i])) or self.hollow.again
 
 
 class _HollowOwner(torch.autograd.Function):
@@ -162,6 +187,9 @@ class _HollowResult(torch.autograd.Function):
         why = "two backwards pass through it (torch.autograd.grad in forward)" if run.ended else ""
         why = "it is differentiated twice (create_graph=True in forward)" if torch.is_grad_enabled() else why
         if why:
+            hollow.again = hollow.parts.refuse(run.path, why) or hollow.again
+        if taken := run.listeners.take():
+            why = HOOKED.format(run.listeners.names[next(iter(taken))])
             hollow.again = hollow.parts.refuse(run.path, why) or hollow.again
         changed = tuple(i for i, version in run.read.items() if version.changed)
         hollow.again = hollow.parts.learn_of_changes(run.path, run.number, changed) or hollow.again

@@ -22,6 +22,7 @@ from passes.run import (
     exported_errors,
     gradients,
     kernels,
+    listeners,
     mixing,
     random,
     replay,
@@ -50,7 +51,7 @@ from .spec import spec_of
 COPIED = {
     "runtime.py": exported, "errors.py": exported_errors, "step.py": step, "replay.py": replay, "random.py": random,
     "kernels.py": kernels, "tensors.py": tensors, "gradients.py": gradients, "mixing.py": mixing, "arena.py": arena,
-    "structures.py": structures, "tree.py": tree, "stale.py": stale, "_torch.py": _torch,
+    "structures.py": structures, "tree.py": tree, "stale.py": stale, "listeners.py": listeners, "_torch.py": _torch,
 }  # fmt: skip
 INIT = '''{doc}
 

@@ -32,6 +32,7 @@ from .arena import Arena, ask_for
 from .errors import PlannerError
 from .listeners import Listeners, Readers, Taken
 from .mixing import Versions, warn_of_changed_view, watch_sum
+from .random import set_rng_state
 from .replay import as_tensor, copy_generator, old_value
 from .stale import note_casts
 from .tensors import alone, apart, distinct, is_laid_out, laid_out, nodes_behind, places_of
@@ -73,6 +74,9 @@ class Fallback(Protocol):
 
     def not_needed(self) -> None:
         """Note that the backward is the planned one."""
+
+    def failed(self, error: Exception) -> None:
+        """Note what the planned forward raised, which has left all as it was."""
 
     @property
     def path(self) -> str:
@@ -244,7 +248,11 @@ class _Run:
     def forward(self) -> tuple[torch.Tensor, ...]:
         """The outputs."""
         step, primals = self.step, self.primals
-        results = run_below_autograd(step.forward.forward, list(self.given))
+        try:
+            results = run_below_autograd(step.forward.forward, list(self.given))
+        except Exception as error:
+            self._failed(error)
+            raise
         count = len(step.mutated)
         overwrite([primals[i].data if i in step.uncounted else primals[i] for i in step.mutated], results[:count])
         for i in step.mutated:
@@ -258,6 +266,14 @@ class _Run:
         self.shared = [(t.detach(), t._version) for t, place in zip(callers, held, strict=True) if place in kept]
         self.views = Versions(outputs[i] for i in step.views)
         return outputs
+
+    def _failed(self, error: Exception) -> None:
+        """Put the generators back, as nothing else was changed yet. What we refuse ourselves is no failure."""
+        for device, generator in self.generators.items():
+            if generator is not None:
+                set_rng_state(generator.get_state(), device)
+        if self.fallback is not None and not isinstance(error, PlannerError):
+            self.fallback.failed(error)
 
     def start(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Begin the backward from the gradients of the outputs; it runs when it is resumed."""

@@ -247,3 +247,6 @@ class _NoOtherBackward:
 
     def not_needed(self) -> None:
         """As planned."""
+
+    def failed(self, error: Exception) -> None:
+        """It is raised."""

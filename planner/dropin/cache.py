@@ -51,6 +51,7 @@ from planner.pipeline import Replan
 from planner.ranks.sharded import Gathers, gathered_aside, input_dtype
 from solvers.errors import BudgetError, PlannerError
 
+from . import raised
 from .courses import Courses
 from .entry import Entry, Losses, Watched, are_trained, describe_starts, is_planned_for, starts_of
 from .fallback import Fallback
@@ -164,7 +165,7 @@ class PlanState:
             return self._unplanned(bound, plain)
         if entry.by_regions:
             return self._by_regions(entry, bound, state, plain)
-        return self._execute(entry, [*state, *tensors], bound)
+        return self._execute(entry, [*state, *tensors], bound, plain)
 
     def _first_call(self) -> tuple[Change, ...]:
         return relocated(self.first_call, self.model, self.loss_fn) if self.is_copy else self.first_call
@@ -428,7 +429,10 @@ class PlanState:
         self.notices.replanned(self.replans, self.numbers, seconds, len(self.cache), buckets)
         return self._add(key, planned, starts), state_tensors(self.model, planned.prepared.traced.state)
 
-    def _execute(self, entry: Entry, primals: list[torch.Tensor], bound: Mapping[str, Any]) -> Any:
+    def _execute(
+        self, entry: Entry, primals: list[torch.Tensor], bound: Mapping[str, Any],
+        plain: Callable[[Mapping[str, Any]], Any],
+    ) -> Any:  # fmt: skip
         planned, traced = entry.planned, entry.planned.prepared.traced
         _check_materialized(
             primals, lambda: [*(e.name for e in traced.state), *argument_names(traced.input_template)]
@@ -439,8 +443,9 @@ class PlanState:
         self.notices.gradients(planned, primals)
         self.notices.waiting(planned, self.waiting)
         fallback = Fallback(self, entry, bound, partial(self.through, self.applied))
+        output = raised.run(planned, fallback, primals, bound, partial(self._unplanned, bound, plain))
         self.waiting.add(fallback)
-        return planned.run(self.model, primals, fallback, bound)
+        return output
 
     def difference(
         self, key: Key, inputs: Sequence[torch.Tensor], bound: Mapping[str, Any]

@@ -99,6 +99,7 @@ class Fallback:
         self.started = state.losses.called(entry.starts)
         self.before = held_before(self.traced.changes, bound)
         self.thread = threading.get_ident()
+        self.raised: Exception | None = None
 
     def __call__(
         self,
@@ -174,6 +175,10 @@ class Fallback:
     def not_needed(self) -> None:
         """See `passes.run.step.Fallback`."""
         self.started.seen, self.state.losses.astray = True, 0
+
+    def failed(self, error: Exception) -> None:
+        """See `passes.run.step.Fallback`."""
+        self.raised = error
 
     def _irreplayable(self, primals: Sequence[torch.Tensor]) -> str | None:
         """Why the forward cannot be replayed; None where it can."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from planner.ranks.sharded import gathered_parameters, sources_of
 from planner.regions.find import is_compiled
 from planner.regions.losses import LOSS, looking_at_losses, region_module
 
+from . import raised
 from .entry import Entry, Losses, starts_of
 from .fallback import Fallback
 from .plan_key import Key, Look, call_key, key_difference
@@ -117,7 +119,8 @@ class RegionForward:
             if (state := entry.holds(self.model, None, inputs, bound)) is not None:
                 primals = [*state, *inputs]
                 sources = sources_of(self.scattered, primals) if self.scattered else None
-                return entry.planned.run(self.model, primals, Fallback(self, entry, bound), bound, sources)
+                plain, fallback = partial(self.original, *args, **kwargs), Fallback(self, entry, bound)
+                return raised.run(entry.planned, fallback, primals, bound, plain, sources)
         if self.unplanned is None:
             self._miss(number, *self._difference(number, call_key(inputs, template)))
         return self.original(*args, **kwargs)

@@ -1,0 +1,87 @@
+"""What a call does whose planned forward raises: the plain one runs, and raises what eager raises, where it does.
+
+A planned forward overwrites buffers at its end alone, and its generators are put back. So the plain forward starts as
+in eager, and leaves buffers and generators as they are there when a training loop goes on to the next batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from passes.ops import is_collective
+from passes.printable import brief
+from passes.trace.modules import module_path
+from planner.decided import Decided
+from planner.units import show_bytes
+
+from .fallback import Fallback
+from .notices import user_frame
+
+
+def run(
+    planned: Decided, fallback: Fallback, primals: Sequence[torch.Tensor], bound: Mapping[str, Any],
+    plain: Callable[[], Any], sources: Sequence[torch.Tensor] | None = None,
+) -> Any:  # fmt: skip
+    """The planned step's output; that of `plain` where the planned forward raises and `plain` does not."""
+    try:
+        return planned.run(fallback.state.model, primals, fallback, bound, sources)
+    except Exception as error:
+        if error is not fallback.raised:
+            raise
+        fallback.raised, met = None, _describe(planned, fallback.path, error)
+        if hindrance := _hindrance(planned, error):
+            before = f"this call{f' of {fallback.path}' if fallback.path else ''}"
+            left = f"Buffers and random numbers are as before {before}; in eager some would have changed by then."
+            _add(error, f"(It was raised {met}. {hindrance} {left})")
+            raise error.with_traceback(None) from None  # its frames of generated code hold the step's tensors
+        kind, said = type(error), f"{type(error).__name__}: {brief(error)}"
+    try:
+        output = plain()
+    except Exception as own:
+        if type(own) is not kind:
+            _add(own, f"(The plain forward raised this; it ran because {said} was raised {met}.)")
+        raise
+    warnings.warn(
+        f"planned step not used, not under the budget: {said} was raised {met}, and the plain forward, which ran in "
+        "its place, does not raise it. This call has the plain forward's numbers. Please report this.",
+        stacklevel=user_frame(),
+    )
+    return output
+
+
+def _hindrance(planned: Decided, error: Exception) -> str:
+    """Why the plain forward cannot run after the planned one."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error):
+        return f"The plan predicts a peak of {show_bytes(planned.peak_bytes)}, and the plain forward may need more."
+    if any(map(is_collective, planned.prepared.traced.graph_module.graph.nodes)):
+        return "The plain forward would call its collectives a second time, and other ranks may have gone on."
+    with contextlib.suppress(RuntimeError):  # which torch raises from now on where a kernel has failed
+        if planned.prepared.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "The CUDA graph that is captured would hold both forwards."
+    return ""
+
+
+def _describe(planned: Decided, within: str, error: Exception) -> str:
+    """Which op of the planned forward raised, and the module that it is from."""
+    code = getattr(planned.step.forward.forward, "__code__", None)
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+    if code is None or not lines:
+        return "in the planned forward"
+    name = linecache.getline(code.co_filename, lines[0]).strip().partition(" ")[0].rstrip(":")
+    node = next((n for n in planned.rewritten.forward.graph.nodes if n.name == name), None)
+    path = ".".join(filter(None, (within, module_path(node))))
+    what = f"by {name}" if node is None else f"by {name} ({node.target})"
+    return f"{what}{f' of {path}' if path else ''} in the planned forward"
+
+
+def _add(error: Exception, text: str) -> None:
+    """Add to an error's message, where it has one."""
+    if error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]} {text}", *error.args[1:])

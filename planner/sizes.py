@@ -17,6 +17,7 @@ from passes.errors import CaptureError, Unsupported
 from passes.printable import brief
 from passes.trace.capture import Traced, capture
 from passes.trace.first_call import FirstCall, remembered
+from passes.trace.isolate import in_training
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts
 from passes.trace.nodes import PLAIN, Change
 from passes.trace.notation import Pinned
@@ -28,6 +29,10 @@ from .dropin.plan_key import call_key, module_key
 
 BUILDS = 3  # patterns that are tried for one kind of call
 MISSES = 4  # calls in a row for which a pattern does not hold, after which it is dropped
+IN_EVAL = (
+    "the model was in eval mode: this plans a training step, which runs once model.train() was called; until then the "
+    "model's own forward runs"
+)
 _Seen = tuple[list[torch.Tensor], Traced]
 
 
@@ -41,24 +46,35 @@ class Sizes:
     Args:
         is_first: whether the model is planned for the first time: it is then traced with what its forward remembers at
             its first call in place. Later on, in the place of what it remembers, this would put an end to the plans.
+        keeps_mode: whether what is in eval mode is planned in it, as a region is. A model is planned for training.
     """
 
-    def __init__(self, is_first: bool = True) -> None:
+    def __init__(self, is_first: bool = True, keeps_mode: bool = False) -> None:
         self.kinds: dict[Any, _Kind] = {}
         self.regions: dict[tuple[str, int], Sizes] = {}
         self.refused: dict[Any, _Refused | None] = {}  # None: it was traced
         self.parts = WeakSet[Any]()  # of the plans by regions that are still there
-        self.is_first, self.first_call = is_first, tuple[Change, ...]()
+        self.is_first, self.first_call, self.keeps_mode = is_first, tuple[Change, ...](), keeps_mode
 
     def of_region(self, path: str, number: int) -> Sizes:
-        """Those of one of its calls in a step."""
-        return self.regions.setdefault((path, number), Sizes(is_first=False))
+        """Those of one of a region's calls in a step."""
+        return self.regions.setdefault((path, number), Sizes(is_first=False, keeps_mode=True))
 
     def capture(
         self, model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None, *,
         differentiated: tuple[str, ...] | None, keep_outputs: bool = True, keep_inputs: bool = True, layouts: Layouts,
     ) -> Traced:  # fmt: skip
         """`passes.trace.capture.capture`."""
+        if model.training or self.keeps_mode:
+            return self._capture(model, bound, loss_fn, differentiated, keep_outputs, keep_inputs, layouts)
+        with in_training(model):
+            traced = self._capture(model, bound, loss_fn, differentiated, keep_outputs, keep_inputs, layouts)
+        return replace(traced, notes=(IN_EVAL, *traced.notes))
+
+    def _capture(
+        self, model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None,
+        differentiated: tuple[str, ...] | None, keep_outputs: bool, keep_inputs: bool, layouts: Layouts,
+    ) -> Traced:  # fmt: skip
         tensors, template = flatten(dict(bound))
         kind, call = _Kind(), None
         if not any(map(storage_kind, tensors)):  # else capture refuses such a call by name

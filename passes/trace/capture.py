@@ -102,10 +102,6 @@ from .templates import Template, Tree, shared, slots
 from .value_guards import Guard, KnownValues
 from .watch import Watch
 
-IN_EVAL = (
-    "the model was in eval mode: this plans a training step, which runs once model.train() was called; until then the "
-    "model's own forward runs"
-)
 EVERY_OUTPUT = ("*",)  # differentiated: all that require a gradient
 COMPILING = "traced as torch.compiler.is_compiling(), because the ordinary code asks for the values of its inputs"
 
@@ -223,7 +219,7 @@ def capture(
     layouts: Layouts | None = None,
     is_first: bool = False,
 ) -> Traced:
-    """Trace the training step of `model`.
+    """Trace the training step of `model`, in the mode that each of its modules is in.
 
     Args:
         bound: the arguments by name (`bind_sample`).
@@ -350,7 +346,7 @@ class StepTracer:
         self.layouts = layouts
         self.leaves: list[OutputLeaf] = []
         self.guard: Guard | None = None
-        self.notes: tuple[str, ...] = () if model.training else (IN_EVAL,)
+        self.notes: tuple[str, ...] = ()
         self.left: tuple[Left, ...] = ()  # by the first run
         self.settings: tuple[Setting, ...] = ()  # of the latest run
         self.before: Snapshot

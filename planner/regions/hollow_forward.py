@@ -93,8 +93,6 @@ class HollowForward:
             why = "it runs under a transform of torch.func, or in forward-mode differentiation"
         if backward_number() >= 0:
             why = "it runs within a backward (a reentrant torch.utils.checkpoint): leave that out"
-        if not self.module.training:
-            why = "it is in eval mode: call train() on it"
         if hook := repeated_hook(self.module, None):
             why = f"its forward hook {hook} would run within the plan and around it: register it on a submodule"
         if why:

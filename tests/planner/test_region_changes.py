@@ -307,3 +307,104 @@ def test_a_module_of_a_regions_class_that_is_not_its_equal_replans_nothing() -> 
         plan.module(x).backward()
         plain(x).backward()
     assert_same_gradients(model, plain)
+
+
+class Convolved(nn.Module):
+    """Convolutions, batch norms and dropout, with a branch between blocks: by regions alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Dropout(0.3), nn.Conv2d(8, 4, 3))
+            for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x = x * 2 if x.detach().sum() > 1e9 else x
+        return x.square().mean()
+
+
+def _by_convolutions(model: nn.Module, x: torch.Tensor) -> Plan:
+    session = open_session(model, x, progress=False, solver="greedy")
+    plan = session.plan(session.minimum().minimum_bytes)
+    assert plan.recomputed and {run.path for run in plan.runs} == {"blocks.0", "blocks.1", "blocks.2"}
+    return plan
+
+
+IN_EVAL: dict[str, Callable[[nn.Module], Any]] = {
+    "all": lambda m: m.blocks.eval(),
+    "one": lambda m: m.blocks[1].eval(),
+    "two": lambda m: (m.blocks[0].eval(), m.blocks[2].eval()),
+    "within": lambda m: m.blocks[1][1].eval(),
+}
+
+
+def _said(run: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run()
+    return [str(w.message) for w in said]
+
+
+@pytest.mark.parametrize("modes", IN_EVAL)
+def test_regions_in_eval_mode_are_planned_in_it(modes: str) -> None:
+    model, x = Convolved().train(), torch.randn(4, 4, 12, 12)
+    IN_EVAL[modes](model)
+    before = [module.training for module in model.modules()]
+    plain, plan = copy.deepcopy(model), _by_convolutions(model, x)
+    assert [module.training for module in model.modules()] == before
+    for seed in (1, 2):
+        assert not differences(run_step(plain, plain, x, seed), run_step(plan.module, model, x, seed))
+    model.zero_grad(set_to_none=True)
+    assert plan.budget_bytes is not None
+    assert measure_peak(lambda: plan.module(x).backward()) <= plan.budget_bytes - plan.static_bytes
+
+
+@pytest.mark.parametrize("modes", IN_EVAL)
+def test_regions_that_change_their_mode_are_planned_anew_once(modes: str) -> None:
+    model, x = Convolved().train(), torch.randn(4, 4, 12, 12)
+    plain = copy.deepcopy(model)
+    plan = _by_convolutions(model, x).apply(model)
+
+    def step() -> None:
+        assert not differences(run_step(plain, plain, x), run_step(plan, model, x))
+
+    assert _said(step) == []
+    for change, known in ((IN_EVAL[modes], False), (nn.Module.train, True), (IN_EVAL[modes], True)):
+        change(model)
+        change(plain)
+        said = _said(step)
+        assert known is (said == []) and all("planning anew: argument 'region blocks." in s for s in said)
+        assert _said(step) == []
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_an_evaluation_runs_plain_though_regions_are_planned_in_eval_mode(mode: bool) -> None:
+    model, x = Convolved().train(), torch.randn(4, 4, 12, 12)
+    model.blocks.eval()
+    plain, plan = copy.deepcopy(model), _by_convolutions(model, x)
+    found: list[torch.Tensor] = []
+    for each in (plan.module, plain):
+        each.train(mode)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            said = _said(lambda each=each: found.append(each(x[:1])))  # of another size, which would be planned anew
+        assert said == []
+    assert torch.equal(*found)
+    for each in (model, plain):
+        each.train()
+        each.blocks.eval()
+    assert not differences(run_step(plain, plain, x), run_step(plan.module, model, x))
+
+
+def test_a_model_in_eval_mode_is_planned_by_regions_for_training() -> None:
+    model, x = Convolved().eval(), torch.randn(4, 4, 12, 12)
+    plain, plan = copy.deepcopy(model).train(), _by_convolutions(model, x)
+    assert not any(module.training for module in model.modules())
+    model.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not differences(run_step(plain, plain, x), run_step(plan.module, model, x))

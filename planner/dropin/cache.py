@@ -33,7 +33,7 @@ from passes.run._torch import Autocast, active_saving_hooks, backward_number
 from passes.run.arena import ask_for
 from passes.run.stale import check_casts, note_plain
 from passes.run.step import refuse_tracing
-from passes.trace.arguments import argument_names, parameters_of, run_model, set_forward, state_tensors
+from passes.trace.arguments import argument_names, run_model, set_forward, state_tensors
 from passes.trace.binding import binder
 from passes.trace.first_call import relocated, remember, remembered
 from passes.trace.layouts import BACKWARD_AUTOCAST
@@ -53,7 +53,7 @@ from solvers.errors import BudgetError, PlannerError
 
 from . import raised
 from .courses import Courses
-from .entry import Entry, Losses, Watched, are_trained, describe_starts, is_planned_for, starts_of
+from .entry import Entry, Losses, Watched, describe_starts, is_planned_for, starts_of
 from .fallback import Fallback
 from .notices import REGION, SLOW_REPLANS, Notices, user_frame
 from .plan_key import Key, call_key, describe_tensor, key_difference, state_key
@@ -118,10 +118,7 @@ class PlanState:
         """Remember a plan; those used longest ago are dropped when all take too much memory, except for two losses'."""
         state = state_tensors(self.model, planned.prepared.traced.state)
         starts = starts_of(planned.prepared.traced) if starts is None else starts
-        entry = Entry(
-            key, list(map(state_key, state)), planned, starts, sharded=has_sharded(self.model),
-            trained=are_trained(parameters_of(self.model)),
-        )  # fmt: skip
+        entry = Entry(key, list(map(state_key, state)), planned, starts, sharded=has_sharded(self.model))
         self.latest = planned
         self.cache = [entry, *(replace(e, regions=None) if e.key == key else e for e in self.cache)]
         while len(self.cache) > 2 and sum(e.nbytes for e in self.cache) > CACHE_BYTES:
@@ -454,7 +451,7 @@ class PlanState:
         like = next((e for e in self.cache if e.key.inputs[0] == key.inputs[0]), self.first)
         if (found := key_difference(key, like.key)) is not None:
             return InputMismatch(*found, _HINT)
-        if self.first.by_regions and self.first.trained != are_trained(parameters_of(self.model)):
+        if self.first.by_regions and self.first.its_parameters(self.model) is None:
             return InputMismatch("(parameters)", "others, or others requiring a gradient", "those at planning", _HINT)
         try:
             with self._own_forward():

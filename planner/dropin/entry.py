@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ class Entry:
 
     `starts` are the outputs that its backward was to start from when it was planned; `sharded` is whether
     `fully_shard` had been called; `regions` are those of a plan by regions, as `planner.dropin.regions` runs them, and
-    `trained` is which of the model's parameters required a gradient then. `alike` tells quickly that tensors are
+    `parameters` those of the model that such a plan was last found to be for. `alike` tells quickly that tensors are
     like those that the plan was last found to hold for; `spans` are the bytes that each primal reaches over.
     """
 
@@ -55,7 +56,7 @@ class Entry:
     matched: Matched | None = None
     regions: Any = None
     sharded: bool = False
-    trained: list[bool] = field(default_factory=list)
+    parameters: Sequence[ref[torch.Tensor]] = ()
     alike: Callable[..., bool] | None = None
     spans: Sequence[int] | None = None
 
@@ -91,8 +92,7 @@ class Entry:
     ) -> list[torch.Tensor] | None:
         """The model's parameters and buffers where the plan holds for a call now; its key is compared before."""
         if self.by_regions:  # each region looks for itself
-            parameters = parameters_of(model)
-            return parameters if self.trained == are_trained(parameters) else None
+            return self.its_parameters(model)
         tensors = self.unchanged(model, loss_fn)
         if tensors is None:
             return None
@@ -107,6 +107,24 @@ class Entry:
         if any(tensors[i]._backward_hooks for i in traced.within):
             return None
         return tensors if not traced.mutated or self._overlaps([*tensors, *inputs]) == traced.overlaps else None
+
+    @cached_property
+    def trained(self) -> dict[str, bool]:
+        """Which of the model's parameters required a gradient when it was planned."""
+        return {entry.name: entry.requires_grad for entry in self.reads.entries if entry.is_parameter}
+
+    def its_parameters(self, model: nn.Module) -> list[torch.Tensor] | None:
+        """The model's parameters; None where there are others than at planning, or others are tied or trained."""
+        parameters = parameters_of(model)
+        if len(parameters) != len(self.trained):
+            return None
+        if not self.parameters or any(p is not known() for p, known in zip(parameters, self.parameters, strict=True)):
+            named: dict[str, Any] = dict(nn.Module.named_parameters(model, remove_duplicate=False))
+            found: list[Any] = [named.get(name) for name in self.trained]
+            if set(map(id, found)) != set(map(id, parameters)):
+                return None
+            parameters, self.parameters = found, list(map(ref, found))
+        return parameters if [p.requires_grad for p in parameters] == list(self.trained.values()) else None
 
     def _overlaps(self, primals: Sequence[torch.Tensor]) -> Overlaps:
         if self.spans is None:
@@ -140,11 +158,6 @@ class Entry:
             else:
                 tensors = self.matched.tensors()
         return tensors
-
-
-def are_trained(parameters: Iterable[torch.Tensor]) -> list[bool]:
-    """Which of them require a gradient."""
-    return [p.requires_grad for p in parameters]
 
 
 REMEMBERED_CALLS = 128

@@ -219,7 +219,8 @@ def regions_of(model: nn.Module, planned: Decided, others: Sequence[Decided] = (
     """
     own, besides = _runs(model, planned), [_runs(model, other) for other in others]
     paths = list(dict.fromkeys(path for runs in (own, *besides) for path in runs))
-    modules = {path: m for path in paths if (m := _module_at(model, path)) is not None}
+    found = {id(m): (path, m) for path in reversed(paths) if (m := _module_at(model, path)) is not None}
+    modules = dict(reversed(found.values()))  # each once: some may have become one since
     known = [d.prepared.regions for d in (planned, *others) if d.prepared.regions is not None]
     scattered = gathered_parameters(model)
     made = [

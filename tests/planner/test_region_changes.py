@@ -408,3 +408,67 @@ def test_a_model_in_eval_mode_is_planned_by_regions_for_training() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not differences(run_step(plain, plain, x), run_step(plan.module, model, x))
+
+
+class Grows(nn.Module):
+    """Blocks, to which more may be added, with a branch between them; `kind` makes one."""
+
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.blocks = nn.Linear(16, 16), nn.ModuleList(kind() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+            x = x * 2 if x.detach().sum() > 1e9 else x
+        return x.pow(2).mean()
+
+
+def _perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+
+def _activations() -> nn.Module:
+    return nn.Sequential(nn.GELU(), nn.Tanh(), nn.Dropout(0.2))
+
+
+def _append(model: Any) -> None:
+    model.blocks.append(copy.deepcopy(model.blocks[0]))
+
+
+def _share(model: Any) -> None:
+    model.blocks[1] = model.blocks[0]
+
+
+def _take_out_the_last_and_share_no_more(model: Any) -> None:
+    del model.blocks[3]
+    model.blocks[1] = copy.deepcopy(model.blocks[0])
+
+
+def _give_another_name(model: Any) -> None:
+    model.weight, model.other = model.first.weight, model.blocks[1]
+
+
+CHANGES_OF_BLOCKS: dict[Callable[[Any], None], bool] = {  # and whether each is planned for, where they are trained
+    _append: True, _share: True, _take_out_the_last_and_share_no_more: False, _give_another_name: False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [_perceptron, _activations])
+def test_blocks_that_are_added_and_shared_are_planned_for_once(kind: Callable[[], nn.Module]) -> None:
+    model, plain = twins(Grows(kind))
+    x = torch.randn(32, 16)
+    auto_checkpoint(model, x, budget_mb=1, solver="greedy", progress=False).apply(model)
+
+    def step(seed: int) -> None:
+        assert not differences(run_step(plain, plain, x, seed), run_step(model, model, x, seed))
+
+    for change, new in CHANGES_OF_BLOCKS.items():
+        for each in (model, plain):
+            change(each)
+        said = _said(lambda: step(1))
+        assert len(said) == (new and kind is _perceptron), said
+        assert all("planning anew: argument '(parameters)'" in s for s in said)
+        assert _said(lambda: step(2)) == _said(lambda: step(3)) == []

@@ -313,7 +313,7 @@ def _planned_views() -> tuple[nn.Module, nn.Module, nn.Module]:
 def test_outputs_in_one_memory_are_not_changed_where_another_is_read(change: Callable[..., torch.Tensor]) -> None:
     model, _, planned = _planned_views()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"of PlannedStep is a view and .*modified inplace"):
+        with pytest.raises(RuntimeError, match=r"of PlannedStep(Backward)? is a view and .*modified inplace"):
             change(planned(X)).backward()
         assert all(p.grad is None for p in model.parameters())
 
@@ -372,7 +372,7 @@ def test_by_regions_outputs_in_one_memory_are_not_changed_or_stay_eager(change: 
             each(X).backward()
         assert_same_gradients(model, plain)
     else:
-        with pytest.raises(RuntimeError, match="of PlannedStep is a view and"):
+        with pytest.raises(RuntimeError, match="of PlannedStep(Backward)? is a view and"):
             plan.module(X).backward()
         assert all(p.grad is None for p in model.parameters())
 

@@ -109,6 +109,7 @@ __all__ = [
     "global_hooks",
     "grouped_mm_of_any_type",
     "inside_transform",
+    "is_compiled",
     "is_dense",
     "is_distributed",
     "keep_gradient_spread",
@@ -121,6 +122,7 @@ __all__ = [
     "number_of",
     "optimizer_hooks_aside",
     "outside_tracing",
+    "own_call",
     "plain_class",
     "private_generator",
     "profiler_runs",
@@ -895,6 +897,17 @@ def number_of(expression: Any, sizes: Mapping[Any, int]) -> int | bool:
 def symbolic(value: Any) -> bool:
     """Whether a number may depend on symbols."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether `module.compile()` was called: its calls are the compiler's."""
+    own: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    return own.get("_compiled_call_impl") is not None
+
+
+def own_call(module: nn.Module) -> Callable[..., Any]:
+    """Its call with its hooks, and without the compiler where `module.compile()` was called."""
+    return module._call_impl if is_compiled(module) else module
 
 
 def inside_transform() -> bool:

@@ -61,7 +61,7 @@ def replanner(first: Decided) -> Replan:
     starts.add(first)
 
     def replan(model: nn.Module, arguments: Mapping[str, Any], differentiated: tuple[str, ...] | None) -> Decided:
-        check_model(model)
+        check_model(model, anew=True)
         progress = Progress(False)
         prepared = prepare_step(
             model, arguments, options, progress, differentiated=differentiated, required_hints=False, layouts=layouts,

@@ -21,6 +21,7 @@ from passes.profile import Measured, OpProfile, profile
 from passes.run.arena import Arena
 from passes.run.step import refuse_transform
 from passes.trace.capture import Traced
+from passes.trace.compiled import refuse_compiled
 from passes.trace.layouts import Layouts, learned
 from passes.trace.notice import say_repeated
 from passes.trace.refuse import refuse, refuse_sharded
@@ -241,8 +242,8 @@ def _with_plain_peak(prepared: Prepared) -> Prepared:
     return replace(prepared, baseline_peak_bytes=plain + prepared.others_bytes(schedule))
 
 
-def check_model(model: Any) -> None:
-    """Refuse what is not a model, or not one that can be planned here and now."""
+def check_model(model: Any, anew: bool = False) -> None:
+    """Refuse what is not a model, or not one that can be planned here and now; planned before, it may be compiled."""
     if not isinstance(model, nn.Module):
         if isinstance(model, type) and issubclass(model, nn.Module):
             raise PlannerError(f"model is the class {model.__name__}: pass an instance of it.")
@@ -254,6 +255,8 @@ def check_model(model: Any) -> None:
         )
     refuse_transform(model.parameters())
     refuse(model)
+    if not anew:
+        refuse_compiled(model)
 
 
 def _check_floor(

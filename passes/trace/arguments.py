@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
+from .._torch import own_call
 from ..errors import PlannerError, Unsupported
 from .binding import bind_call, call_bound, names_given
 from .hidden import refuse_hidden
@@ -112,8 +113,11 @@ def set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
 def run_model(
     model: nn.Module, loss_fn: Callable[..., Any] | None, signature: inspect.Signature, bound: Mapping[str, Any]
 ) -> Any:
-    """The plain step's forward: the model, with the hooks that `runs_hooks` tells of, then the loss if there is one."""
-    called = model if runs_hooks(model, loss_fn) else model.forward
+    """The plain step's forward: the model, with the hooks that `runs_hooks` tells of, then the loss if there is one.
+
+    A model that was compiled since it was planned runs its own code, which the plan is for.
+    """
+    called = own_call(model) if runs_hooks(model, loss_fn) else model.forward
     if loss_fn is None:
         return call_bound(called, signature, bound)
     names = loss_arguments(loss_fn)

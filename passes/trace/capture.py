@@ -60,6 +60,7 @@ from .arguments import (
 from .binding import names_given
 from .buffers import refuse_needed, refuse_returned, refuse_with_gradient, write_back
 from .collectives import functional_collectives
+from .compiled import refuse_compiled_parts
 from .constructs import LAZY, refuse_settings
 from .contexts import private_contexts
 from .custom_backward import used_in_backward
@@ -240,6 +241,7 @@ def capture(
         Unsupported: the forward does something the rewrite would not keep.
     """
     refuse_backward_hooks(model, own=runs_hooks(model, loss_fn))
+    refuse_compiled_parts(model)
     signature = call_signature(model, loss_fn)
     input_tensors, input_template = flatten(dict(bound))
     names = argument_names(input_template)

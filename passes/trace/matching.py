@@ -42,6 +42,7 @@ from .reads import (
     holds_these,
     names_of,
     of_buffers,
+    of_compiled,
     of_hooks,
     of_parameters,
 )
@@ -134,6 +135,8 @@ class _Matching:
         """What is there in the place of a read now, and what was there, in words."""
         if read.getter is of_hooks:
             return f"{label} with other hooks", "those at planning"
+        if read.getter is of_compiled:
+            return f"{label} compiled in place, by its compile()", "one that is not"
         if read.name == NAMES:
             names, before = value if isinstance(value, tuple) else (), _literals(read.expected)
             came, went = (", ".join(n for n in a if n not in b) for a, b in ((names, before), (before, names)))

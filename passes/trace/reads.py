@@ -19,6 +19,7 @@ import numpy
 import torch
 from torch import nn
 
+from passes._torch import is_compiled
 from passes.printable import shown
 
 from .arguments import StateEntry
@@ -83,6 +84,11 @@ _GET_HOOKS = itemgetter(*HOOKS)
 def of_hooks(holder: nn.Module) -> Getter:
     own: dict[str, Any] = object.__getattribute__(holder, "__dict__")
     return lambda *_: _GET_HOOKS(own)
+
+
+def of_compiled(holder: nn.Module) -> Getter:
+    """A getter of whether a module's `compile()` was called."""
+    return lambda *_: is_compiled(holder)
 
 
 def of_call(holder: Callable[[], Any]) -> Getter:

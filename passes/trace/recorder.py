@@ -69,6 +69,7 @@ from .reads import (
     names_of,
     of_call,
     of_class,
+    of_compiled,
     of_globals,
     of_hooks,
     of_instance,
@@ -376,6 +377,8 @@ class Recorder:
         self.looked_at.add((id(obj), name))
         if name in HOOKS:
             self._own(obj, "hooks", of_hooks)
+            if self.numbers[id(obj)]:  # what is planned may be compiled later: its call is not the forward's
+                self._own(obj, "compiled", of_compiled)
         elif name in _READ_AS_A_WHOLE:
             self._whole(obj)
         elif not (name.startswith("__") and name.endswith("__")):

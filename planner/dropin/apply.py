@@ -23,6 +23,7 @@ from passes.trace.arguments import (
     state_tensors,
 )
 from passes.trace.capture import Traced
+from passes.trace.compiled import refuse_compiled
 from passes.trace.refuse import has_sharded, refuse
 from passes.trace.structure import Bound, unflatten
 from planner.errors import ModelMismatch
@@ -107,6 +108,7 @@ def _check_same_step(state: PlanState, model: nn.Module, sample: Any) -> None:
     prepared = state.first.planned.prepared
     own = prepared.traced
     refuse(model)
+    refuse_compiled(model)
     if differs := _differs_at_sight(own, state, model):
         raise _mismatch(differs)
     if sample is None and own.guard is not None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from passes._torch import dispatch_modes, function_modes, global_hooks
+from passes._torch import dispatch_modes, function_modes, global_hooks, is_compiled
 from passes.run._torch import Autocast, active_saving_hooks, under_transform
 from passes.trace.arguments import call_signature, set_forward
 from passes.trace.binding import binder, call_bound
@@ -20,7 +20,6 @@ from passes.trace.structure import flatten
 from passes.trace.templates import Template
 from planner.decided import Decided, PlannedRun
 from planner.ranks.sharded import gathered_parameters, sources_of
-from planner.regions.find import is_compiled
 from planner.regions.losses import LOSS, looking_at_losses, region_module
 
 from . import raised

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from passes._torch import is_compiled
 from planner.errors import RegionError
 
 from .losses import LOSS, CrossEntropy
@@ -103,11 +104,6 @@ def children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 def _is_layer(module: nn.Module) -> bool:
     ours = type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
     return ours and has_forward(module)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called: its calls are the compiler's."""
-    return module._compiled_call_impl is not None
 
 
 def _within_compiled(model: nn.Module, path: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import dense_parts, local_part, swapped_state
+from passes._torch import dense_parts, is_compiled, local_part, swapped_state
 from passes.device import empty_cache, kind_of
 from passes.memory import without_collections
 from passes.profile import Counting
@@ -80,7 +80,13 @@ class Sample:
         """
         kept = casts_kept(torch.is_autocast_cache_enabled())  # a copy of what one rank gathers alone is a wrong one
         alone = nullcontext() if has_sharded(self.model) else self.reached.iterators_held()
-        with scattered(self.model), gathered_gradients_aside(self.model), of_last_micro_batch(self.model), kept, alone:
+        # A module that is compiled in place runs in eager: under a mode Dynamo gives up its code for good.
+        compiled = any(map(is_compiled, self.model.modules()))
+        as_it_is = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+        with (
+            scattered(self.model), gathered_gradients_aside(self.model), of_last_micro_batch(self.model), kept, alone,
+            as_it_is,
+        ):  # fmt: skip
             if counting is not None or not kind_of(self.device).caches:
                 return self._run(candidates, parts, counting)
             empty_cache(self.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
+import warnings
 from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
@@ -19,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.errors import Unsupported
 from passes.memory import measure_peak
-from planner import auto_checkpoint
+from planner import Plan, auto_checkpoint
 from planner.integrations import planned
 from planner.integrations import program as programs
 from planner.integrations.compile import checkpoint_planner, plans
@@ -42,6 +43,15 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.3), nn.Linear(128, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
 
 
 class Net(nn.Module):
@@ -644,6 +654,70 @@ def test_a_compiled_model_is_refused_with_a_remedy_that_works() -> None:
     with pytest.raises(Unsupported, match="_orig_mod"):
         auto_checkpoint(compiled, x, progress=False)
     assert auto_checkpoint(compiled._orig_mod, x, progress=False).peak_bytes > 0
+
+
+def test_a_model_compiled_in_place_is_refused(tmp_path: Path) -> None:
+    model, x = Net(), torch.randn(64, 32)
+    plan = auto_checkpoint(model, x, progress=False, check=False)
+    plan.save(tmp_path / "plan.json")
+    compiled = copy.deepcopy(model)
+    compiled.compile(backend="eager")
+    refused = pytest.raises(Unsupported, match=r"by its compile\(\).*Call compile\(\) after planning.*a budget")
+    with refused:
+        auto_checkpoint(compiled, x, progress=False)
+    with refused:
+        Plan.load(tmp_path / "plan.json", compiled, x)
+    with refused:
+        plan.apply(compiled, x)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_model_compiled_in_place_after_planning_runs_the_planned_step(outside: bool) -> None:
+    model, plain = Net(dropout=0.1), Net(dropout=0.1)
+    plain.load_state_dict(model.state_dict())
+    loss_fn = torch.mean if outside else None
+    plan = auto_checkpoint(model, torch.randn(64, 32), "80%", progress=False, check=False, loss_fn=loss_fn)
+    model.compile()
+    counters.clear()
+    for module in (plan.module, plan.apply(model)):
+        for rows in (64, 48):  # planned, and planned anew
+            x = torch.randn(rows, 32)
+            torch.manual_seed(1)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                loss = module(x)
+            torch.manual_seed(1)
+            assert torch.equal(loss, plain(x).mean() if outside else plain(x))
+    assert counters["stats"]["unique_graphs"] == 0
+
+
+def test_a_submodule_compiled_in_place_stays_as_it_is() -> None:
+    """Eager draws other numbers than Inductor's dropout: it is told which of them ran."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Blocks() for _ in range(3))), torch.randn(64, 32)
+    eager, compiled = copy.deepcopy(model), copy.deepcopy(model)
+    compiled[1].compile()
+
+    def outputs(module: nn.Module) -> torch.Tensor:
+        torch.manual_seed(1)
+        found: torch.Tensor = module(x)
+        return found
+
+    def after(module: nn.Module) -> torch.Tensor:
+        with pytest.warns(UserWarning, match=r"got 1 \(Blocks\) compiled in place, by its compile\(\)"):
+            return outputs(module)
+
+    later = auto_checkpoint(model, x, recompute=["*"], progress=False, check=False)
+    model[1].compile()
+    plan = auto_checkpoint(compiled, x, recompute=["*"], progress=False, check=False)
+    rows = list(map(str, plan.regions))
+    assert [row.partition(":")[0] for row in rows[:2]] == ["0", "2"] and plan.recomputed
+    assert "compiled submodule at 1 (Blocks, by its compile())" in rows[-1]
+    found = outputs(plan.module)
+    assert torch.equal(found, outputs(compiled)) and not torch.equal(found, outputs(eager))
+    assert torch.equal(after(later.module), found)
+    with pytest.raises(Unsupported, match=r"compiled submodule at 1 .*Plan the model before compile\(\) is called"):
+        auto_checkpoint(compiled, x, regions="whole", progress=False)
 
 
 def test_what_is_fused_takes_no_memory_and_its_schedules_hold_for_the_whole_problem() -> None:

@@ -123,7 +123,7 @@ def decide_step(
     except BudgetError as error:
         why = prepared.regions.eager.get("") if prepared.regions is not None else None
         if why:
-            error.args = (f"{error}. The step is planned by regions, as the whole model is not: {why}",)
+            error.args = (f"{error}. The step is planned by regions, as the whole model is not: {why.rstrip('.')}",)
         if budget_bytes is None or not prepared.options.patterns or has_sharded(model):
             raise
         refusal = error

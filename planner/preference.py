@@ -18,8 +18,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from solvers import Report, minimum_budget, solve
+from solvers.bounds import floor_bytes
 from solvers.errors import MIB, BudgetError, shown_minimum
 from solvers.live import Live
+from solvers.minimum import budget_error
 from solvers.problem import Problem
 from solvers.schedule import Schedule, computes, recomputes_of, with_frees
 from solvers.simulate import simulate
@@ -99,8 +101,7 @@ def placed_within(prepared: Prepared, found: Solution, budget_bytes: int | None)
         prepared.problem, schedule, found.solver, bound=found.bound, family=found.family, notes=found.notes
     )
     if budget_bytes is not None and moved.peak_bytes > budget_bytes:
-        message = f"where they can run, the recomputes that were found peak at {moved.peak_bytes / MIB:.3f} MiB"
-        raise BudgetError(message, budget_bytes=budget_bytes, minimum_bytes=moved.peak_bytes)
+        raise budget_error(budget_bytes, moved.peak_bytes, floor_bytes(prepared.problem))
     return moved
 
 

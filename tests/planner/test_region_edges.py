@@ -29,7 +29,8 @@ from torch.utils.checkpoint import checkpoint
 from passes._torch import StorageWeakRef, TorchDispatchMode
 from passes.errors import Unsupported
 from passes.memory import measure_peak
-from planner import BudgetError, CaptureError, RegionError, auto_checkpoint
+from planner import BudgetError, CaptureError, RegionError, auto_checkpoint, preference
+from solvers.schedule import plain_order, with_frees
 from tests.zoo.compare import differences, forward_backward, run_step
 
 
@@ -1302,6 +1303,35 @@ def test_what_code_after_a_region_changes_is_not_read_again_in_the_backward() ->
     assert plan.recomputed and plan.checked
     for seed in (1, 2):
         assert differences(run_step(plain, plain, x, seed), run_step(plan.module, model, x, seed)) == []
+
+
+class Skips(nn.Module):
+    """Leaves blocks out at random, and cannot be traced as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Part() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x) if torch.rand(()) < 2 else x
+        return x.sum()
+
+
+def test_a_refusal_of_a_later_call_names_the_budget_and_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Skips(), torch.randn(64, 16)
+    with pytest.raises(BudgetError) as refused:
+        auto_checkpoint(model, x, budget_mb=0.001, progress=False)
+    plan = auto_checkpoint(model, x, budget_mb=refused.value.minimum_mb, progress=False)
+    said = r"no schedule found within .*; the smallest budget known to work is .*: ask for that"
+    with pytest.warns(UserWarning, match="planning anew"), pytest.raises(BudgetError, match=said) as later:
+        plan.module(torch.randn(96, 16))
+    assert "move it out of forward. This call is not as the sample" in str(later.value)
+    decided = plan.module._plan_state.first.planned
+    problem = decided.prepared.problem
+    monkeypatch.setattr(preference, "placed", lambda *_: with_frees(problem, plain_order(problem)))
+    with pytest.raises(BudgetError, match=f"^{said}"):
+        preference.placed_within(decided.prepared, decided.solution, decided.budget_bytes)
 
 
 def test_a_region_that_is_compiled_is_refused() -> None:

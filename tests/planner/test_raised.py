@@ -125,8 +125,12 @@ def lines_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
-@pytest.mark.parametrize("called", [module_of, applied])
-@pytest.mark.parametrize("make", [labelled, coded])
+@pytest.mark.parametrize(("make", "called"), [
+    (labelled, module_of),
+    (coded, applied),
+    pytest.param(labelled, applied, marks=pytest.mark.slow),
+    pytest.param(coded, module_of, marks=pytest.mark.slow),
+])  # fmt: skip
 @pytest.mark.every(1)
 @pytest.mark.filterwarnings("error")
 def test_an_error_that_the_loop_catches_leaves_what_it_leaves_in_eager(

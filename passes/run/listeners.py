@@ -24,7 +24,8 @@ Readers = tuple[tuple[int, ...], ...]  # for each output, the others that are co
 Hook = Callable[..., Any]
 
 REMEDY = "Listen to what a submodule returns, within the model, or compute {} outside of what is planned."
-_NOTING = ("torch.distributed.", "planner.", "passes.")  # modules whose hooks only note that a gradient is there
+# Modules whose hooks only note that a gradient is there; Fabric's look whether its own `backward` was called.
+_NOTING = ("torch.distributed.", "planner.", "passes.", "lightning_fabric.wrappers", "lightning.fabric.wrappers")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from torch import nn
 from .._torch import is_compiled
 from ..errors import Unsupported
 
+PART = "compiled submodule"
+
 
 def refuse_compiled(model: nn.Module) -> None:
     """Raise Unsupported for a model that is compiled in place before there is a plan of it; later it may be."""
@@ -24,7 +26,7 @@ def refuse_compiled_parts(model: nn.Module) -> None:
     for name, part in model.named_modules():
         if name and is_compiled(part):
             raise Unsupported(
-                "compiled submodule", f"{name} ({type(part).__name__}, by its compile())",
+                PART, f"{name} ({type(part).__name__}, by its compile())",
                 "a planned step runs its ops without the compiler, and would have other bits",
                 'Plan the model before compile() is called, or by regions (regions="auto", or patterns), between which '
                 "it runs compiled, as it is.",

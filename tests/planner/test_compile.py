@@ -720,6 +720,22 @@ def test_a_submodule_compiled_in_place_stays_as_it_is() -> None:
         auto_checkpoint(compiled, x, regions="whole", progress=False)
 
 
+def test_parts_that_are_all_compiled_after_planning_run_plain_with_a_warning() -> None:
+    """Every step ended with the refusal."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), nn.Tanh())
+    plain, x = copy.deepcopy(model), torch.randn(4, 8)
+    auto_checkpoint(model, x, progress=False, check=False).apply(model)
+    for each in (model, plain):
+        each[0].compile(backend="eager")
+    with pytest.warns(UserWarning, match=r"compiled submodule at 0 .*Such calls run in eager, not under the budget"):
+        model(x).sum().backward()
+    plain(x).sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        assert torch.equal(p.grad, q.grad)
+
+
 def test_what_is_fused_takes_no_memory_and_its_schedules_hold_for_the_whole_problem() -> None:
     """x -> exp -> cos -> matmul, and a backward that reads exp: exp needs no memory of its own."""
     sizes = {"x": 64, "exp": 64, "cos": 64, "y": 64, "g": 64}

@@ -124,6 +124,21 @@ def _planned() -> tuple[Plan, nn.Module, nn.Module]:
     return auto_checkpoint(model, (X, Y), progress=False, time_limit=2, check=False), model, plain
 
 
+def test_what_fabric_hooks_on_every_output_replays_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    """It asks whether Fabric's own `backward` was called, of the loss and of the logits."""
+    pytest.importorskip("lightning_fabric")
+    from lightning_fabric import Fabric
+
+    torch.manual_seed(0)
+    plan = auto_checkpoint(Classifier(), (X, Y), progress=False, time_limit=1, check=False)
+    fabric = Fabric(accelerator="cpu", precision="bf16-mixed")
+    model = fabric.setup(plan.module)
+    for _ in range(2):
+        recwarn.clear()
+        fabric.backward(model(X, Y)[0])
+    assert not [w for w in recwarn if "replays" in str(w.message)]
+
+
 @pytest.mark.parametrize("step", LISTENING)
 def test_what_listens_to_an_output_hears_of_its_whole_gradient(step: Callable[..., torch.Tensor]) -> None:
     plan, model, plain = _planned()

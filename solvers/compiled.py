@@ -14,9 +14,16 @@ from pathlib import Path
 import numpy as np
 
 from .live import Live
+from .problem import Problem
 from .schedule import Recompute
 
+LARGEST = 1 << 53  # cost of a step whose sums fit in 64 bits and are the same in floats
 VERSION = 1  # of `walk.c`: a library that was built from another is left alone
+
+
+def library_for(problem: Problem) -> ctypes.CDLL | None:
+    """The library that annealing of a problem runs in; None where it runs in Python."""
+    return library() if problem.step_cost < LARGEST else None
 
 
 @cache

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .base import CLOCK, Effort, Report
-from .compiled import library
+from .compiled import library_for
 from .descent import Reached, repair
 from .engine import Answer
 from .exact import exact_schedule
@@ -175,7 +175,7 @@ def local_steps(problem: Problem) -> int:
 
 def polish_on(state: Hunt) -> None:
     """Rounds of local search and runs of annealing until many in a row find nothing or the time is up."""
-    fruitless, every = 0, ANNEAL_EVERY if library() is None else 1
+    fruitless, every = 0, ANNEAL_EVERY if library_for(state.problem) is None else 1
     while fruitless < FRUITLESS_ROUNDS and not state.finished and state.seconds_left > LEAST_SECONDS:
         if state.live is None:
             return

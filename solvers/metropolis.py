@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
+from ctypes import CDLL
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from .compiled import CompiledWalk, library
+from .compiled import CompiledWalk, library_for
 from .descent import Taste, descend
 from .live import Live, Move
 from .schedule import Recompute
@@ -34,7 +35,6 @@ TRIES = 20
 LONGEST = 12  # recomputes of one move
 STEPS = (-3, -2, -1, 1, 2, 3)
 WITH_ITS_OWN = 0.5  # of all shifts take along what serves the recompute alone
-LARGEST = 1 << 53  # cost of a step whose sums fit in 64 bits and are the same in floats
 _64_BITS = (1 << 64) - 1
 
 
@@ -55,10 +55,10 @@ def anneal(
     live: Live, budget_bytes: int, hottest: float, mildest: float = MILDEST,
     *, moves: int, deadline: float, seed: int = 0,
 ) -> Annealed:  # fmt: skip
-    """Try so many moves from `live`, which is changed and need not fit, at temperatures that fall from the hottest
+    """Try so many moves from `live`, which may be changed and need not fit, at temperatures that fall from the hottest
     while the weight of the penalty rises from the mildest.
     """
-    walk = walk_from(live, budget_bytes - live.problem.static_bytes, seed)
+    walk = walk_from(live, budget_bytes - live.problem.static_bytes, seed, library_for(live.problem))
     done = _run(walk, moves, hottest, mildest, deadline) if live.problem.evictable else moves
     found = walk.recomputes(best=True)
     if found is not None:
@@ -71,13 +71,13 @@ def anneal(
     return Annealed(best, done)
 
 
-def walk_from(live: Live, room: int, seed: int) -> CompiledWalk | Walk:
+def walk_from(live: Live, room: int, seed: int, lib: CDLL | None) -> CompiledWalk | Walk:
     """A walk that begins with a state, which it may change.
 
     Args:
         room: the budget without the static bytes.
+        lib: what it runs in; None for Python.
     """
-    lib = library() if live.problem.step_cost < LARGEST else None
     walk = Walk if lib is None else partial(CompiledWalk, lib)
     op_cost = live.problem.step_cost / max(1, len(live.problem.ops)) or 1.0
     tensor_bytes = float(np.mean([b for b in live.bytes if b] or [1]))

@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from .compiled import library
+from .compiled import library_for
 from .live import Live
 from .metropolis import MILDEST, anneal
 from .problem import Problem
@@ -90,5 +90,5 @@ class Runs:
         shortest = SHORTEST * min(len(self.problem.ops), MOST_OPS)
         if way == SEARCH:
             return shortest * GROWTH**TURNS * SEARCH_GROWTH**self.searches
-        faster = 1 if library() is None else COMPILED
+        faster = 1 if library_for(self.problem) is None else COMPILED
         return faster * shortest * GROWTH ** min((self.number - self.searches) // len(WAYS), TURNS)

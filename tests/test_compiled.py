@@ -5,18 +5,17 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from ctypes import CDLL
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import solvers
 from solvers import Problem, compiled
-from solvers.compiled import CompiledWalk, library
+from solvers.compiled import CompiledWalk, library, library_for
 from solvers.live import Live
 from solvers.metropolis import Walk, walk_from
 from tests.bench.families import FAMILIES
@@ -28,31 +27,25 @@ FLAGS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Wextra", "-W
 
 def built(folder: Path, *more: str) -> Path:
     """`walk.c` as it is now, compiled into a folder."""
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
     path = folder / f"_walk{EXTENSION_SUFFIXES[0]}"
     subprocess.run(["cc", *FLAGS, *more, str(C_FILE), "-o", str(path), "-lm"], check=True)
     return path
 
 
-@pytest.fixture(scope="module", autouse=True)
-def lib(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The tests are of the file beside them, not of what was installed."""
-    if shutil.which("cc") is None:
-        pytest.skip("there is no C compiler")
+@pytest.fixture(scope="module")
+def lib(tmp_path_factory: pytest.TempPathFactory) -> CDLL:
+    """Of the file beside the tests, not of what was installed."""
     found = compiled.loaded(built(tmp_path_factory.mktemp("walk")))
     assert found is not None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "library", lambda: found)
-        patch.setattr("solvers.metropolis.library", lambda: found)
-        yield
+    return found
 
 
-def walked(problem: Problem, room: int, seed: int, moves: int, temperature: float, weight: float) -> None:
+def walked(lib: CDLL, problem: Problem, room: int, seed: int, moves: int, temperature: float, weight: float) -> None:
     """Both walks, compared after every fifty moves."""
-    in_c = walk_from(Live(problem), room, seed)
-    assert isinstance(in_c, CompiledWalk)
-    op_cost = problem.step_cost / max(1, len(problem.ops)) or 1.0
-    tensor_bytes = float(np.mean([t.bytes for t in problem.tensors if t.bytes] or [1]))
-    in_python = Walk(Live(problem), room, seed, op_cost, tensor_bytes)
+    in_c, in_python = (walk_from(Live(problem), room, seed, by) for by in (lib, None))
+    assert isinstance(in_c, CompiledWalk) and isinstance(in_python, Walk)
     for _ in range(0, moves, 50):
         for walk in (in_c, in_python):
             walk.moves(50, temperature, weight)
@@ -64,27 +57,27 @@ def walked(problem: Problem, room: int, seed: int, moves: int, temperature: floa
 @settings(max_examples=80, deadline=None)
 @given(problems(), st.floats(0.3, 1.0), st.integers(0, 1 << 40), st.floats(0.1, 10.0))
 def test_both_walks_are_the_same_on_small_problems(
-    problem: Problem, share: float, seed: int, temperature: float
+    lib: CDLL, problem: Problem, share: float, seed: int, temperature: float
 ) -> None:
     live = Live(problem)
     if problem.evictable:
         room = int(share * live.peak_bytes) - problem.static_bytes
-        walked(problem, room, seed, 500, temperature, 0.5)
+        walked(lib, problem, room, seed, 500, temperature, 0.5)
 
 
 @pytest.mark.parametrize("family", ["layered-small", "unit-dag", "transformer-12", "unet-6"])
-def test_both_walks_are_the_same_on_steps(family: str) -> None:
+def test_both_walks_are_the_same_on_steps(lib: CDLL, family: str) -> None:
     problem = FAMILIES[family]()
-    walked(problem, Live(problem).peak_bytes * 3 // 10 - problem.static_bytes, 1, 2000, 2.0, 0.1)
+    walked(lib, problem, Live(problem).peak_bytes * 3 // 10 - problem.static_bytes, 1, 2000, 2.0, 0.1)
 
 
-def test_a_walk_goes_on_from_a_plan() -> None:
+def test_a_walk_goes_on_from_a_plan(lib: CDLL) -> None:
     problem = FAMILIES["unet-6"]()
-    begun = walk_from(Live(problem), Live(problem).peak_bytes // 2, 0)
+    begun = walk_from(Live(problem), Live(problem).peak_bytes // 2, 0, lib)
     begun.moves(5000, 0.5, 1.0)
     state = begun.recomputes(best=False)
     assert state
-    assert set(walk_from(Live(problem, state), 0, 0).recomputes(best=False) or ()) == set(state)
+    assert set(walk_from(Live(problem, state), 0, 0, lib).recomputes(best=False) or ()) == set(state)
 
 
 def test_a_library_of_another_version_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +93,8 @@ def test_what_is_no_library_is_left_alone(tmp_path: Path) -> None:
 def test_costs_that_an_integer_of_64_bits_does_not_hold_are_walked_in_python() -> None:
     problem = FAMILIES["unet-6"]()
     dear = Problem(problem.ops, problem.tensors, problem.num_forward, problem.outputs, step_cost=1 << 60)
-    assert isinstance(walk_from(Live(dear), 1 << 20, 0), Walk)
+    assert isinstance(walk_from(Live(dear), 1 << 20, 0, library_for(dear)), Walk)
+    assert library_for(problem) is library()
 
 
 def test_memory_is_neither_lost_nor_overrun(tmp_path: Path) -> None:

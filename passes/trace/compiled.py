@@ -7,7 +7,9 @@ from torch import nn
 from .._torch import is_compiled
 from ..errors import Unsupported
 
-PART = "compiled submodule"
+
+class CompiledPart(Unsupported):
+    """A submodule that is compiled in place."""
 
 
 def refuse_compiled(model: nn.Module) -> None:
@@ -22,11 +24,11 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 def refuse_compiled_parts(model: nn.Module) -> None:
-    """Raise Unsupported for a submodule that is compiled in place, in what is to be one step."""
+    """Raise CompiledPart for a submodule that is compiled in place, in what is to be one step."""
     for name, part in model.named_modules():
         if name and is_compiled(part):
-            raise Unsupported(
-                PART, f"{name} ({type(part).__name__}, by its compile())",
+            raise CompiledPart(
+                "compiled submodule", f"{name} ({type(part).__name__}, by its compile())",
                 "a planned step runs its ops without the compiler, and would have other bits",
                 'Plan the model before compile() is called, or by regions (regions="auto", or patterns), between which '
                 "it runs compiled, as it is.",

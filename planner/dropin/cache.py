@@ -35,7 +35,7 @@ from passes.run.stale import check_casts, note_plain
 from passes.run.step import refuse_tracing
 from passes.trace.arguments import argument_names, run_model, set_forward, state_tensors
 from passes.trace.binding import binder
-from passes.trace.compiled import PART
+from passes.trace.compiled import CompiledPart
 from passes.trace.first_call import relocated, remember, remembered
 from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match, match_arguments
@@ -217,9 +217,7 @@ class PlanState:
             except (ForwardFailed, StateChanged) as error:  # the plain forward leaves what it leaves in eager
                 warnings.warn(f"planned step not used, not under the budget: {error}", stacklevel=user_frame())
                 return None, []
-            except (CaptureError, RegionError, Unsupported) as error:  # training goes on
-                if isinstance(error, Unsupported) and error.construct != PART:
-                    raise
+            except (CaptureError, RegionError, CompiledPart) as error:  # training goes on
                 self.idle.append((key, trained))
                 warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=user_frame())
                 return None, []

@@ -26,7 +26,6 @@ from .staged import StagedModel
 
 ROWS_PER_ROUND = 24
 TOLERANCE = 1e-6
-IPM_TOLERANCE = 1e-5  # of the objective; prices that are a little off prove that much less
 SLACK = 1e-4
 OPEN_SHARE = 0.05
 FAR_SHARE = 0.03  # of the step's cost: where more is open, integers close little of it
@@ -94,13 +93,13 @@ def relax_staged(model: StagedModel, time_limit: float) -> Answer:
 
 
 def bound_staged(model: StagedModel, time_limit: float) -> Answer:
-    """Bound the program from below by its relaxation with all rows at once, by an interior point: sooner for many
-    stages, and nothing if it does not end in time.
+    """Bound the program from below by its relaxation with all rows at once, by the dual simplex.
+
+    Every basis on the way to the optimum has prices that prove a bound, so a run that the clock ends counts, too.
+    Presolve would lose them.
     """
     run = _HighsRun(model, time.monotonic() + time_limit)
-    run.highs.setOptionValue("solver", "ipm")
-    run.highs.setOptionValue("run_crossover", "off")
-    run.highs.setOptionValue("ipm_optimality_tolerance", IPM_TOLERANCE)
+    run.highs.setOptionValue("presolve", "off")
     run.add_all()
     return run.bounded()
 
@@ -272,7 +271,7 @@ class _HighsRun:
         """The Lagrangian bound that row prices give: valid whatever the engine thinks of them.
 
         For prices y of the right signs, y * limits + sum over columns of min(0, reduced cost) bounds the optimum
-        from below (Neumaier and Shcherbina 2004), so an interior point that is slightly off costs little.
+        from below (Neumaier and Shcherbina 2004), so prices that are slightly off cost little.
         """
         program = self.highs.getLp()
         lower, upper = np.array(program.row_lower_), np.array(program.row_upper_)

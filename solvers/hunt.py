@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Event
 
 from .base import CLOCK, Effort, Report
 from .compiled import library_for
 from .descent import Reached, repair
 from .engine import Answer
 from .exact import exact_schedule
+from .interruptible import Beside
 from .known import remember
 from .live import Live
 from .local import improve
@@ -75,6 +78,11 @@ class Hunt:
         """Whether so much is open between a plan of a larger step and the bound that integers would close little."""
         much = self.cost - self.bound > WIDE_SHARE * self.problem.step_cost
         return self.live is not None and much and len(self.problem.ops) > SMALL
+
+    @property
+    def fast(self) -> bool:
+        """Whether annealing is compiled."""
+        return library_for(self.problem) is not None
 
     @property
     def seconds_left(self) -> float:
@@ -184,6 +192,30 @@ def polish_on(state: Hunt) -> None:
         fruitless = fruitless + 1 if state.cost == cost else 0
         if fruitless % every == every - 1 and state.anneal(state.deadline):
             fruitless = 0
+
+
+@contextmanager
+def annealing_beside(state: Hunt) -> Iterator[Callable[[], None]]:
+    """Runs of annealing from the best plan so far, in a thread, while the block waits for programs.
+
+    The block is given what offers the cheapest plan that they have found by then; that happens at its end, too.
+    """
+    runs = state.runs = state.runs or Runs(state.problem, state.budget_bytes)
+    cheapest = [state.live and Live(state.problem, state.live.recomputes())]  # the block may change its own
+
+    def work(stop: Event) -> None:
+        while not stop.is_set() and runs.worth_it(best := cheapest[-1], state.deadline):
+            found = runs.next(best, state.deadline, stop)
+            if found is not None and (best is None or found.cost < best.cost):
+                cheapest.append(found)
+
+    with Beside(work) as side:
+        yield lambda: state.offer(cheapest[-1])
+    side.result()
+    state.offer(cheapest[-1])
+    if runs.hurried:
+        state.notes[CLOCK] = None
+    state.tell("annealing")
 
 
 def anneal_for(state: Hunt, share: float) -> None:

@@ -7,8 +7,8 @@ evictions, polished by local search and offered as the answer; every program's d
 Where the first program leaves more than the gap, the plan is annealed (`solvers.turns`), which also looks for one
 where greedy found none; then relaxations with windows of more and more stages are solved (`solvers.climb`), for bounds
 and for the plans that they are rounded to (`solvers.rounding`), and later programs have windows, too. Where much is
-open, relaxations come before annealing, and nothing is solved for integers. What is left of the time goes to local
-search and annealing, until many rounds have found nothing.
+open, relaxations come before annealing, or beside it where its walk is compiled, and nothing is solved for integers.
+What is left of the time goes to local search and annealing, until many rounds have found nothing.
 
 Small problems are searched exactly first (`solvers.exact`), which is the answer, or a bound where it gives up.
 
@@ -77,13 +77,17 @@ def hunt(problem: Problem, budget_bytes: int, effort: Effort, bound: int) -> Hun
     state = Hunt(problem, budget_bytes, effort.until(), gap_cost, effort.report, bound=bound)
     greedy_until = effort.until(LARGE_GREEDY_SHARE if len(problem.ops) > LARGE else GREEDY_SHARE)
     state.start_from(effort.warm_starts, greedy_until)
-    # Where the forward's own peak binds, a program finds plans where no descent does.
-    first_by = greedy_until if forward_binds(problem, budget_bytes) else effort.until(FIRST_SHARE)
-    reached = state.reached = Reached(early(first_by))
-    state.offer(cheapest_descent(problem, budget_bytes, deadline=greedy_until, first_by=first_by, reached=reached))
-    if time.monotonic() > greedy_until:
-        state.notes[CLOCK] = None
-    state.tell("greedy")
+    # Where the forward's own peak binds, annealing and a program find plans where no descent does.
+    binds = forward_binds(problem, budget_bytes)
+    if binds and state.fast:
+        state.anneal(greedy_until)
+    if state.live is None:
+        first_by = greedy_until if binds else effort.until(FIRST_SHARE)
+        reached = state.reached = Reached(early(first_by))
+        state.offer(cheapest_descent(problem, budget_bytes, deadline=greedy_until, first_by=first_by, reached=reached))
+        if time.monotonic() > greedy_until:
+            state.notes[CLOCK] = None
+        state.tell("greedy")
     if state.live is None:
         look_exactly(state, effort)
     if not state.impossible:
@@ -141,6 +145,9 @@ def refine_once(state: Hunt, ends: tuple[int, ...], number: int) -> tuple[int, .
         return ()
     answer = bound_with(state, model, number)
     if answer.infeasible or answer.failed:
+        return ()
+    if state.wide and state.fast:  # annealing finds cheaper plans beside the relaxations
+        state.tell(f"{len(ends)} stages")
         return ()
     extra = offer_solution(state, model, answer)
     state.tell(f"{len(ends)} stages")

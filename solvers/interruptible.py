@@ -1,13 +1,15 @@
-"""HiGHS called from a thread, so that Ctrl-C and the clock end it at once."""
+"""What runs in a thread: HiGHS, so that Ctrl-C and the clock end it at once, and work beside it."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 PATIENCE_SECONDS = 0.2
+
+T = TypeVar("T")
 
 
 def shielded(act: Callable[[], None]) -> None:
@@ -55,3 +57,44 @@ def interruptible(highs: Any, deadline: float) -> None:
             highs.cancelSolve()
             done.wait(0.05)
         raise
+
+
+class Beside(Generic[T]):
+    """Work in a thread of its own while the block of the `with` statement does something else.
+
+    Args:
+        work: is handed an event that is set once the block has ended: time to come to an end.
+    """
+
+    def __init__(self, work: Callable[[threading.Event], T]) -> None:
+        self._found: list[T] = []
+        self._errors: list[BaseException] = []
+        self._stop, self._done = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+
+    def _run(self, work: Callable[[threading.Event], T]) -> None:
+        try:
+            self._found.append(work(self._stop))
+        except BaseException as error:  # noqa: BLE001 - raised again
+            self._errors.append(error)
+        finally:
+            self._done.set()
+
+    def __enter__(self) -> Beside[T]:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._done.wait()
+
+    def result(self) -> T:
+        """What the work came to; waits for it.
+
+        Raises:
+            Exception: what the work raised.
+        """
+        self._done.wait()
+        if self._errors:
+            raise self._errors[0]
+        return self._found[0]

@@ -14,9 +14,11 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from ctypes import CDLL
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Event
 
 import numpy as np
 
@@ -53,16 +55,22 @@ class Annealed:
 
 def anneal(
     live: Live, budget_bytes: int, hottest: float, mildest: float = MILDEST,
-    *, moves: int, deadline: float, seed: int = 0,
+    *, moves: int, deadline: float, stop: Event | None = None, seed: int = 0,
 ) -> Annealed:  # fmt: skip
     """Try so many moves from `live`, which may be changed and need not fit, at temperatures that fall from the hottest
     while the weight of the penalty rises from the mildest.
+
+    Args:
+        stop: ends it as the deadline does.
     """
     walk = walk_from(live, budget_bytes - live.problem.static_bytes, seed, library_for(live.problem))
-    done = _run(walk, moves, hottest, mildest, deadline) if live.problem.evictable else moves
+    ended = partial(_is_time, deadline, stop)
+    done = _run(walk, moves, hottest, mildest, ended) if live.problem.evictable else moves
     found = walk.recomputes(best=True)
     if found is not None:
         best = Live(live.problem, found)
+    elif ended():
+        return Annealed(None, done)
     else:
         best = Live(live.problem, walk.recomputes(best=False) or ())
         if not descend(best, budget_bytes, Taste(0.3), deadline=deadline):
@@ -84,10 +92,14 @@ def walk_from(live: Live, room: int, seed: int, lib: CDLL | None) -> CompiledWal
     return walk(live, room, seed, op_cost, tensor_bytes)
 
 
-def _run(walk: CompiledWalk | Walk, moves: int, hottest: float, mildest: float, deadline: float) -> int:
+def _is_time(deadline: float, stop: Event | None) -> bool:
+    return time.monotonic() > deadline or (stop is not None and stop.is_set())
+
+
+def _run(walk: CompiledWalk | Walk, moves: int, hottest: float, mildest: float, ended: Callable[[], bool]) -> int:
     """Walk; returns how many moves were tried."""
     for number in range(0, moves, LOOK):
-        if time.monotonic() > deadline:
+        if ended():
             return number
         done = number / moves
         walk.moves(min(LOOK, moves - number), hottest * COOLING**-done, mildest * (STRICTEST / mildest) ** done)

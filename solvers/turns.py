@@ -1,12 +1,14 @@
-"""Runs of annealing, longer and longer, each way in turn."""
+"""Runs of annealing, longer and longer, each way in turn, two side by side where the walk is compiled."""
 
 from __future__ import annotations
 
 import math
 import time
 from dataclasses import dataclass, field
+from threading import Event
 
 from .compiled import library_for
+from .interruptible import Beside
 from .live import Live
 from .metropolis import MILDEST, anneal
 from .problem import Problem
@@ -56,24 +58,41 @@ class Runs:
     pace: float = FASTEST
     hurried: bool = False
 
-    def next(self, best: Live | None, deadline: float) -> Live | None:
-        """What another run finds, of as many moves as its turn is or the time allows."""
-        if self.number - self.searches == TURNS * len(WAYS) and len(self.costs) == len(WAYS):
+    def next(self, best: Live | None, deadline: float, stop: Event | None = None) -> Live | None:
+        """What the next runs find, of as many moves as their turn is or the time allows.
+
+        They are two side by side where the walk is compiled, and one where a `stop` is given, which ends it.
+        """
+        if stop is not None or library_for(self.problem) is None:
+            return self._run(best, self._drawn(best), deadline, stop)
+        first, second = self._drawn(best), self._drawn(best)
+        with Beside(lambda stop: self._run(best, second, deadline, stop)) as side:
+            found = self._run(best, first, deadline, None), side.result()
+        return min((live for live in found if live is not None), key=lambda live: live.cost, default=None)
+
+    def _drawn(self, best: Live | None) -> tuple[Way, int, int]:
+        """The next way, the moves that are its turn, and the number of the run."""
+        if self.number - self.searches >= TURNS * len(WAYS) and len(self.costs) == len(WAYS):
             del self.costs[max(self.costs, key=lambda way: self.costs[way])]
         way = self._way(best)
+        wanted = self._wanted(way)
+        self.number += 1
+        self.searches += way == SEARCH
+        return way, wanted, self.number
+
+    def _run(
+        self, best: Live | None, drawn: tuple[Way, int, int], deadline: float, stop: Event | None
+    ) -> Live | None:  # fmt: skip
+        way, wanted, seed = drawn
         start = Live(self.problem, () if way.plain or best is None else best.recomputes())
         begin = time.monotonic()
-        wanted = self._wanted(way)
         moves = int(min(wanted, self.pace * max(0.0, deadline - begin)))
-        self.number += 1
         run = anneal(
-            start, self.budget_bytes, way.hottest, way.mildest, moves=moves, deadline=deadline, seed=self.number
+            start, self.budget_bytes, way.hottest, way.mildest, moves=moves, deadline=deadline, stop=stop, seed=seed
         )  # fmt: skip
         self.pace = max(1, run.moves) / (time.monotonic() - begin)
         self.hurried |= run.moves < wanted
-        if way == SEARCH:
-            self.searches += 1
-        else:
+        if way in self.costs and (stop is None or not stop.is_set()):
             self.costs[way] = math.inf if run.live is None else run.live.cost
         return run.live
 

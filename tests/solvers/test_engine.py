@@ -18,12 +18,15 @@ import numpy as np
 import pytest
 
 from solvers import BudgetError, Problem, Status, floor_bytes, mip, solve
+from solvers.descent import cheapest_descent
 from solvers.end_slots import first_ends
-from solvers.engine import solve_staged
-from solvers.interruptible import shielded
+from solvers.engine import bound_staged, solve_staged
+from solvers.interruptible import Beside, shielded
+from solvers.live import Live
 from solvers.mip import Worker
 from solvers.solution import plain_solution
 from solvers.staged import StagedModel
+from tests.bench.families import FAMILIES
 from tests.bench.problems import plain_peak_bytes, synthetic
 from tests.planner.residue import children
 from tests.solvers.chains import even_chain
@@ -260,3 +263,33 @@ def test_an_interrupt_is_raised_once_what_is_shielded_is_over() -> None:
     assert over == [True]
     with pytest.raises(ZeroDivisionError):
         shielded(lambda: over.append(bool(1 // 0)))
+
+
+def test_work_beside_a_block_is_told_of_its_end() -> None:
+    def work(stop: threading.Event) -> bool:
+        return stop.wait(60.0)
+
+    begin = time.monotonic()
+    with Beside(work) as side:
+        pass
+    assert side.result()
+    with pytest.raises(KeyboardInterrupt), Beside(work):
+        signal.raise_signal(signal.SIGINT)
+    assert time.monotonic() - begin < 30.0
+
+
+def test_an_error_of_work_beside_a_block_is_raised() -> None:
+    with Beside(lambda _: 1 // 0) as side, pytest.raises(ZeroDivisionError):
+        side.result()
+
+
+def test_a_relaxation_that_the_clock_ends_proves_what_it_came_to() -> None:
+    problem = FAMILIES["layered-small"]()
+    budget_bytes = Live(problem).peak_bytes // 5
+    model = StagedModel(problem, budget_bytes, first_ends(problem, 24, budget_bytes), windows=True)
+    answer = bound_staged(model, 2.0)
+    plan = cheapest_descent(problem, budget_bytes)
+    assert answer.values is None
+    assert plan is not None
+    assert answer.bound is not None
+    assert 0 < answer.bound * model.cost_unit <= plan.cost

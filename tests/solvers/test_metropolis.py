@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import time
+from threading import Event
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solvers import Problem
+from solvers.base import CLOCK
 from solvers.bounds import floor_bytes
 from solvers.descent import cheapest_descent
+from solvers.hunt import Hunt, annealing_beside
 from solvers.live import Live
 from solvers.metropolis import Annealed, anneal
 from solvers.turns import WAYS, Runs
@@ -103,4 +106,42 @@ def test_without_a_plan_every_other_run_searches_for_one() -> None:
     runs = Runs(problem, floor_bytes(problem) - 1)
     for _ in range(4):
         assert runs.next(None, time.monotonic() + 0.3) is None
-    assert runs.searches == 2
+    assert runs.searches * 2 == runs.number
+
+
+def test_what_stops_a_run_ends_it() -> None:
+    problem = FAMILIES["layered-small"]()
+    stop = Event()
+    stop.set()
+    run = anneal(Live(problem), Live(problem).peak_bytes // 5, 0.5, moves=10**9, deadline=math.inf, stop=stop)
+    assert run.live is None
+    assert run.moves == 0
+
+
+def test_annealing_beside_a_block_is_offered_at_its_end() -> None:
+    problem = FAMILIES["layered-small"]()
+    budget = Live(problem).peak_bytes // 4
+    state = Hunt(problem, budget, time.monotonic() + 60.0, 0, None)
+    state.offer(cheapest_descent(problem, budget))
+    before = state.live
+    assert before is not None
+    cost = before.cost
+    with annealing_beside(state):
+        time.sleep(3.0)
+        assert state.live is before
+    assert state.cost < cost
+    assert replay(problem, state.live.schedule()).peak_bytes <= budget
+    assert CLOCK in state.notes  # how far it came is the clock's doing
+
+
+def test_runs_side_by_side_give_the_same_plan_again() -> None:
+    problem = FAMILIES["unet-6"]()
+    budget = Live(problem).peak_bytes * 2 // 5
+    costs = []
+    for _ in range(2):
+        runs, found = Runs(problem, budget), []
+        for _ in range(2):
+            live = runs.next(None, math.inf)
+            found.append(None if live is None else live.recomputes())
+        costs.append(found)
+    assert costs[0] == costs[1]

@@ -81,8 +81,8 @@ class Hunt:
 
     @property
     def fast(self) -> bool:
-        """Whether annealing is compiled."""
-        return library_for(self.problem) is not None
+        """Whether annealing is compiled, and the step small enough for relaxations beside it."""
+        return library_for(self.problem) is not None and len(self.problem.ops) <= LARGE
 
     @property
     def seconds_left(self) -> float:

@@ -78,16 +78,15 @@ def hunt(problem: Problem, budget_bytes: int, effort: Effort, bound: int) -> Hun
     greedy_until = effort.until(LARGE_GREEDY_SHARE if len(problem.ops) > LARGE else GREEDY_SHARE)
     state.start_from(effort.warm_starts, greedy_until)
     # Where the forward's own peak binds, annealing and a program find plans where no descent does.
-    binds = forward_binds(problem, budget_bytes)
-    if binds and state.fast:
-        state.anneal(greedy_until)
-    if state.live is None:
-        first_by = greedy_until if binds else effort.until(FIRST_SHARE)
-        reached = state.reached = Reached(early(first_by))
-        state.offer(cheapest_descent(problem, budget_bytes, deadline=greedy_until, first_by=first_by, reached=reached))
-        if time.monotonic() > greedy_until:
-            state.notes[CLOCK] = None
-        state.tell("greedy")
+    binds, begin = forward_binds(problem, budget_bytes), time.monotonic()
+    if binds and state.fast and state.anneal(greedy_until):
+        greedy_until = min(greedy_until, 2 * time.monotonic() - begin)  # as long again
+    first_by = greedy_until if binds else effort.until(FIRST_SHARE)
+    reached = state.reached = Reached(early(first_by))
+    state.offer(cheapest_descent(problem, budget_bytes, deadline=greedy_until, first_by=first_by, reached=reached))
+    if time.monotonic() > greedy_until:
+        state.notes[CLOCK] = None
+    state.tell("greedy")
     if state.live is None:
         look_exactly(state, effort)
     if not state.impossible:

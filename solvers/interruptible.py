@@ -81,7 +81,11 @@ class Beside(Generic[T]):
             self._done.set()
 
     def __enter__(self) -> Beside[T]:
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # Ctrl-C: it may run all the same
+            self._stop.set()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

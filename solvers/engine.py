@@ -99,6 +99,7 @@ def bound_staged(model: StagedModel, time_limit: float) -> Answer:
     Presolve would lose them.
     """
     run = _HighsRun(model, time.monotonic() + time_limit)
+    run.highs.setOptionValue("solver", "simplex")
     run.highs.setOptionValue("presolve", "off")
     run.add_all()
     return run.bounded()

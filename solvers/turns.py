@@ -91,7 +91,8 @@ class Runs:
             start, self.budget_bytes, way.hottest, way.mildest, moves=moves, deadline=deadline, stop=stop, seed=seed
         )  # fmt: skip
         self.pace = max(1, run.moves) / (time.monotonic() - begin)
-        self.hurried |= run.moves < wanted
+        if run.moves < wanted:  # never set back: another run may end at the same time
+            self.hurried = True
         if way in self.costs and (stop is None or not stop.is_set()):
             self.costs[way] = math.inf if run.live is None else run.live.cost
         return run.live

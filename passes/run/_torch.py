@@ -14,7 +14,7 @@ from torch.utils._pytree import register_pytree_node
 
 __all__ = [
     "DEFAULTS", "TORCH_VERSION", "Autocast", "active_autocast", "active_saving_hooks", "after_backward",
-    "backward_number", "bare", "below_autograd", "goes_on_behind", "is_wanted", "kernel_settings", "listen_first",
+    "backward_number", "bare", "below_autograd", "is_wanted", "kernel_settings", "listen_first",
     "num_owners", "overwrite", "own_part", "passed_back", "register_pytree_node", "run_below_autograd",
     "segments_that_do_not_grow", "torch_defaults", "under_autocast", "under_transform", "with_autograd",
     "within_autocast",
@@ -173,11 +173,6 @@ def is_wanted(tensor: torch.Tensor) -> bool:
         return bool(_C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(tensor).node))
     except RuntimeError:  # as torch answers for a leaf whose gradient is handed to the caller
         return True
-
-
-def goes_on_behind(node: Any) -> bool:
-    """Whether the backward that is running goes on behind the node; some end with the gradients of its tensors."""
-    return any(_C._will_engine_execute_node(behind) for behind, _ in node.next_functions if behind is not None)
 
 
 def listen_first(tensor: torch.Tensor, hook: Callable[..., Any]) -> dict[int, Callable[..., Any]]:

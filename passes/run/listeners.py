@@ -3,21 +3,24 @@
 In eager such a hook, or `retain_grad()`, is given the whole gradient of that output, of which a part comes from the
 others. To autograd the outputs of a planned step lie side by side, so that it would be given the rest, or nothing.
 So these hooks are taken off before they run, and the backward is left to the plain step, which gets them. Nor is a
-hook called with None, as autograd would where another output alone has a gradient.
+hook called with None, as autograd would where another output alone has a gradient. Whether `torch.autograd.grad` asks
+for such an output's gradient, only its caller's stack tells.
 """
 
 from __future__ import annotations
 
-import warnings
+import sys
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 
-from ._torch import goes_on_behind, listen_first
+from ._torch import listen_first
 from .errors import PlannerError
 
 Readers = tuple[tuple[int, ...], ...]  # for each output, the others that are computed from it
@@ -69,6 +72,7 @@ class Listeners:
         self.waiting: dict[int, dict[int, Hook]] = {}
         self.taken: dict[int, Taken] = {}
         self.outputs = {i: weakref.ref(o) for i, o in enumerate(outputs) if o.requires_grad}
+        self.numbers = [o.output_nr for o in outputs]
         if len(self.outputs) > 1:
             self.node = weakref.ref(outputs[next(iter(self.outputs))].grad_fn)
             for i in sorted(self.outputs, key=lambda i: len(readers[i])):  # first what is computed last
@@ -97,9 +101,9 @@ class Listeners:
         theirs = {key: hook for key, hook in hooks.items() if not _module_of(hook).startswith(_NOTING)}
         of_several = [key for key, hook in theirs.items() if _module_of(hook) == "torch.autograd.graph"]
         if later is None:
-            theirs = {key: hook for key, hook in theirs.items() if key not in of_several}  # which count their calls
-        elif not goes_on_behind(node):
-            self.asked(i, later, gradient is not None)
+            theirs = {key: hook for key, hook in theirs.items() if not _counts_its_calls(hook)}
+        elif any(_is_output(asked, own, node, self.numbers[i]) for asked in _asked_for()):
+            self.refuse(i, later, f"torch.autograd.grad, or inputs=, asks for the gradient of {self.names[i]}")
         elif of_several:
             self.refuse(i, later, f"register_multi_grad_hook was called with {self.names[i]}")
         retained = own is not None and own.retains_grad and own.grad_fn is node
@@ -111,24 +115,48 @@ class Listeners:
             for key in theirs:
                 del hooks[key]
 
-    def asked(self, i: int, later: int, is_part: bool) -> None:
-        """Gradients of some outputs are asked for, perhaps of this one, of which a part is known, or nothing."""
-        asks = "torch.autograd.grad, or inputs=, asks for gradients of outputs"
-        if is_part:
-            self.refuse(i, later, f"{asks}, perhaps of {self.names[i]}")
-        else:
-            warnings.warn(f"{asks}: {self._why(i, later, f'if of {self.names[i]}, it is given none')}", stacklevel=2)
-
     def refuse(self, i: int, later: int, what: str) -> None:
         """Raise: autograd does not know that one output is computed from the other."""
-        raise PlannerError(self._why(i, later, what))
-
-    def _why(self, i: int, later: int, what: str) -> str:
-        return (
+        raise PlannerError(
             f"{what}, and the planned step computes {self.names[later]} from {self.names[i]}: to autograd its outputs "
             "lie side by side, so that this part of the gradient would be missing. Take this step with the original "
             f"model. {REMEDY.format(self.names[later])}"
         )
+
+
+def _asked_for() -> Iterator[Any]:
+    """What the `inputs` of the running backward are; of those of all threads where this one is autograd's own."""
+    own = _inputs_on(sys._getframe())
+    if own is not None:
+        yield from own
+        return
+    for thread, frame in sys._current_frames().items():
+        if thread != threading.get_ident():
+            yield from _inputs_on(frame) or ()
+
+
+def _inputs_on(frame: FrameType | None) -> Sequence[Any] | None:
+    """The `inputs` of the innermost `torch.autograd.grad` or `backward` that this stack is in; None outside of any."""
+    while frame is not None:
+        if frame.f_code.co_name in ("grad", "backward") and frame.f_globals.get("__name__") == "torch.autograd":
+            inputs = frame.f_locals.get("inputs")
+            if isinstance(inputs, torch.Tensor | torch.autograd.graph.GradientEdge):
+                return [inputs]
+            return list(inputs.values() if isinstance(inputs, Mapping) else inputs or ())
+        frame = frame.f_back
+    return None
+
+
+def _is_output(asked: Any, output: torch.Tensor | None, node: Any, number: int) -> bool:
+    """Whether a tensor or an edge of autograd's graph is this output of a node."""
+    if isinstance(asked, torch.autograd.graph.GradientEdge):
+        return asked.node is node and asked.output_nr == number
+    return asked is output and output is not None and output.grad_fn is node
+
+
+def _counts_its_calls(hook: Hook) -> bool:
+    """Whether it is of `register_multi_grad_hook`, and waits until each tensor's was called, if only with None."""
+    return _module_of(hook) == "torch.autograd.graph" and hook.__name__ == "inner_hook"
 
 
 def _module_of(hook: Any) -> str:

@@ -123,10 +123,6 @@ class _HollowListeners(Listeners):
         names = [leaf.path or "(the output)" for leaf in leaves]
         super().__init__(results, tuple(leaf.readers for leaf in leaves), names)
 
-    def asked(self, i: int, later: int, is_part: bool) -> None:
-        """As `refuse`."""
-        self.refuse(i, later, "")
-
     def refuse(self, i: int, later: int, what: str) -> None:
         """Leave the region to eager."""
         self.hollow.again = self.hollow.parts.refuse(self.path, HOOKED.format(self.names[i])) or self.hollow.again

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from passes.run.listeners import _asked_for
 from passes.run.tensors import distinct
 from planner import Plan, PlannerError, auto_checkpoint
 from tests.planner.steps import assert_same_gradients
@@ -174,21 +176,68 @@ def test_a_hook_stays_and_is_removed_as_in_eager() -> None:
     assert_same_gradients(model, plain)
 
 
-def test_the_gradient_of_an_output_from_another_is_refused() -> None:
+@pytest.mark.parametrize("ask", [
+    lambda loss, logits, weight: torch.autograd.grad(loss * 2 + logits.sin().sum(), logits),
+    lambda loss, logits, weight: torch.autograd.grad(loss + logits.sin().sum(), [logits, weight]),
+    lambda loss, logits, weight: torch.autograd.grad(loss, (weight, logits), allow_unused=True),
+    lambda loss, logits, weight: torch.autograd.grad(loss, logits),
+    lambda loss, logits, weight: torch.autograd.grad(loss, torch.autograd.graph.get_gradient_edge(logits)),
+    lambda loss, logits, weight: (loss + logits.sum()).backward(inputs=[weight, logits]),
+])  # fmt: skip
+def test_the_gradient_of_an_output_from_another_is_refused(ask: Callable[..., Any]) -> None:
+    plan, *_ = _planned()
+    loss, logits, *_ = plan.module(X, Y)
+    with pytest.raises(PlannerError, match=r"asks for the gradient of \[1\].* computes \[0\] from \[1\].*Take"):
+        ask(loss, logits, next(plan.module.parameters()))
+    plan.module(X, Y)[0].backward()
+
+
+@pytest.mark.parametrize("ask", [
+    lambda loss, logits, weights: torch.autograd.grad(logits.square().sum(), [logits, weights[0]]),
+    lambda loss, logits, weights: torch.autograd.grad(loss, weights),
+    lambda loss, logits, weights: torch.autograd.grad(loss + logits.sin().sum(), weights),
+    lambda loss, logits, weights: torch.autograd.grad(loss.detach() + logits.exp().sum(), logits),
+])  # fmt: skip
+@pytest.mark.filterwarnings("error:torch.autograd.grad", "ignore:planning anew", "ignore:backward started from")
+def test_a_gradient_that_is_whole_is_given(ask: Callable[..., Any]) -> None:
     plan, _, plain = _planned()
-    told = r"asks for gradients of outputs.* computes \[0\] from \[1\].*Take"
-    loss, logits, *_ = plan.module(X, Y)
-    with pytest.raises(PlannerError, match=told):
-        torch.autograd.grad(loss * 2 + logits.sin().sum(), logits)
-    loss, logits, *_ = plan.module(X, Y)
-    with pytest.warns(UserWarning, match=told), pytest.raises(RuntimeError, match="not have been used"):
-        torch.autograd.grad(loss, logits)
-    loss, logits, *_ = plan.module(X, Y)
-    own, *_ = torch.autograd.grad(logits.square().sum(), logits)
-    assert torch.equal(own, logits * 2)
-    for_weights = torch.autograd.grad(plan.module(X, Y)[0], list(plan.module.parameters()))
-    expected = torch.autograd.grad(plain(X, Y)[0], list(plain.parameters()))
-    assert all(map(torch.equal, for_weights, expected))
+    asked = [ask(*each(X, Y)[:2], list(each.parameters())) for each in (plan.module, plain)]
+    assert len(asked[0]) == len(asked[1]) and all(map(torch.equal, *asked))
+
+
+def test_the_stack_that_asks_is_found_from_threads_of_autograd() -> None:
+    """As on CUDA, where autograd runs the backward in a thread that the caller waits for."""
+    found: list[Any] = []
+
+    class Elsewhere(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            thread = threading.Thread(target=lambda: found.extend(_asked_for()))
+            thread.start()
+            thread.join()
+            return gradient
+
+    x = torch.ones(3, requires_grad=True)
+    torch.autograd.grad(Elsewhere.apply(x).sum(), [x])
+    assert [asked is x for asked in found] == [True]
+    Elsewhere.apply(x).sum().backward()
+    assert len(found) == 1
+
+
+def test_a_hook_of_any_of_several_tensors_is_not_called_where_there_is_no_gradient() -> None:
+    plan, _, plain = _planned()
+    heard = []
+    for each in (plan.module, plain):
+        loss, logits, *_ = each(X, Y)
+        torch.autograd.graph.register_multi_grad_hook((loss, logits), heard.append, mode="any")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            logits.square().sum().backward()
+    assert torch.equal(*heard)
 
 
 def test_a_hook_of_several_tensors_is_refused_on_an_output_that_the_loss_is_computed_from() -> None:

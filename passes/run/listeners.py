@@ -10,9 +10,8 @@ for such an output's gradient, only its caller's stack tells.
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -72,7 +71,6 @@ class Listeners:
         self.waiting: dict[int, dict[int, Hook]] = {}
         self.taken: dict[int, Taken] = {}
         self.outputs = {i: weakref.ref(o) for i, o in enumerate(outputs) if o.requires_grad}
-        self.numbers = [o.output_nr for o in outputs]
         if len(self.outputs) > 1:
             self.node = weakref.ref(outputs[next(iter(self.outputs))].grad_fn)
             for i in sorted(self.outputs, key=lambda i: len(readers[i])):  # first what is computed last
@@ -99,12 +97,11 @@ class Listeners:
             return
         node, own, hooks = self.node(), self.outputs[i](), self.hooks[i]
         theirs = {key: hook for key, hook in hooks.items() if not _module_of(hook).startswith(_NOTING)}
-        of_several = [key for key, hook in theirs.items() if _module_of(hook) == "torch.autograd.graph"]
         if later is None:
             theirs = {key: hook for key, hook in theirs.items() if not _counts_its_calls(hook)}
-        elif any(_is_output(asked, own, node, self.numbers[i]) for asked in _asked_for()):
+        elif any(_is_output(asked, node, i) for asked in _asked_for()):
             self.refuse(i, later, f"torch.autograd.grad, or inputs=, asks for the gradient of {self.names[i]}")
-        elif of_several:
+        elif any(map(_is_of_several, theirs.values())):
             self.refuse(i, later, f"register_multi_grad_hook was called with {self.names[i]}")
         retained = own is not None and own.retains_grad and own.grad_fn is node
         if later is not None and (theirs or retained):
@@ -124,15 +121,12 @@ class Listeners:
         )
 
 
-def _asked_for() -> Iterator[Any]:
+def _asked_for() -> Sequence[Any]:
     """What the `inputs` of the running backward are; of those of all threads where this one is autograd's own."""
     own = _inputs_on(sys._getframe())
     if own is not None:
-        yield from own
-        return
-    for thread, frame in sys._current_frames().items():
-        if thread != threading.get_ident():
-            yield from _inputs_on(frame) or ()
+        return own
+    return [asked for frame in sys._current_frames().values() for asked in _inputs_on(frame) or ()]
 
 
 def _inputs_on(frame: FrameType | None) -> Sequence[Any] | None:
@@ -147,16 +141,20 @@ def _inputs_on(frame: FrameType | None) -> Sequence[Any] | None:
     return None
 
 
-def _is_output(asked: Any, output: torch.Tensor | None, node: Any, number: int) -> bool:
+def _is_output(asked: Any, node: Any, number: int) -> bool:
     """Whether a tensor or an edge of autograd's graph is this output of a node."""
-    if isinstance(asked, torch.autograd.graph.GradientEdge):
-        return asked.node is node and asked.output_nr == number
-    return asked is output and output is not None and output.grad_fn is node
+    behind = asked.node if isinstance(asked, torch.autograd.graph.GradientEdge) else asked.grad_fn
+    return behind is node and asked.output_nr == number
+
+
+def _is_of_several(hook: Hook) -> bool:
+    """Whether it is of `register_multi_grad_hook`."""
+    return _module_of(hook) == "torch.autograd.graph"
 
 
 def _counts_its_calls(hook: Hook) -> bool:
-    """Whether it is of `register_multi_grad_hook`, and waits until each tensor's was called, if only with None."""
-    return _module_of(hook) == "torch.autograd.graph" and hook.__name__ == "inner_hook"
+    """Whether it is of one that waits until each tensor's was called, if only with None."""
+    return _is_of_several(hook) and hook.__name__ == "inner_hook"
 
 
 def _module_of(hook: Any) -> str:

@@ -285,7 +285,7 @@ def test_source_says_what_is_recomputed(tmp_path: Path) -> None:
     assert "# 3, recomputed" in backward or "# 4, recomputed" in backward or "# 6, recomputed" in backward
     assert "parameter 3.weight: f32[64, 64]" in (folder / "forward.py").read_text()
     imported = [n for f in folder.glob("*.py") for n in ast.walk(ast.parse(f.read_text())) if isinstance(n, ast.Import)]
-    standard = {"contextlib", "hashlib", "inspect", "json", "sys", "threading", "warnings", "weakref"}
+    standard = {"contextlib", "hashlib", "inspect", "json", "sys", "warnings", "weakref"}
     assert {a.name.split(".")[0] for n in imported for a in n.names} <= {"torch", *standard}
 
 

@@ -1,4 +1,4 @@
-"""The walk of `metropolis` compiled from `walk.c`, where installing the package could: elsewhere it runs in Python.
+"""The walk of `metropolis` and the steps of `local`, compiled from `walk.c` where installing the package could.
 
 The library calls nothing of Python, so `ctypes` loads it; while it runs, other threads do, too.
 """
@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from .live import Live
-from .problem import Problem
+from .problem import LARGE, Problem
 from .schedule import Recompute
 
 LARGEST = 1 << 53  # cost of a step whose sums fit in 64 bits and are the same in floats
-VERSION = 1  # of `walk.c`: a library that was built from another is left alone
+VERSION = 2  # of `walk.c`: a library that was built from another is left alone
 
 
 def library_for(problem: Problem) -> ctypes.CDLL | None:
@@ -48,6 +48,8 @@ def loaded(path: Path) -> ctypes.CDLL | None:
     numbers, walk = ctypes.POINTER(ctypes.c_int64), ctypes.c_void_p
     lib.walk_new.argtypes, lib.walk_new.restype = (numbers, ctypes.c_double, ctypes.c_double), walk
     lib.walk_moves.argtypes, lib.walk_moves.restype = (walk, ctypes.c_int64, ctypes.c_double, ctypes.c_double), None
+    integer = ctypes.c_int64
+    lib.walk_improve.argtypes, lib.walk_improve.restype = (walk, *[integer] * 4), ctypes.c_int
     lib.walk_recomputes.argtypes = (walk, ctypes.c_int, numbers, ctypes.c_int64)
     lib.walk_recomputes.restype = ctypes.c_int64
     lib.walk_end.argtypes, lib.walk_end.restype = (walk,), None
@@ -55,7 +57,7 @@ def loaded(path: Path) -> ctypes.CDLL | None:
 
 
 class CompiledWalk:
-    """What `metropolis.Walk` is, move by move."""
+    """What `metropolis.Walk` and `local.Search` are, move by move and step by step; one walk does either."""
 
     def __init__(
         self, lib: ctypes.CDLL, live: Live, room: int, seed: int, op_cost: float, tensor_bytes: float
@@ -71,6 +73,10 @@ class CompiledWalk:
     def moves(self, count: int, temperature: float, weight: float) -> None:
         """So many moves at one temperature, with the slots that are tight when they begin."""
         self.lib.walk_moves(self.walk, count, temperature, weight)
+
+    def improve(self, first: int, count: int, steps: int, target_cost: int) -> bool:
+        """So many steps of local search, as `local.Search` takes them, from a plan that fits."""
+        return bool(self.lib.walk_improve(self.walk, first, count, steps, target_cost))
 
     def recomputes(self, best: bool) -> list[Recompute] | None:
         """Those of the state that the walk is in, or of the cheapest that fits; None where none was seen."""
@@ -90,7 +96,7 @@ def _sections(live: Live, room: int, seed: int) -> Iterator[int]:
     """What `walk_new` reads, in its order."""
     problem, ops = live.problem, live.problem.ops
     replayed = [sorted({problem.producer[t] for t in op.replay_inputs}) for op in ops]
-    yield from _section((len(ops), len(problem.tensors), room, seed, live.cost))
+    yield from _section((len(ops), len(problem.tensors), room, seed, live.cost, problem.unit, len(ops) > LARGE))
     yield from _section(problem.producer)
     yield from _section(live.bytes)
     yield from _section(live.pinned)

@@ -19,6 +19,7 @@ from itertools import islice
 from .live import Live
 from .problem import LARGE, Problem
 from .schedule import Recompute
+from .splitmix import SplitMix
 from .unneeded import drop_unneeded
 
 STALL_LIMIT = 60
@@ -41,7 +42,7 @@ class Taste:
     keep_ratio: float
     noise: float = 0.0
     promising: int = 48
-    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    rng: random.Random | SplitMix = field(default_factory=lambda: SplitMix(0))
 
     def blur(self) -> float:
         """A factor for a score."""

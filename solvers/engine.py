@@ -80,16 +80,15 @@ class PeakRows:
         return chosen
 
 
-def solve_staged(
-    model: StagedModel, time_limit: float, gap_cost: int, incumbent: dict[str, float] | None = None
-) -> Answer:
+def solve_staged(model: StagedModel, time_limit: float, gap_cost: int) -> Answer:
     """Bound the program from below and look for a solution, within the time limit."""
-    return _HighsRun(model, time.monotonic() + time_limit).solve(gap_cost, incumbent)
+    run = StagedRun(model, time.monotonic() + time_limit)
+    return run.integers(run.relax(), gap_cost)
 
 
 def relax_staged(model: StagedModel, time_limit: float) -> Answer:
     """Bound the program from below by its relaxation alone."""
-    return _HighsRun(model, time.monotonic() + time_limit).relax()
+    return StagedRun(model, time.monotonic() + time_limit).relax()
 
 
 def bound_staged(model: StagedModel, time_limit: float) -> Answer:
@@ -98,15 +97,15 @@ def bound_staged(model: StagedModel, time_limit: float) -> Answer:
     Every basis on the way to the optimum has prices that prove a bound, so a run that the clock ends counts, too.
     Presolve would lose them.
     """
-    run = _HighsRun(model, time.monotonic() + time_limit)
+    run = StagedRun(model, time.monotonic() + time_limit)
     run.highs.setOptionValue("solver", "simplex")
     run.highs.setOptionValue("presolve", "off")
     run.add_all()
     return run.bounded()
 
 
-class _HighsRun:
-    """One program: the relaxation first, with rows added, then the integers."""
+class StagedRun:
+    """One program: the relaxation first, with rows added, then the integers, until the deadline."""
 
     def __init__(self, model: StagedModel, deadline: float) -> None:
         self.model = model
@@ -122,8 +121,8 @@ class _HighsRun:
         self.first_row = self.highs.getNumRow()
         self.enough = math.inf
 
-    def solve(self, gap_cost: int, incumbent: dict[str, float] | None) -> Answer:
-        relaxed = self.relax()
+    def integers(self, relaxed: Answer, gap_cost: int, incumbent: dict[str, float] | None = None) -> Answer:
+        """What the integers add to the relaxation, beginning from a plan; nothing where much is open."""
         if relaxed.infeasible or relaxed.timed_out:
             return relaxed
         self.enough = (

@@ -27,6 +27,7 @@ from .turns import WAYS, Runs
 from .unneeded import drop_unneeded
 
 LOCAL_STEPS = 100
+COMPILED_STEPS = 8  # times as many where they are compiled
 FRUITLESS_ROUNDS = 120
 LOWEST_SHARE = 0.95
 LOWEST_EXACT_SHARE = 0.4  # more than `minimum_budget` takes, so that it is found again
@@ -34,6 +35,7 @@ LEAST_SECONDS = 0.5
 WIDE_SHARE = 0.02
 SMALL = 128  # ops of a step whose programs are solved for integers whatever they leave open
 ANNEAL_EVERY = 5  # fruitless rounds of local search; each where annealing is compiled
+CLOSE = 10  # of the gap asked for: less than a tenth is not worth a run of annealing
 FRUITLESS_RUNS = 3 * len(WAYS)
 
 
@@ -127,15 +129,16 @@ class Hunt:
         self.offer(live)
         self.tell("local search")
 
-    def anneal(self, until: float, start: Live | None = None) -> bool:
+    def anneal(self, until: float, start: Live | None = None, *, wanted: bool = False) -> bool:
         """A run of annealing, if there is time for one until then; whether it found anything.
 
         Args:
             start: a state that need not fit, where there is no plan.
+            wanted: also where the gap is met.
         """
         self.runs = self.runs or Runs(self.problem, self.budget_bytes)
         known = self.cost
-        if self.finished:
+        if self.finished and not wanted:
             return False
         if not self.runs.worth_it(self.live or start, until):
             self.notes[CLOCK] = None
@@ -178,7 +181,8 @@ def look_lower(state: Hunt, until: float, again: bool = False) -> None:
 
 def local_steps(problem: Problem) -> int:
     """Steps of local search per round: work, not time, so that the answer does not depend on the machine."""
-    return LOCAL_STEPS if len(problem.ops) <= LARGE else LOCAL_STEPS // 30
+    steps = LOCAL_STEPS if len(problem.ops) <= LARGE else LOCAL_STEPS // 30
+    return steps if library_for(problem) is None else COMPILED_STEPS * steps
 
 
 def polish_on(state: Hunt) -> None:
@@ -216,6 +220,13 @@ def annealing_beside(state: Hunt) -> Iterator[Callable[[], None]]:
     if runs.hurried:
         state.notes[CLOCK] = None
     state.tell("annealing")
+
+
+def anneal_each_way(state: Hunt, until: float) -> None:
+    """A run of annealing each way, also where the gap is met, while more than a little is open."""
+    for _ in range(len(WAYS) // 2):  # two side by side
+        if state.cost - state.bound > state.gap_cost // CLOSE:
+            state.anneal(until, wanted=True)
 
 
 def anneal_for(state: Hunt, share: float) -> None:

@@ -8,7 +8,8 @@ Where the first program leaves more than the gap, the plan is annealed (`solvers
 where greedy found none; then relaxations with windows of more and more stages are solved (`solvers.climb`), for bounds
 and for the plans that they are rounded to (`solvers.rounding`), and later programs have windows, too. Where much is
 open, relaxations come before annealing, or beside it where its walk is compiled, and nothing is solved for integers.
-What is left of the time goes to local search and annealing, until many rounds have found nothing.
+What is left of the time goes to local search and annealing, until many rounds have found nothing. Where local search is
+compiled, it goes on from greedy's plan as soon as there is a bound, so that integers often need not meet the gap.
 
 Small problems are searched exactly first (`solvers.exact`), which is the answer, or a bound where it gives up.
 
@@ -30,10 +31,10 @@ from .bounds import floor_bytes
 from .climb import WIDE_POLISH_SHARE, climb_and_anneal
 from .descent import Reached, cheapest_descent, repair
 from .end_slots import first_ends, forward_binds
-from .engine import Answer, solve_staged
+from .engine import Answer, StagedRun
 from .errors import BudgetError
 from .exact import exact_schedule
-from .hunt import LEAST_SECONDS, LOWEST_SHARE, Hunt, anneal_for, look_exactly, look_lower, polish_on
+from .hunt import LEAST_SECONDS, LOWEST_SHARE, Hunt, anneal_each_way, anneal_for, look_exactly, look_lower, polish_on
 from .known import lowest_known, recalled
 from .live import Live
 from .minimum import (
@@ -61,6 +62,7 @@ FIRST_ROUNDS = 3
 PROGRAM_SECONDS = 10.0
 PROGRAM_GROWTH = 1.5
 PROGRAM_SHARE = 0.8
+FINISHED_SECONDS = 3.0  # for integers where the gap is met
 PLANLESS_SHARE = 0.25
 BUILD_SHARE = 0.4
 GREEDY_SHARE = 0.2
@@ -155,18 +157,28 @@ def refine_once(state: Hunt, ends: tuple[int, ...], number: int) -> tuple[int, .
     # Some rounds also where the gap is met: they are cheap beside the proof, and often find a better plan.
     for _ in range(1 if state.wide else FIRST_ROUNDS):
         state.polish(WIDE_POLISH_SHARE if state.wide else POLISH_SHARE)
+    if state.fast and not state.wide:
+        anneal_each_way(state, state.until(POLISH_SHARE))
     extra = extra or first_ends(state.problem, 2 * len(ends), state.budget_bytes)
     return () if set(extra) <= set(ends) else extra
 
 
 def bound_with(state: Hunt, model: StagedModel, number: int) -> Answer:
-    """Solve one program, starting from the best plan."""
-    incumbent = model.values_of(state.live) if state.live is not None else None
+    """Solve one program, starting from the best plan; compiled local search may meet the gap before the integers."""
     large = len(state.problem.ops) > LARGE
     seconds = math.inf if large else PROGRAM_SECONDS * PROGRAM_GROWTH ** (number - 1)
     share = PROGRAM_SHARE if state.live is not None or state.known_bytes >= 0 else PLANLESS_SHARE
     seconds = min(seconds, share * state.seconds_left)
-    answer = solve_staged(model, seconds, state.gap_cost // 10, incumbent)
+    run = StagedRun(model, time.monotonic() + seconds)
+    answer = run.relax()
+    state.take_bound(model, answer)
+    if state.live is not None and state.fast:
+        if not state.finished:
+            state.polish(POLISH_SHARE)
+        if state.finished:
+            run.deadline = min(run.deadline, time.monotonic() + FINISHED_SECONDS)
+    incumbent = model.values_of(state.live) if state.live is not None else None
+    answer = run.integers(answer, state.gap_cost // 10, incumbent)
     state.take_bound(model, answer)
     state.impossible |= answer.certified and state.live is None
     state.notes.update(dict.fromkeys(answer.notes))

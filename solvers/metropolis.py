@@ -26,6 +26,7 @@ from .compiled import CompiledWalk, library_for
 from .descent import Taste, descend
 from .live import Live, Move
 from .schedule import Recompute
+from .splitmix import SplitMix
 from .unneeded import drop_unneeded
 
 COOLING = 10.0
@@ -37,7 +38,6 @@ TRIES = 20
 LONGEST = 12  # recomputes of one move
 STEPS = (-3, -2, -1, 1, 2, 3)
 WITH_ITS_OWN = 0.5  # of all shifts take along what serves the recompute alone
-_64_BITS = (1 << 64) - 1
 
 
 @dataclass
@@ -104,24 +104,6 @@ def _run(walk: CompiledWalk | Walk, moves: int, hottest: float, mildest: float, 
         done = number / moves
         walk.moves(min(LOOK, moves - number), hottest * COOLING**-done, mildest * (STRICTEST / mildest) ** done)
     return moves
-
-
-class SplitMix:
-    """SplitMix64 (Steele, Lea, Flood 2014), whose numbers `walk.c` draws as well."""
-
-    def __init__(self, seed: int) -> None:
-        self.state = seed
-
-    def random(self) -> float:
-        """A number in [0, 1)."""
-        self.state = (self.state + 0x9E3779B97F4A7C15) & _64_BITS
-        z = ((self.state ^ self.state >> 30) * 0xBF58476D1CE4E5B9) & _64_BITS
-        z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _64_BITS
-        return ((z ^ z >> 31) >> 11) * 2.0**-53
-
-    def below(self, count: int) -> int:
-        """An integer of 0 to `count` - 1."""
-        return int(self.random() * count)
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""Runs of annealing, longer and longer, each way in turn, two side by side where the walk is compiled."""
+"""Runs of annealing, longer and longer, each way in turn.
+
+Where the walk is compiled, two go side by side, and local search goes on from what each finds, dear as it may be.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from threading import Event
 from .compiled import library_for
 from .interruptible import Beside
 from .live import Live
+from .local import improve
 from .metropolis import MILDEST, anneal
 from .problem import Problem
 
@@ -17,6 +21,7 @@ SHORTEST = 20  # moves of a first run for each op
 MOST_OPS = 500  # that are counted for it
 COMPILED = 16  # times as many where the walk is compiled, but for searches
 GROWTH = 4
+MOVES_FOR_A_STEP = 400  # of local search: they take about as long
 FASTEST = 1e9  # until a first run has told
 FEWEST = 0.2  # of its turn: a shorter run is not worth it
 TURNS = 2  # of all ways: then the dearest is left out, and runs grow no longer
@@ -90,6 +95,10 @@ class Runs:
         run = anneal(
             start, self.budget_bytes, way.hottest, way.mildest, moves=moves, deadline=deadline, stop=stop, seed=seed
         )  # fmt: skip
+        if run.live is not None and library_for(self.problem) is not None:
+            steps = run.moves // MOVES_FOR_A_STEP
+            if improve(run.live, self.budget_bytes, steps=steps, deadline=deadline, stop=stop, seed=seed):
+                self.hurried = True
         self.pace = max(1, run.moves) / (time.monotonic() - begin)
         if run.moves < wanted:  # never set back: another run may end at the same time
             self.hurried = True

@@ -37,13 +37,13 @@ def drop_among(
 def drop_dead(live: Live, op: int, slot: int) -> None:
     """Take back the recomputes that only served `op` in `slot`."""
     producer = live.problem.producer
-    stack = [producer[t] for t in live.inputs[op]]
+    stack = [producer[t] for t in live.replays[op]]
     while stack:
         i = stack.pop()
         for s in list(live.slots_of[i]):
             if s <= slot and _is_dead(live, s, i):
                 live.remove(s, i)
-                stack.extend(producer[t] for t in live.inputs[i])
+                stack.extend(producer[t] for t in live.replays[i])
 
 
 def _is_dead(live: Live, slot: int, op: int) -> bool:

@@ -1,7 +1,8 @@
-/* The moves of `solvers.metropolis` and the live bytes of `solvers.live`, in C: the same walk, many times as fast.
+/* The moves of `solvers.metropolis`, the steps of `solvers.local` and the live bytes of `solvers.live`, in C: the same
+   ones, many times as fast.
 
-   What it does, and why, is said there; functions have the names that they have there. The two agree move by move
-   (`tests/test_compiled.py`). It calls nothing of Python: `solvers.compiled` hands over one array of sections,
+   What they do, and why, is said there and in `solvers.descent` and `solvers.unneeded`; functions have the names that
+   they have there. The two agree move by move (`tests/test_compiled.py`). It calls nothing of Python: `solvers.compiled` hands over one array of sections,
    each of them its length and its numbers, which must outlive the walk. */
 
 #include <math.h>
@@ -14,6 +15,14 @@
 #define WORST 5.0
 #define TIGHT 0.98
 #define WITH_ITS_OWN 0.5
+
+#define TOLERANCE 0.02
+#define SUSPECTS 400
+#define MOST_VICTIMS 60
+#define PROMISING 48
+#define STALL_LIMIT 60
+#define OVERTAKEN 2.0
+#define SKIPPED 0.15
 
 #ifdef _WIN32
 #define EXPORT __declspec(dllexport)
@@ -28,9 +37,12 @@ typedef struct { const i64 *starts, *data; } Lists; /* one list for each op */
 typedef struct { i64 *at, size, room; } Array;      /* sorted, but for `recomputes` and `best` */
 typedef struct { i64 sign, slot, op; } Change;
 typedef struct { Change *at; i64 size, room; } Move;
+typedef struct { double score; i64 tensor; } Ranked;
+typedef struct { i64 slot, gain, cost; } Eviction; /* its ops are `chosen` */
+typedef struct { double keep_ratio, noise; } Taste;
 
 typedef struct {
-    i64 n, m, stride, room;
+    i64 n, m, stride, room, unit, is_large;
     Section producer, bytes, pinned, cost, alloc, recomputable, candidates;
     Lists outputs, replays, reuse, optionals, replayers;
     Array *events, *items, *slots_of; /* of each tensor, slot, op */
@@ -44,6 +56,9 @@ typedef struct {
     double op_cost, tensor_bytes;
     uint64_t random;
     Move move;
+    i64 *seen, seen_stamp;     /* ops of an eviction */
+    Move journal;              /* of a step of local search */
+    Array listed, victims;
 } Walk;
 
 /* Memory and small arrays ------------------------------------------------------------------------------------------ */
@@ -223,6 +238,7 @@ static int is_last_read(const Walk *w, i64 t, i64 event) {
 }
 
 static i64 needs(const Walk *w, i64 event, i64 op) {
+    if (w->reuse.starts[op + 1] == w->reuse.starts[op]) return w->alloc.at[op];
     i64 written = w->outputs.data[w->outputs.starts[op]];
     if (w->pinned.at[written] && w->events[written].at[0] < event) return w->alloc.at[op];
     EACH(t, w->reuse, op) if (is_last_read(w, *t, event)) return w->alloc.at[op] - w->bytes.at[written];
@@ -245,9 +261,7 @@ static void refresh(Walk *w, i64 slot) {
     const Array *items = &w->items[slot];
     i64 current = 0, worst = 0;
     for (i64 j = 0; j < items->size; j++) {
-        i64 op = items->at[j], event = 2 * key(w, slot, op);
-        int reuses = w->reuse.starts[op + 1] > w->reuse.starts[op];
-        i64 moment = current + (reuses ? needs(w, event, op) : w->alloc.at[op]);
+        i64 op = items->at[j], event = 2 * key(w, slot, op), moment = current + needs(w, event, op);
         if (j == 0 || moment > worst) worst = moment;
         if (j + 1 < items->size) current += resident(w, event, op);
     }
@@ -318,14 +332,15 @@ static void leave_out(Walk *w, i64 of) { /* the last takes its place */
 
 /* Moves (`_Walk`) --------------------------------------------------------------------------------------------------- */
 
-static void propose(Walk *w, i64 sign, i64 slot, i64 op) {
-    Move *move = &w->move;
+static void note(Move *move, i64 sign, i64 slot, i64 op) {
     if (move->size == move->room) {
         move->room = 2 * move->room + 16;
         move->at = resized(move->at, move->room * (i64)sizeof(Change));
     }
     move->at[move->size++] = (Change){sign, slot, op};
 }
+
+static void propose(Walk *w, i64 sign, i64 slot, i64 op) { note(&w->move, sign, slot, op); }
 
 static void chain(Walk *w, i64 slot, i64 op) {
     double share = 0.7 * drawn(w);
@@ -441,6 +456,287 @@ static double excess(const Walk *w) {
     return worst > 0 ? ((double)sum + WORST * (double)worst) / w->tensor_bytes : 0.0;
 }
 
+/* Local search (`solvers.local`, `solvers.descent`, `solvers.unneeded`) --------------------------------------------- */
+
+static void act(Walk *w, i64 sign, i64 slot, i64 op) {
+    w->dirty.size = 0;
+    w->stamp++;
+    change(w, sign, slot, op);
+    for (i64 k = 0; k < w->dirty.size; k++) refresh(w, w->dirty.at[k]);
+}
+
+static void add(Walk *w, i64 slot, i64 op) { note(&w->journal, 1, slot, op), act(w, 1, slot, op); }
+static void take_away(Walk *w, i64 slot, i64 op) { note(&w->journal, -1, slot, op), act(w, -1, slot, op); } /* `remove` */
+
+static void rollback(Walk *w, i64 mark) {
+    while (w->journal.size > mark) {
+        Change last = w->journal.at[--w->journal.size];
+        act(w, -last.sign, last.slot, last.op);
+    }
+}
+
+static i64 worst_slot(const Walk *w) {
+    i64 worst = 0;
+    for (i64 s = 1; s < w->n; s++) if (w->total[s] > w->total[worst]) worst = s;
+    return worst;
+}
+
+static i64 peak(const Walk *w) { /* without the static bytes */
+    i64 highest = w->n ? w->total[worst_slot(w)] : 0;
+    return highest > 0 ? highest : 0;
+}
+
+static i64 worst_key(const Walk *w, i64 slot) {
+    const Array *items = &w->items[slot];
+    i64 current = 0, worst = -1, at = slot;
+    for (i64 j = 0; j < items->size; j++) {
+        i64 op = items->at[j], event = 2 * key(w, slot, op), moment = current + needs(w, event, op);
+        if (moment > worst) worst = moment, at = op;
+        if (j + 1 < items->size) current += resident(w, event, op);
+    }
+    return key(w, slot, at);
+}
+
+static void list_recomputes(const Walk *w, Array *to) { /* by slot, then by op */
+    to->size = 0;
+    for (i64 slot = 0; slot < w->n; slot++) {
+        const Array *items = &w->items[slot];
+        for (i64 j = 0; j < items->size; j++) {
+            if (items->at[j] != slot && w->optional_slot[items->at[j]] < 0) push(to, key(w, slot, items->at[j]));
+        }
+    }
+}
+
+static int spans(const Walk *w, i64 t, i64 at, i64 moment) {
+    const Array *events = &w->events[t];
+    if (w->pinned.at[t] || events->at[events->size - 1] < 2 * moment) return 0;
+    i64 j = bisect_left(events, 2 * moment);
+    return !is_write(events, j) && j > 0 && events->at[j - 1] < 2 * at;
+}
+
+static i64 event_before(const Walk *w, i64 t, i64 moment) {
+    const Array *events = &w->events[t];
+    i64 j = bisect_left(events, 2 * moment);
+    return j ? events->at[j - 1] : -1;
+}
+
+static int plan_eviction(Walk *w, i64 tensor, i64 at, double keep_ratio, double cost_limit, Eviction *found) {
+    const Array *events = &w->events[tensor];
+    Array *chosen = &w->chosen, *stack = &w->stack;
+    i64 after = bisect_left(events, 2 * (at + 1)), gain = 0, cost = 0;
+    if (after == events->size || is_write(events, after)) return 0;
+    i64 slot = slot_of(w, events->at[after]);
+    double limit = (double)w->bytes.at[tensor] * keep_ratio;
+    w->seen_stamp++;
+    chosen->size = stack->size = 0;
+    push(stack, w->producer.at[tensor]);
+    while (stack->size) {
+        i64 i = stack->at[--stack->size], moment = key(w, slot, i);
+        if (w->seen[i] == w->seen_stamp || has(w, slot, i)) continue;
+        if (moment <= at) return 0;
+        w->seen[i] = w->seen_stamp;
+        push(chosen, i);
+        cost += w->cost.at[i];
+        if ((double)cost > cost_limit) return 0;
+        EACH(t, w->outputs, i) if (spans(w, *t, at, moment)) gain += w->bytes.at[*t];
+        EACH(t, w->replays, i) {
+            i64 p = w->producer.at[*t];
+            if (is_live(w, *t, moment)) continue;
+            if ((double)w->bytes.at[*t] > limit && w->recomputable.at[p]) push(stack, p);
+            else if (w->events[*t].size && event_before(w, *t, moment) < 2 * at) gain -= w->bytes.at[*t];
+        }
+    }
+    *found = (Eviction){slot, gain > 0 ? gain / w->unit : 0, cost};
+    return gain > 0;
+}
+
+static int by_number(const void *a, const void *b) {
+    i64 x = *(const i64 *)a, y = *(const i64 *)b;
+    return (x > y) - (x < y);
+}
+
+static int by_score(const void *a, const void *b) {
+    const Ranked *x = a, *y = b;
+    if (x->score != y->score) return x->score < y->score ? -1 : 1;
+    return (x->tensor > y->tensor) - (x->tensor < y->tensor);
+}
+
+static double score(const Eviction *eviction) { return (double)eviction->cost / (double)eviction->gain; }
+
+static int is_held_across(const Walk *w, i64 t, i64 at) {
+    const Array *events = &w->events[t];
+    i64 event = 2 * at;
+    if (!events->size || events->at[0] >= event || event >= events->at[events->size - 1]) return 0;
+    i64 j = bisect_left(events, event);
+    return !is_write(events, j) && events->at[j] != event;
+}
+
+static i64 rank(Walk *w, i64 at, Taste taste, double cost_limit, Ranked *queue) { /* `_ranked` */
+    i64 part[PROMISING], size = 0, next = 0;
+    Eviction found;
+    while (!size && next < w->candidates.size) {
+        i64 count = 0;
+        while (count < PROMISING && next < w->candidates.size) {
+            i64 t = w->candidates.at[next++];
+            if (!is_held_across(w, t, at)) continue;
+            if (taste.noise > 0 && drawn(w) <= SKIPPED * taste.noise) continue;
+            part[count++] = t;
+        }
+        for (i64 k = 0; k < count; k++) {
+            if (!plan_eviction(w, part[k], at, taste.keep_ratio, cost_limit - (double)w->added_cost, &found)) continue;
+            double blur = taste.noise > 0 ? 1.0 + taste.noise * drawn(w) : 1.0;
+            queue[size++] = (Ranked){score(&found) * blur, part[k]};
+        }
+    }
+    qsort(queue, (size_t)size, sizeof(Ranked), by_score);
+    return size;
+}
+
+/* The smallest peak of a descent so far, and the length of the journal there. */
+typedef struct { i64 best_peak, best_length; } Descent;
+
+static int relieve(Walk *w, Descent *descent, Taste taste, double cost_limit) {
+    Ranked queue[PROMISING];
+    i64 slot = worst_slot(w), at = worst_key(w, slot), target = w->room, size = rank(w, at, taste, cost_limit, queue);
+    int applied = 0;
+    Eviction found;
+    if (!w->is_large) {
+        for (i64 s = 0; s < w->n; s++) if (s != slot && w->total[s] > target) target = w->total[s];
+    }
+    for (i64 k = 0; k < size; k++) {
+        double following = k + 1 < size ? queue[k + 1].score : INFINITY;
+        if (!plan_eviction(w, queue[k].tensor, at, taste.keep_ratio, cost_limit - (double)w->added_cost, &found)) continue;
+        if (applied && score(&found) > OVERTAKEN * following) continue;
+        if (applied && score(&found) > OVERTAKEN * queue[0].score + 1e-9) break;
+        qsort(w->chosen.at, (size_t)w->chosen.size, sizeof(i64), by_number);
+        for (i64 j = 0; j < w->chosen.size; j++) add(w, found.slot, w->chosen.at[j]);
+        applied = 1;
+        i64 now = peak(w);
+        if (now < descent->best_peak) *descent = (Descent){now, w->journal.size};
+        if (w->total[slot] <= target || (!w->is_large && worst_slot(w) != slot)) break;
+    }
+    return applied;
+}
+
+static int descend(Walk *w, Taste taste, double cost_limit) {
+    Descent descent = {peak(w), w->journal.size};
+    i64 stalled = 0;
+    while (peak(w) > w->room && stalled < STALL_LIMIT && (double)w->added_cost <= cost_limit) {
+        i64 before = descent.best_peak;
+        if (!relieve(w, &descent, taste, cost_limit)) break;
+        stalled = descent.best_peak < before ? 0 : stalled + 1;
+    }
+    rollback(w, descent.best_length);
+    return peak(w) <= w->room;
+}
+
+static int is_dead(const Walk *w, i64 slot, i64 op) {
+    i64 after = 2 * (key(w, slot, op) + 1);
+    EACH(t, w->outputs, op) {
+        const Array *events = &w->events[*t];
+        i64 j = bisect_left(events, after);
+        if (j < events->size && !is_write(events, j)) return 0;
+    }
+    return 1;
+}
+
+static void drop_dead(Walk *w, i64 op, i64 slot) {
+    Array *stack = &w->stack;
+    stack->size = 0;
+    EACH(t, w->replays, op) push(stack, w->producer.at[*t]);
+    while (stack->size) {
+        i64 i = stack->at[--stack->size];
+        for (i64 j = 0; j < w->slots_of[i].size;) {
+            i64 s = w->slots_of[i].at[j];
+            if (s > slot) break;
+            if (!is_dead(w, s, i)) {
+                j++;
+                continue;
+            }
+            take_away(w, s, i);
+            EACH(t, w->replays, i) push(stack, w->producer.at[*t]);
+        }
+    }
+}
+
+static void draw_some(Walk *w, Array *from, i64 count) { /* come to stand first */
+    for (i64 k = 0; k < count; k++) {
+        i64 j = k + below(w, from->size - k), other = from->at[k];
+        from->at[k] = from->at[j];
+        from->at[j] = other;
+    }
+}
+
+/* Numbers sorted by another number of each: that is put before them, and taken off again. */
+static void sort_by(Array *numbers, i64 (*first)(const Walk *, i64, i64), const Walk *w, i64 with) {
+    i64 size = numbers->size;
+    Ranked *pairs = resized(NULL, size * (i64)sizeof(Ranked));
+    for (i64 k = 0; k < size; k++) pairs[k] = (Ranked){(double)first(w, numbers->at[k], with), numbers->at[k]};
+    qsort(pairs, (size_t)size, sizeof(Ranked), by_score);
+    for (i64 k = 0; k < size; k++) numbers->at[k] = pairs[k].tensor;
+    free(pairs);
+}
+
+static i64 dearest(const Walk *w, i64 of, i64 with) { return (void)with, -w->cost.at[of % w->stride]; }
+static i64 apart(i64 a, i64 b) { return a > b ? a - b : b - a; }
+static i64 slots_apart(const Walk *w, i64 of, i64 with) { return apart(of / w->stride, with / w->stride); }
+static i64 ops_apart(const Walk *w, i64 of, i64 with) { return apart(of % w->stride, with % w->stride); }
+
+static void drop_among(Walk *w, Array *suspects) {
+    sort_by(suspects, dearest, w, 0);
+    for (i64 k = 0; k < suspects->size; k++) {
+        i64 slot = suspects->at[k] / w->stride, op = suspects->at[k] % w->stride, mark = w->journal.size;
+        if (!has(w, slot, op)) continue;
+        take_away(w, slot, op);
+        if (peak(w) > w->room) rollback(w, mark);
+        else drop_dead(w, op, slot);
+    }
+}
+
+static void list_suspects(Walk *w) { /* into `listed` */
+    list_recomputes(w, &w->listed);
+    if (w->listed.size <= SUSPECTS) return;
+    draw_some(w, &w->listed, SUSPECTS);
+    w->listed.size = SUSPECTS;
+    for (i64 k = 0; k < w->journal.size; k++) {
+        Change made = w->journal.at[k];
+        if (made.sign > 0 && has(w, made.slot, made.op)) push(&w->listed, key(w, made.slot, made.op));
+    }
+}
+
+static void choose_victims(Walk *w) {
+    Array *victims = &w->victims;
+    list_recomputes(w, victims);
+    if (!victims->size) return;
+    double random = drawn(w);
+    i64 most = victims->size < MOST_VICTIMS ? victims->size : MOST_VICTIMS;
+    i64 size = 1 + (i64)(random * random * random * (double)most);
+    i64 near = victims->at[below(w, victims->size)], how = below(w, 3);
+    if (how == 2) draw_some(w, victims, size);
+    else sort_by(victims, how == 0 ? slots_apart : ops_apart, w, near);
+    victims->size = size;
+}
+
+static void ruin_and_repair(Walk *w, double cost_limit) {
+    static const double keep_ratios[3] = {0.3, 1.0, 0.0}, noises[3] = {0.0, 0.5, 2.0};
+    w->journal.size = 0;
+    choose_victims(w);
+    for (i64 k = 0; k < w->victims.size; k++) {
+        i64 slot = w->victims.at[k] / w->stride, op = w->victims.at[k] % w->stride;
+        if (!has(w, slot, op)) continue;
+        take_away(w, slot, op);
+        drop_dead(w, op, slot);
+    }
+    Taste taste = {keep_ratios[below(w, 3)], 0.0};
+    taste.noise = noises[below(w, 3)];
+    int fits = descend(w, taste, 1.3 * cost_limit);
+    if (fits) {
+        list_suspects(w);
+        drop_among(w, &w->listed);
+    }
+    if (!fits || (double)w->added_cost > cost_limit) rollback(w, 0);
+}
+
 /* What `solvers.compiled` calls ------------------------------------------------------------------------------------- */
 
 static Section section(const i64 **cursor) {
@@ -464,7 +760,7 @@ static Array *arrays(const i64 **cursor, i64 count) {
     return to;
 }
 
-EXPORT i64 walk_version(void) { return 1; }
+EXPORT i64 walk_version(void) { return 2; }
 
 EXPORT Walk *walk_new(const i64 *sections, double op_cost, double tensor_bytes) {
     const i64 *cursor = sections;
@@ -472,7 +768,7 @@ EXPORT Walk *walk_new(const i64 *sections, double op_cost, double tensor_bytes) 
     if (!w) abort();
     Section sizes = section(&cursor);
     w->n = sizes.at[0], w->m = sizes.at[1], w->room = sizes.at[2], w->random = (uint64_t)sizes.at[3];
-    w->added_cost = sizes.at[4];
+    w->added_cost = sizes.at[4], w->unit = sizes.at[5], w->is_large = sizes.at[6];
     w->stride = w->n + 1;
     w->op_cost = op_cost, w->tensor_bytes = tensor_bytes;
     w->producer = section(&cursor), w->bytes = section(&cursor), w->pinned = section(&cursor);
@@ -484,8 +780,8 @@ EXPORT Walk *walk_new(const i64 *sections, double op_cost, double tensor_bytes) 
     w->total = numbers(section(&cursor).at, w->n), w->relative = numbers(section(&cursor).at, w->n);
     w->optional_slot = numbers(section(&cursor).at, w->n);
     w->old_total = numbers(NULL, w->n), w->old_relative = numbers(NULL, w->n);
-    w->mark = numbers(NULL, w->n);
-    for (i64 i = 0; i < w->n; i++) w->mark[i] = 0;
+    w->mark = numbers(NULL, w->n), w->seen = numbers(NULL, w->n);
+    for (i64 i = 0; i < w->n; i++) w->mark[i] = w->seen[i] = 0;
     Section known = section(&cursor);
     rehash(w, 64);
     for (i64 k = 0; k < known.size; k++) take_in(w, known.at[k]);
@@ -498,7 +794,7 @@ EXPORT void walk_end(Walk *w) {
     for (i64 i = 0; i < w->n; i++) free(w->items[i].at), free(w->slots_of[i].at);
     void *all[] = {w->events, w->items, w->slots_of, w->total, w->relative, w->old_total, w->old_relative,
                    w->optional_slot, w->mark, w->dirty.at, w->tight.at, w->chosen.at, w->stack.at, w->reads.at,
-                   w->recomputes.at, w->best.at, w->place, w->move.at, w};
+                   w->recomputes.at, w->best.at, w->place, w->move.at, w->seen, w->journal.at, w->listed.at, w->victims.at, w};
     for (size_t k = 0; k < sizeof all / sizeof *all; k++) free(all[k]);
 }
 
@@ -528,6 +824,22 @@ EXPORT void walk_moves(Walk *w, i64 moves, double temperature, double weight) {
             w->best_cost = w->added_cost;
         }
     }
+}
+
+/* Steps of local search, of so many in all, from a plan that fits; a walk does either these or moves. Returns 1 where
+   the best plan costs the target or there is nothing to take away. */
+EXPORT int walk_improve(Walk *w, i64 first, i64 count, i64 steps, i64 target_cost) {
+    if (w->best_cost < 0) copy_to(&w->best, &w->recomputes), w->best_cost = w->added_cost;
+    for (i64 step = first; step < first + count; step++) {
+        if (w->best_cost <= target_cost || !w->best.size) return 1;
+        double random = drawn(w);
+        double tolerance = TOLERANCE * (double)w->best_cost * (1.0 - (double)step / (double)steps) * random * random;
+        ruin_and_repair(w, (double)w->best_cost + tolerance);
+        if (w->added_cost >= w->best_cost) continue;
+        list_recomputes(w, &w->best);
+        w->best_cost = w->added_cost;
+    }
+    return 0;
 }
 
 /* Keys of the recomputes: of the state that the walk is in, or of the cheapest that fits; what fits in `room`. Returns

@@ -1,4 +1,4 @@
-"""The walk in C takes the steps of the walk in Python, move by move, and is left out where it was not built."""
+"""Annealing and local search in C do what they do in Python, move by move, and are left out where C was not built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 import solvers
 from solvers import Problem, compiled
 from solvers.compiled import CompiledWalk, library, library_for
+from solvers.descent import cheapest_descent
 from solvers.live import Live
+from solvers.local import Search, search_from
 from solvers.metropolis import Walk, walk_from
 from tests.bench.families import FAMILIES
 from tests.solvers.strategies import problems
@@ -80,6 +82,32 @@ def test_a_walk_goes_on_from_a_plan(lib: CDLL) -> None:
     assert set(walk_from(Live(problem, state), 0, 0, lib).recomputes(best=False) or ()) == set(state)
 
 
+def searched(lib: CDLL, problem: Problem, budget_bytes: int, seed: int, steps: int) -> bool:
+    """Both searches, compared after every five steps; whether there was a plan to begin with."""
+    if (plan := cheapest_descent(problem, budget_bytes)) is None:
+        return False
+    begun = [Live(problem, plan.recomputes()) for _ in range(2)]
+    in_c, in_python = (search_from(live, budget_bytes, seed, by) for live, by in zip(begun, (lib, None), strict=True))
+    assert isinstance(in_c, CompiledWalk) and isinstance(in_python, Search)
+    for step in range(0, steps, 5):
+        ended = [search.improve(step, 5, steps, target_cost=0) for search in (in_c, in_python)]
+        assert ended[0] == ended[1]
+        assert sorted(in_c.recomputes(best=True) or ()) == in_python.recomputes(best=True)
+    return True
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems(), st.floats(0.3, 1.0), st.integers(0, 1 << 40))
+def test_both_searches_are_the_same_on_small_problems(lib: CDLL, problem: Problem, share: float, seed: int) -> None:
+    searched(lib, problem, int(share * Live(problem).peak_bytes), seed, 60)
+
+
+@pytest.mark.parametrize("family", ["layered-small", "unit-dag", "transformer-12", "unet-6", "lstm-20"])
+def test_both_searches_are_the_same_on_steps(lib: CDLL, family: str) -> None:
+    problem = FAMILIES[family]()
+    assert searched(lib, problem, Live(problem).peak_bytes * 45 // 100, 1, 30)
+
+
 def test_a_library_of_another_version_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "VERSION", compiled.VERSION + 1)
     assert compiled.loaded(built(tmp_path)) is None
@@ -108,7 +136,11 @@ def test_memory_is_neither_lost_nor_overrun(tmp_path: Path) -> None:
         "from solvers.live import Live; from tests.bench.families import FAMILIES\n"
         "problem = FAMILIES['unet-6'](); room = Live(problem).peak_bytes // 3\n"
         "walk = compiled.CompiledWalk(compiled.loaded(Path(sys.argv[1])), Live(problem), room, 1, 1e9, 1e6)\n"
-        "walk.moves(4000, 5.0, 0.1); print(len(walk.recomputes(False)), len(walk.recomputes(True) or ()))"
+        "walk.moves(4000, 5.0, 0.1); print(len(walk.recomputes(False)), len(walk.recomputes(True) or ()))\n"
+        "from solvers.descent import cheapest_descent; from solvers.local import search_from\n"
+        "plan = cheapest_descent(problem, Live(problem).peak_bytes // 2)\n"
+        "search = search_from(plan, Live(problem).peak_bytes // 2, 1, compiled.loaded(Path(sys.argv[1])))\n"
+        "search.improve(0, 200, 200, 0); print(len(search.recomputes(True)))"
     )
     root = C_FILE.parents[1]
     env = {"LD_PRELOAD": asan, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"}

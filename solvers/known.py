@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from typing import Any
 
-from .errors import ScheduleError
 from .problem import Problem
 from .schedule import Schedule
 from .simulate import peak_and_cost
 
 MOST = 128
 
-_schedules: OrderedDict[tuple[bool, int], Schedule] = OrderedDict()
+Key = tuple[Any, ...]
+
+_schedules: OrderedDict[tuple[bool, Key], tuple[int, Schedule]] = OrderedDict()  # with their peaks
 
 
 def remember(problem: Problem, schedule: Schedule, *, fallback: bool = False) -> None:
@@ -32,8 +34,8 @@ def remember(problem: Problem, schedule: Schedule, *, fallback: bool = False) ->
     """
     peak, _ = peak_and_cost(problem, schedule)
     key = fallback, _key(problem)
-    if not _within(problem, _schedules.get(key), peak):
-        _schedules[key] = schedule
+    if not _within(key, peak):
+        _schedules[key] = peak, schedule
     _schedules.move_to_end(key)
     while len(_schedules) > MOST:
         _schedules.popitem(last=False)
@@ -41,34 +43,33 @@ def remember(problem: Problem, schedule: Schedule, *, fallback: bool = False) ->
 
 def recalled(problem: Problem, budget_bytes: float) -> tuple[Schedule, ...]:
     """The schedule of the smallest peak stated, where it is within the budget."""
-    return _within(problem, _schedules.get((False, _key(problem))), budget_bytes)
+    return tuple(schedule for _, schedule in _within((False, _key(problem)), budget_bytes))
 
 
 def fallbacks(problem: Problem, budget_bytes: float) -> tuple[Schedule, ...]:
     """What there is within the budget where a search has found nothing."""
-    key = _key(problem)
-    return tuple(s for kind in (False, True) for s in _within(problem, _schedules.get((kind, key)), budget_bytes))
+    return tuple(schedule for _, schedule in _all_within(problem, budget_bytes))
 
 
 def lowest_known(problem: Problem) -> float:
     """The smallest peak found; infinite where none was."""
-    return min((peak_and_cost(problem, found)[0] for found in fallbacks(problem, math.inf)), default=math.inf)
+    return min((peak for peak, _ in _all_within(problem, math.inf)), default=math.inf)
 
 
-def _within(problem: Problem, schedule: Schedule | None, budget_bytes: float) -> tuple[Schedule, ...]:
-    if schedule is None:
-        return ()
-    try:
-        peak, _ = peak_and_cost(problem, schedule)
-    except (ScheduleError, IndexError):  # of another problem with the same hash
-        return ()
-    return (schedule,) if peak <= budget_bytes else ()
+def _all_within(problem: Problem, budget_bytes: float) -> list[tuple[int, Schedule]]:
+    key = _key(problem)
+    return [found for fallback in (False, True) for found in _within((fallback, key), budget_bytes)]
 
 
-def _key(problem: Problem) -> int:
-    """Of all that decides a peak."""
+def _within(key: tuple[bool, Key], budget_bytes: float) -> tuple[tuple[int, Schedule], ...]:
+    found = _schedules.get(key)
+    return () if found is None or found[0] > budget_bytes else (found,)
+
+
+def _key(problem: Problem) -> Key:
+    """All that decides a peak."""
     ops = tuple(
         (op.inputs, op.outputs, op.workspace, op.recomputable, op.replay_inputs, op.optional, op.reuse)
         for op in problem.ops
     )
-    return hash((ops, problem.tensors, problem.num_forward, problem.outputs, problem.static_bytes))
+    return ops, problem.tensors, problem.num_forward, problem.outputs, problem.static_bytes

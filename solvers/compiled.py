@@ -48,8 +48,7 @@ def loaded(path: Path) -> ctypes.CDLL | None:
     numbers, walk = ctypes.POINTER(ctypes.c_int64), ctypes.c_void_p
     lib.walk_new.argtypes, lib.walk_new.restype = (numbers, ctypes.c_double, ctypes.c_double), walk
     lib.walk_moves.argtypes, lib.walk_moves.restype = (walk, ctypes.c_int64, ctypes.c_double, ctypes.c_double), None
-    integer = ctypes.c_int64
-    lib.walk_improve.argtypes, lib.walk_improve.restype = (walk, *[integer] * 4), ctypes.c_int
+    lib.walk_improve.argtypes, lib.walk_improve.restype = (walk, *[ctypes.c_int64] * 4), ctypes.c_int
     lib.walk_recomputes.argtypes = (walk, ctypes.c_int, numbers, ctypes.c_int64)
     lib.walk_recomputes.restype = ctypes.c_int64
     lib.walk_end.argtypes, lib.walk_end.restype = (walk,), None

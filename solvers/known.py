@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from typing import Any
 
 from .problem import Problem
 from .schedule import Schedule
@@ -21,9 +20,9 @@ from .simulate import peak_and_cost
 
 MOST = 128
 
-Key = tuple[Any, ...]
+Key = tuple[bool, bytes]
 
-_schedules: OrderedDict[tuple[bool, Key], tuple[int, Schedule]] = OrderedDict()  # with their peaks
+_schedules: OrderedDict[Key, tuple[int, Schedule]] = OrderedDict()  # with their peaks
 
 
 def remember(problem: Problem, schedule: Schedule, *, fallback: bool = False) -> None:
@@ -33,7 +32,7 @@ def remember(problem: Problem, schedule: Schedule, *, fallback: bool = False) ->
         fallback: it is for where a search finds nothing.
     """
     peak, _ = peak_and_cost(problem, schedule)
-    key = fallback, _key(problem)
+    key = fallback, problem.digest
     if not _within(key, peak):
         _schedules[key] = peak, schedule
     _schedules.move_to_end(key)
@@ -43,7 +42,7 @@ def remember(problem: Problem, schedule: Schedule, *, fallback: bool = False) ->
 
 def recalled(problem: Problem, budget_bytes: float) -> tuple[Schedule, ...]:
     """The schedule of the smallest peak stated, where it is within the budget."""
-    return tuple(schedule for _, schedule in _within((False, _key(problem)), budget_bytes))
+    return tuple(schedule for _, schedule in _within((False, problem.digest), budget_bytes))
 
 
 def fallbacks(problem: Problem, budget_bytes: float) -> tuple[Schedule, ...]:
@@ -57,19 +56,9 @@ def lowest_known(problem: Problem) -> float:
 
 
 def _all_within(problem: Problem, budget_bytes: float) -> list[tuple[int, Schedule]]:
-    key = _key(problem)
-    return [found for fallback in (False, True) for found in _within((fallback, key), budget_bytes)]
+    return [found for fallback in (False, True) for found in _within((fallback, problem.digest), budget_bytes)]
 
 
-def _within(key: tuple[bool, Key], budget_bytes: float) -> tuple[tuple[int, Schedule], ...]:
+def _within(key: Key, budget_bytes: float) -> tuple[tuple[int, Schedule], ...]:
     found = _schedules.get(key)
     return () if found is None or found[0] > budget_bytes else (found,)
-
-
-def _key(problem: Problem) -> Key:
-    """All that decides a peak."""
-    ops = tuple(
-        (op.inputs, op.outputs, op.workspace, op.recomputable, op.replay_inputs, op.optional, op.reuse)
-        for op in problem.ops
-    )
-    return ops, problem.tensors, problem.num_forward, problem.outputs, problem.static_bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from math import gcd
 from typing import Any
 
@@ -113,6 +114,15 @@ class Problem:
     def pinned(self) -> frozenset[int]:
         """`outputs` as a set."""
         return frozenset(self.outputs)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Of all that decides a schedule's peak: costs do not."""
+        ops = [
+            (op.inputs, op.outputs, op.workspace, op.recomputable, op.replay_inputs, op.optional, op.reuse)
+            for op in self.ops
+        ]
+        return sha256(repr((ops, self.tensors, self.num_forward, self.outputs, self.static_bytes)).encode()).digest()
 
     @cached_property
     def replayers(self) -> dict[int, list[int]]:

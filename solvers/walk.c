@@ -2,8 +2,9 @@
    ones, many times as fast.
 
    What they do, and why, is said there and in `solvers.descent` and `solvers.unneeded`; functions have the names that
-   they have there. The two agree move by move (`tests/test_compiled.py`). It calls nothing of Python: `solvers.compiled` hands over one array of sections,
-   each of them its length and its numbers, which must outlive the walk. */
+   they have there. The two agree move by move (`tests/test_compiled.py`). It calls nothing of Python:
+   `solvers.compiled` hands over one array of sections, each of them its length and its numbers, which must outlive the
+   walk. */
 
 #include <math.h>
 #include <stdint.h>
@@ -34,10 +35,10 @@ typedef int64_t i64;
 
 typedef struct { const i64 *at; i64 size; } Section;
 typedef struct { const i64 *starts, *data; } Lists; /* one list for each op */
-typedef struct { i64 *at, size, room; } Array;      /* sorted, but for `recomputes` and `best` */
+typedef struct { i64 *at, size, room; } Array;      /* sorted, but for `recomputes`, `best` and `listed` */
 typedef struct { i64 sign, slot, op; } Change;
 typedef struct { Change *at; i64 size, room; } Move;
-typedef struct { double score; i64 tensor; } Ranked;
+typedef struct { double score; i64 item; } Ranked;
 typedef struct { i64 slot, gain, cost; } Eviction; /* its ops are `chosen` */
 typedef struct { double keep_ratio, noise; } Taste;
 
@@ -58,7 +59,7 @@ typedef struct {
     Move move;
     i64 *seen, seen_stamp;     /* ops of an eviction */
     Move journal;              /* of a step of local search */
-    Array listed, victims;
+    Array listed;              /* recomputes that it looks at */
 } Walk;
 
 /* Memory and small arrays ------------------------------------------------------------------------------------------ */
@@ -257,26 +258,35 @@ static i64 resident(const Walk *w, i64 event, i64 op) { /* `_change` */
     return bytes;
 }
 
-static void refresh(Walk *w, i64 slot) {
+/* Bytes of a slot's worst moment above what is live when it begins, and the op that runs then. */
+static i64 worst_moment(const Walk *w, i64 slot, i64 *at) {
     const Array *items = &w->items[slot];
     i64 current = 0, worst = 0;
+    *at = slot;
     for (i64 j = 0; j < items->size; j++) {
         i64 op = items->at[j], event = 2 * key(w, slot, op), moment = current + needs(w, event, op);
-        if (j == 0 || moment > worst) worst = moment;
+        if (j == 0 || moment > worst) worst = moment, *at = op;
         if (j + 1 < items->size) current += resident(w, event, op);
     }
-    w->total[slot] += worst - w->relative[slot];
-    w->relative[slot] = worst;
+    return worst;
+}
+
+static void make(Walk *w, const Change *changes, i64 count) { /* slots are looked at again only at the end */
+    w->dirty.size = 0;
+    w->stamp++;
+    for (i64 k = 0; k < count; k++) change(w, changes[k].sign, changes[k].slot, changes[k].op);
+    for (i64 k = 0; k < w->dirty.size; k++) {
+        i64 slot = w->dirty.at[k], at, worst = worst_moment(w, slot, &at);
+        w->total[slot] += worst - w->relative[slot];
+        w->relative[slot] = worst;
+    }
 }
 
 static void apply(Walk *w) {
     size_t bytes = (size_t)w->n * sizeof(i64);
     memcpy(w->old_total, w->total, bytes);
     memcpy(w->old_relative, w->relative, bytes);
-    w->dirty.size = 0;
-    w->stamp++;
-    for (i64 k = 0; k < w->move.size; k++) change(w, w->move.at[k].sign, w->move.at[k].slot, w->move.at[k].op);
-    for (i64 k = 0; k < w->dirty.size; k++) refresh(w, w->dirty.at[k]);
+    make(w, w->move.at, w->move.size);
 }
 
 static void take_back(Walk *w) {
@@ -459,19 +469,18 @@ static double excess(const Walk *w) {
 /* Local search (`solvers.local`, `solvers.descent`, `solvers.unneeded`) --------------------------------------------- */
 
 static void act(Walk *w, i64 sign, i64 slot, i64 op) {
-    w->dirty.size = 0;
-    w->stamp++;
-    change(w, sign, slot, op);
-    for (i64 k = 0; k < w->dirty.size; k++) refresh(w, w->dirty.at[k]);
+    note(&w->journal, sign, slot, op);
+    make(w, &(Change){sign, slot, op}, 1);
 }
 
-static void add(Walk *w, i64 slot, i64 op) { note(&w->journal, 1, slot, op), act(w, 1, slot, op); }
-static void take_away(Walk *w, i64 slot, i64 op) { note(&w->journal, -1, slot, op), act(w, -1, slot, op); } /* `remove` */
+static void add(Walk *w, i64 slot, i64 op) { act(w, 1, slot, op); }
+static void take_away(Walk *w, i64 slot, i64 op) { act(w, -1, slot, op); } /* `remove` */
 
 static void rollback(Walk *w, i64 mark) {
     while (w->journal.size > mark) {
         Change last = w->journal.at[--w->journal.size];
-        act(w, -last.sign, last.slot, last.op);
+        last.sign = -last.sign;
+        make(w, &last, 1);
     }
 }
 
@@ -487,13 +496,8 @@ static i64 peak(const Walk *w) { /* without the static bytes */
 }
 
 static i64 worst_key(const Walk *w, i64 slot) {
-    const Array *items = &w->items[slot];
-    i64 current = 0, worst = -1, at = slot;
-    for (i64 j = 0; j < items->size; j++) {
-        i64 op = items->at[j], event = 2 * key(w, slot, op), moment = current + needs(w, event, op);
-        if (moment > worst) worst = moment, at = op;
-        if (j + 1 < items->size) current += resident(w, event, op);
-    }
+    i64 at;
+    worst_moment(w, slot, &at);
     return key(w, slot, at);
 }
 
@@ -558,7 +562,7 @@ static int by_number(const void *a, const void *b) {
 static int by_score(const void *a, const void *b) {
     const Ranked *x = a, *y = b;
     if (x->score != y->score) return x->score < y->score ? -1 : 1;
-    return (x->tensor > y->tensor) - (x->tensor < y->tensor);
+    return (x->item > y->item) - (x->item < y->item);
 }
 
 static double score(const Eviction *eviction) { return (double)eviction->cost / (double)eviction->gain; }
@@ -605,7 +609,7 @@ static int relieve(Walk *w, Descent *descent, Taste taste, double cost_limit) {
     }
     for (i64 k = 0; k < size; k++) {
         double following = k + 1 < size ? queue[k + 1].score : INFINITY;
-        if (!plan_eviction(w, queue[k].tensor, at, taste.keep_ratio, cost_limit - (double)w->added_cost, &found)) continue;
+        if (!plan_eviction(w, queue[k].item, at, taste.keep_ratio, cost_limit - (double)w->added_cost, &found)) continue;
         if (applied && score(&found) > OVERTAKEN * following) continue;
         if (applied && score(&found) > OVERTAKEN * queue[0].score + 1e-9) break;
         qsort(w->chosen.at, (size_t)w->chosen.size, sizeof(i64), by_number);
@@ -673,7 +677,7 @@ static void sort_by(Array *numbers, i64 (*first)(const Walk *, i64, i64), const 
     Ranked *pairs = resized(NULL, size * (i64)sizeof(Ranked));
     for (i64 k = 0; k < size; k++) pairs[k] = (Ranked){(double)first(w, numbers->at[k], with), numbers->at[k]};
     qsort(pairs, (size_t)size, sizeof(Ranked), by_score);
-    for (i64 k = 0; k < size; k++) numbers->at[k] = pairs[k].tensor;
+    for (i64 k = 0; k < size; k++) numbers->at[k] = pairs[k].item;
     free(pairs);
 }
 
@@ -704,8 +708,8 @@ static void list_suspects(Walk *w) { /* into `listed` */
     }
 }
 
-static void choose_victims(Walk *w) {
-    Array *victims = &w->victims;
+static void choose_victims(Walk *w) { /* into `listed` */
+    Array *victims = &w->listed;
     list_recomputes(w, victims);
     if (!victims->size) return;
     double random = drawn(w);
@@ -721,8 +725,8 @@ static void ruin_and_repair(Walk *w, double cost_limit) {
     static const double keep_ratios[3] = {0.3, 1.0, 0.0}, noises[3] = {0.0, 0.5, 2.0};
     w->journal.size = 0;
     choose_victims(w);
-    for (i64 k = 0; k < w->victims.size; k++) {
-        i64 slot = w->victims.at[k] / w->stride, op = w->victims.at[k] % w->stride;
+    for (i64 k = 0; k < w->listed.size; k++) {
+        i64 slot = w->listed.at[k] / w->stride, op = w->listed.at[k] % w->stride;
         if (!has(w, slot, op)) continue;
         take_away(w, slot, op);
         drop_dead(w, op, slot);
@@ -794,7 +798,7 @@ EXPORT void walk_end(Walk *w) {
     for (i64 i = 0; i < w->n; i++) free(w->items[i].at), free(w->slots_of[i].at);
     void *all[] = {w->events, w->items, w->slots_of, w->total, w->relative, w->old_total, w->old_relative,
                    w->optional_slot, w->mark, w->dirty.at, w->tight.at, w->chosen.at, w->stack.at, w->reads.at,
-                   w->recomputes.at, w->best.at, w->place, w->move.at, w->seen, w->journal.at, w->listed.at, w->victims.at, w};
+                   w->recomputes.at, w->best.at, w->place, w->move.at, w->seen, w->journal.at, w->listed.at, w};
     for (size_t k = 0; k < sizeof all / sizeof *all; k++) free(all[k]);
 }
 

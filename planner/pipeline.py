@@ -266,6 +266,7 @@ def bind_step(prepared: Prepared, rewritten: Rewritten, arena: Arena = ()) -> St
         uncounted=uncounted(traced),
         readers=tuple(leaf.readers for leaf in returned),
         output_names=tuple(leaf.path or "the output" for leaf in returned),
+        asked=tuple((each.place, each.answer) for each in traced.asked),
     )
 
 

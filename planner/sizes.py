@@ -15,6 +15,8 @@ from torch import nn
 from passes._torch import local_part
 from passes.errors import CaptureError, Unsupported
 from passes.printable import brief
+from passes.trace.answers import Unanswered
+from passes.trace.asking import sample_answers
 from passes.trace.capture import Traced, capture
 from passes.trace.first_call import FirstCall, remembered
 from passes.trace.isolate import in_training
@@ -47,6 +49,10 @@ class Sizes:
         is_first: whether the model is planned for the first time: it is then traced with what its forward remembers at
             its first call in place. Later on, in the place of what it remembers, this would put an end to the plans.
         keeps_mode: whether what is in eval mode is planned in it, as a region is. A model is planned for training.
+
+    Attributes:
+        may_ask: whether the forward may be run for what it asks about values that it computes (`passes.trace.answers`).
+            A region's has no values.
     """
 
     def __init__(self, is_first: bool = True, keeps_mode: bool = False) -> None:
@@ -55,6 +61,7 @@ class Sizes:
         self.refused: dict[Any, _Refused | None] = {}  # None: it was traced
         self.parts = WeakSet[Any]()  # of the plans by regions that are still there
         self.is_first, self.first_call, self.keeps_mode = is_first, tuple[Change, ...](), keeps_mode
+        self.may_ask = not keeps_mode
 
     def of_region(self, path: str, number: int) -> Sizes:
         """Those of one of a region's calls in a step."""
@@ -90,18 +97,12 @@ class Sizes:
                 made = kind.made(model, bound, loss_fn, tensors, differentiated, (keep_outputs, keep_inputs), layouts)
             if made is not None:
                 return made
-        is_first, self.is_first = self.is_first, False
         options: dict[str, Any] = {
             "differentiated": differentiated, "keep_outputs": keep_outputs, "keep_inputs": keep_inputs,
             "layouts": layouts,
         }  # fmt: skip
         try:
-            with remembered(self.first_call):
-                traced = capture(model, bound, loss_fn, is_first=is_first, **options)
-        except FirstCall as first:
-            self.first_call = first.make(model, bound, loss_fn)
-            with remembered(self.first_call):
-                traced = capture(model, bound, loss_fn, **options)
+            traced = self._captured(model, bound, loss_fn, options)
         except (CaptureError, Unsupported) as error:
             if type(error) in (CaptureError, Unsupported):  # others may come once
                 self._refuse(call, model, error)
@@ -113,6 +114,24 @@ class Sizes:
         kind.add(tensors, traced)
         self.refused[call] = None
         return traced
+
+    def _captured(
+        self, model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None, options: dict[str, Any]
+    ) -> Traced:  # fmt: skip
+        """The trace, with what a first call remembers in place, and with the sample's answers where they are needed."""
+        is_first, self.is_first = self.is_first, False
+        may_ask, asked = self.may_ask, None
+        while True:
+            try:
+                with remembered(self.first_call):
+                    return capture(model, bound, loss_fn, is_first=is_first, asked=asked, may_ask=may_ask, **options)
+            except FirstCall as first:
+                self.first_call = first.make(model, bound, loss_fn)
+                is_first, may_ask, asked = False, self.may_ask, None
+            except Unanswered:
+                may_ask = False
+                with remembered(self.first_call):
+                    asked = sample_answers(model, bound, loss_fn)
 
     def _check(self, call: Any, model: nn.Module) -> None:
         """Raise what tracing such a call of the model raised, where it never could be traced."""
@@ -159,6 +178,8 @@ class _Kind:
         shapes = [torch.empty(shape, device="meta") for shape in _shapes(tensors)]
         others = [pair for pair in self.seen if _shapes(pair[0]) != _shapes(shapes)]
         self.seen = [*others[-1:], (shapes, traced)]
+        if traced.asked:  # a trace with symbols has no answers
+            self.builds = BUILDS
 
     def made(self, model: nn.Module, bound: Any, loss_fn: Any, tensors: Any, differentiated: Any,
              keep: tuple[bool, bool], layouts: Layouts) -> Traced | None:  # fmt: skip

@@ -50,6 +50,10 @@ class ChangedInPlace(PlannerError, RuntimeError):
     """What the backward still reads was changed."""
 
 
+class OtherAnswer(PlannerError, RuntimeError):
+    """What the forward asks about values that it computes is answered otherwise than it was in the sample."""
+
+
 class Half(Protocol):
     """Half of a step; a `GraphModule`, for one."""
 
@@ -116,6 +120,8 @@ class Step:
         casts: parameters that autocast casts.
         readers: for each output, the others that are computed from it.
         output_names: what the outputs are called.
+        asked: for each of the last outputs, which are answers to the forward's questions about values, where it was
+            asked and what the sample's answer was.
         told: names of primals of which a warning was given that their gradients are summed in another order.
     """
 
@@ -146,6 +152,7 @@ class Step:
     casts: tuple[int, ...] = ()
     readers: Readers = ()
     output_names: tuple[str, ...] = ()
+    asked: tuple[tuple[str, bool], ...] = ()
     told: set[str] = field(default_factory=set, compare=False)
 
     def __call__(
@@ -250,6 +257,7 @@ class _Run:
         step, primals = self.step, self.primals
         try:
             results = run_below_autograd(step.forward.forward, list(self.given))
+            self._compare_answers(results[: len(step.mutated) + step.num_outputs])
         except Exception as error:
             self._failed(error)
             raise
@@ -267,12 +275,18 @@ class _Run:
         self.views = Versions(outputs[i] for i in step.views)
         return outputs
 
+    def _compare_answers(self, results: Sequence[torch.Tensor]) -> None:
+        asked = self.step.asked
+        for (place, sample), answer in zip(asked, results[len(results) - len(asked) :], strict=True):
+            if bool(answer) != sample:
+                raise OtherAnswer(f"the answer at {place} is {not sample}, and was {sample} for the sample")
+
     def _failed(self, error: Exception) -> None:
         """Put the generators back, as nothing else was changed yet. What we refuse ourselves is no failure."""
         for device, generator in self.generators.items():
             if generator is not None:
                 set_rng_state(generator.get_state(), device)
-        if self.fallback is not None and not isinstance(error, PlannerError):
+        if self.fallback is not None and (isinstance(error, OtherAnswer) or not isinstance(error, PlannerError)):
             self.fallback.failed(error)
 
     def start(self, gradients: Sequence[torch.Tensor | None]) -> None:

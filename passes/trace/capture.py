@@ -41,10 +41,12 @@ from passes.errors import CaptureError, NoBackward, Unsupported
 from passes.exclusive import exclusive
 from passes.fuse.rules import fuse
 from passes.memory import own_bytes
+from passes.printable import few
 from passes.run._torch import Autocast
 from passes.run.tensors import nodes_behind
 
 from . import routes
+from .answers import Asked, Unanswered, drawn
 from .arguments import (
     StateEntry,
     argument_names,
@@ -65,7 +67,7 @@ from .constructs import LAZY, refuse_settings
 from .contexts import private_contexts
 from .custom_backward import used_in_backward
 from .expected import MISSING
-from .failure import capture_error
+from .failure import capture_error, value_needed
 from .first_call import FirstCall
 from .given import Changed, Given, Place, Returned, changed_slots, left_alone
 from .hidden import refuse_hidden
@@ -147,7 +149,8 @@ class Traced:
     the attributes of the model's modules that it sets to plain values, as a planned step does, too. `within` are the
     parameters by which the backward of a custom function differentiates: they may have no hooks. `spread` are the
     placements of the gradients of `DTensor`s, by the numbers of the primals. `first_call` is what a first call of
-    forward remembers and was in place. `changed_later` are primals that code after a region changes in place.
+    forward remembers and was in place. `changed_later` are primals that code after a region changes in place. `asked`
+    are the questions about computed values that the sample answered; what was asked about are the last of `outputs`.
     """
 
     graph_module: fx.GraphModule
@@ -175,6 +178,7 @@ class Traced:
     spread: Mapping[int, Any] = field(default_factory=dict)
     first_call: tuple[Change, ...] = ()
     changed_later: tuple[int, ...] = ()
+    asked: tuple[Asked, ...] = ()
 
     @property
     def overwritten(self) -> tuple[int, ...]:
@@ -219,6 +223,8 @@ def capture(
     keep_inputs: bool = True,
     layouts: Layouts | None = None,
     is_first: bool = False,
+    asked: Sequence[Asked] | None = None,
+    may_ask: bool = False,
 ) -> Traced:
     """Trace the training step of `model`, in the mode that each of its modules is in.
 
@@ -235,6 +241,8 @@ def capture(
             (`BACKWARD_AUTOCAST`).
         is_first: whether to raise `FirstCall` where the forward would remember something, as at its first call. Else
             it is noted, and refused where it is a plain value that was another one before.
+        asked: what the forward asks about values on the sample; None where that is not known.
+        may_ask: whether to raise `Unanswered` where that is needed, and else to refuse it.
 
     Raises:
         CaptureError: the forward cannot be traced; carries the user's file and line.
@@ -251,23 +259,29 @@ def capture(
     for entry, tensor in zip(entries, given, strict=False):
         refuse_not_dense(tensor, entry.name)
     tracer = StepTracer(model, loss_fn, signature, entries, input_template, differentiated, given, layouts or {},
-                        names_given(bound), is_first)  # fmt: skip
+                        names_given(bound), is_first, asked)  # fmt: skip
     tensors = [local_part(t) for t in given]
     alone = isolated(model, loss_fn, shared(input_template))
     with exclusive(), alone as tracer.before, private_contexts(), without_sources():
         fake = _fake_inputs(tensors, layouts)
         try:
             joint = export_step(tracer, fake)
+            _refuse_drawn(joint, tracer.asked)
         except CaptureError as error:
+            if tracer.asks and may_ask:
+                raise Unanswered from error
             # Libraries branch on `torch.compiler.is_compiling()` to offer code without data-dependent Python. The
             # model's ordinary path is tried first because it is the one the plain step executes.
             try:
+                tracer.sample_asked = None
                 with compiling_flags():
                     joint = export_step(tracer, _fake_inputs(tensors, layouts))
                 tracer.settings = ()  # the ordinary code may set something else
                 tracer.notes += (f"{COMPILING} ({error.location or 'place unknown'})",)
             except CaptureError:
                 raise error from error.__cause__
+        if tracer.asked:
+            tracer.notes += (_note_of(tracer.asked),)
         check_backward(tracer.before, tracer.judged, {str(s): s.value for s in tracer.settings})
     for tensor, name in zip(input_tensors, names, strict=True):
         refuse_attributes(vars(tensor).keys() & tracer.recorder.said.keys(), name)
@@ -337,6 +351,7 @@ class StepTracer:
         layouts: Layouts,
         by_name: frozenset[str],
         is_first: bool = False,
+        sample_asked: Sequence[Asked] | None = None,
     ) -> None:
         self.model, self.loss_fn, self.signature, self.by_name = model, loss_fn, signature, by_name
         self.given, self.is_first = given, is_first
@@ -348,6 +363,9 @@ class StepTracer:
         self.layouts = layouts
         self.leaves: list[OutputLeaf] = []
         self.guard: Guard | None = None
+        self.sample_asked, self.asks = sample_asked, False  # whether a run asked what is not known
+        self.asked: tuple[Asked, ...] = ()
+        self.answers: list[torch.Tensor] = []  # of the latest run
         self.notes: tuple[str, ...] = ()
         self.left: tuple[Left, ...] = ()  # by the first run
         self.settings: tuple[Setting, ...] = ()  # of the latest run
@@ -403,6 +421,10 @@ class StepTracer:
                     returned.append(self._started(paths[i], tensor, own))
                 else:
                     returned.append(tensor.detach() if own is None else LAID_OUT(tensor.detach(), own))
+        for asked, answer in zip(self.asked, self.answers, strict=True):
+            self.leaves.append(OutputLeaf(f"(the answer at {asked.place})", None, len(returned), False, False))
+            returned.append(answer)
+        self.answers = []
         if self.runs:  # torch goes on with the backward
             self.recorder.follow_backward()
             if self.watch.custom_backward:
@@ -426,7 +448,10 @@ class StepTracer:
             self.recorder.take_arguments(bound, self.input_template)
             self.given_now[:] = [given]
             torch_was = torch_settings()
-            value = run_model(self.model, self.loss_fn, self.signature, bound)
+            try:
+                value = run_model(self.model, self.loss_fn, self.signature, bound)
+            finally:
+                self.asks = self.asks or known.computed.wanted
             refuse_settings(torch_was)
             refuse_with_gradient(self.model, self.entries, state, self.given)
             replaced = write_back(self.model, self.entries, state)
@@ -440,8 +465,11 @@ class StepTracer:
             for i, before in enumerate(hooks):
                 if _hooks_of(flat[i]) != before:
                     raise hook_of_given(self._name_of(i))
+            known.computed.check_all_asked()
         self.given_now.clear()
         self.guard = known.guard
+        self.asked = tuple(asked for asked, _ in known.computed.found)
+        self.answers = [answer for _, answer in known.computed.found]
         return result
 
     def _refuse_attributes(
@@ -461,7 +489,7 @@ class StepTracer:
         return self.entries[index].name if index < len(self.entries) else "what forward takes"
 
     def _known_values(self, flat: Sequence[torch.Tensor]) -> KnownValues:
-        return KnownValues(flat, self.given, len(self.entries), self.changing)
+        return KnownValues(flat, self.given, len(self.entries), self.changing, self.sample_asked)
 
     def _first_run(self, flat: Sequence[torch.Tensor]) -> Returned:
         """As `_run`; what a trace cannot see is refused or said."""
@@ -720,12 +748,30 @@ def _traced(
         repeated=tuple(tracer.watch.checkpoints),
         by_name=tracer.by_name,
         changes=tracer.changes,
+        asked=tracer.asked,
         left=tracer.recorder.left(tracer.watch.codes),
         within=tuple(tracer.within),
         spread=tracer.spread,
         overlaps=overlaps(tracer.given, joint.mutated_inputs),
         resident=own_bytes(tracer.given),
     )
+
+
+def _note_of(asked: Sequence[Asked]) -> str:
+    places = list(dict.fromkeys(each.place for each in asked))
+    return (
+        f"forward asks about values that it computes, at {few(places)}: a step that answers otherwise than the sample "
+        "runs the plain forward, not under the budget"
+    )
+
+
+def _refuse_drawn(joint: JointGraph, asked: Sequence[Asked]) -> None:
+    """An answer that comes of random numbers alone is another one in each step."""
+    outputs = joint.num_forward_outputs
+    results: Any = joint.graph_module.graph.output_node().args[0]
+    for question, answer in zip(asked, results[outputs - len(asked) : outputs], strict=True):
+        if drawn(answer):
+            raise value_needed(question.place)
 
 
 def not_held(

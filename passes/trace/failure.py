@@ -45,14 +45,25 @@ def capture_error(error: BaseException) -> CaptureError:
     return found(f"cannot trace the model{where}. {reason} {remedy}", location=location, construct=construct)
 
 
+_VALUE_NEEDED = (
+    "The value of a tensor is needed in Python here (.item(), bool(), an `if` on data).",
+    "A plan holds for every batch, so the branch must not depend on data: use torch.where, or move it out of forward.",
+)
+
+
+def value_needed(place: str) -> CaptureError:
+    """The error for a place in the user's code where the value of a tensor is needed (`file:line `source``)."""
+    location, _, construct = place.partition(" `")
+    return CaptureError(
+        f"cannot trace the model at {location}: `{construct} {' '.join(_VALUE_NEEDED)}",
+        location=location, construct=construct.removesuffix("`"),
+    )  # fmt: skip
+
+
 def _explain(kind: str, text: str) -> tuple[str, str] | None:
     """Why torch cannot trace it, and what to do; None where the error is likely to be the forward's own."""
     if kind in ("DataDependentOutputException", "GuardOnDataDependentSymNode"):
-        return (
-            "The value of a tensor is needed in Python here (.item(), bool(), an `if` on data).",
-            "A plan holds for every batch, so the branch must not depend on data: use torch.where, or move it out of "
-            "forward.",
-        )
+        return _VALUE_NEEDED
     if "data is not allocated yet" in text:
         return (
             "The value of a tensor is needed here to know a shape or a position (torch.tensor_split by a tensor).",

@@ -7,27 +7,16 @@ Planning leaves it on no model; the first planned call does, as a plain first ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
-from passes._torch import TorchDispatchMode, swapped_state
-
-from ..exclusive import alone, exclusive
-from ..ops import COLLECTIVES
-from .arguments import call_signature, run_model
-from .binding import names_given
-from .given import left_alone
-from .isolate import isolated
 from .nodes import MISSING, Change, identical
 from .notice import holder, is_hook, twin
+from .once import may_run, once
 from .state import Snapshot
-from .structure import Bound, flatten, unflatten
-from .templates import shared
 
 
 class FirstCall(Exception):
@@ -51,19 +40,13 @@ class FirstCall(Exception):
             What it remembers; nothing where it cannot run: without data, where other threads run, which would draw the
             same random numbers, or where other ranks would have to run it, too.
         """
-        tensors, template = flatten(dict(bound))
-        if not alone() or any(t.is_meta for t in (*model.parameters(), *model.buffers(), *tensors)):
+        if not may_run(model, bound):
             return ()
-        copies = Bound(unflatten(template, list(map(twin, tensors))), names_given(bound))
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        own = {name: twin(named[name]) for name in self.changed}
         left: list[Change] = []
-        with (
-            exclusive(), torch.random.fork_rng(devices=[]), isolated(model, loss_fn, shared(template)) as before,
-            suppress(Exception), swapped_state(model, own), left_alone(copies), _save_nothing(),
-            _Silent() if dist.is_available() and dist.is_initialized() else nullcontext(),
-        ):  # fmt: skip
-            run_model(model, loss_fn, call_signature(model, loss_fn), copies)
+        own = {name: twin(named[name]) for name in self.changed}
+        with suppress(Exception), once(model, bound, loss_fn, own) as (before, run):
+            run()
             left = [change for change in before.changes(identical) if holder(change) in self.paths]
         return tuple(left)
 
@@ -104,15 +87,6 @@ def remembered(changes: Iterable[Change]) -> Iterator[None]:
             _put(change, change.before)
 
 
-class _Silent(TorchDispatchMode):
-    """Ends a forward that talks to other ranks, which may not run one now."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in COLLECTIVES:
-            raise RuntimeError(f"{func} waits for other ranks")
-        return func(*args, **(kwargs or {}))
-
-
 def _is_as_before(change: Change) -> bool:
     now = change.node.take()
     if is_hook(change):
@@ -130,11 +104,3 @@ def _put(change: Change, value: Any) -> None:
         if value is MISSING:
             del content[change.key]
     change.node.give(content)
-
-
-def _save_nothing() -> Any:
-    """Let a forward take the course that it takes with gradients, and hold nothing for its backward."""
-    def nothing(_: Any) -> Any:
-        return None
-
-    return torch.autograd.graph.saved_tensors_hooks(nothing, nothing)

@@ -34,6 +34,8 @@ from passes._torch import (
     pytree,
 )
 
+from .answers import Answers, Asked, is_question
+
 LARGEST = 1 << 22  # elements
 LARGEST_OF_STATE = 1 << 10
 FACTORIES = frozenset(
@@ -129,13 +131,15 @@ class KnownValues(TorchFunctionMode):
         traced, sample: the step's parameters, buffers and inputs as traced, and as they are.
         state: how many of them are parameters and buffers, the first ones.
         changing: the numbers of those that forward is known to change.
+        asked: all that forward asks on the sample, in order; see `answers`.
     """
 
     def __init__(
         self, traced: Sequence[torch.Tensor] = (), sample: Sequence[torch.Tensor] = (), state: int = 0,
-        changing: Collection[int] = (),
+        changing: Collection[int] = (), asked: Sequence[Asked] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.computed = Answers(asked)
         self.known = WeakIdKeyDictionary()
         self.tape: list[Call] = []
         self.answers: list[Any] = []
@@ -157,7 +161,11 @@ class KnownValues(TorchFunctionMode):
         return value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        if is_question(func, args):
+            return self.computed.ask(func, args, kwargs or {}, self._call, DataDependentOutputException)
+        return self._call(func, args, kwargs or {})
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = list(_tensors((args, kwargs)))
         if not (all(t in self.known for t in tensors) and (tensors or func in FACTORIES)):
             if tensors and _writes(func, kwargs) and tensors[0] in self.known:
@@ -184,7 +192,7 @@ class KnownValues(TorchFunctionMode):
             numbers = [t for t in _tensors((args, kwargs)) if t.dim() == 0 and t in self.known]
             if not numbers or func in QUESTIONS:
                 raise
-            asked = {id(t): self.__torch_function__(Tensor.item, (), (t,)) for t in numbers}
+            asked = {id(t): self._call(Tensor.item, (t,), {}) for t in numbers}
             return func(*pytree.tree_map(lambda a: asked.get(id(a), a), args),
                         **pytree.tree_map(lambda a: asked.get(id(a), a), kwargs))  # fmt: skip
 

@@ -13,6 +13,7 @@ from passes._torch import storage_of, swapped_state
 from passes.exclusive import interrupt_point
 from passes.memory import place, span
 from passes.run._torch import under_autocast
+from passes.run.step import OtherAnswer
 from passes.trace.arguments import argument_names, call_signature, run_model, state_tensors
 from passes.trace.binding import names_given
 from passes.trace.capture import Traced
@@ -114,7 +115,10 @@ class Case:
     # A run of some steps ------------------------------------------------------------------------------------------
 
     def take(self, run: Run, steps: int, enough: Callable[[], bool] = lambda: False) -> list[Observed]:
-        """Run and observe `steps` steps from the state that the case starts from; fewer when `enough()` says so."""
+        """Run and observe `steps` steps from the state that the case starts from; fewer when `enough()` says so.
+
+        A step after the first one has another batch: where it answers forward's questions otherwise, it is left out.
+        """
         self.generators.set(self.start)
         tensors = twins(self.originals)
         observed: list[Observed] = []
@@ -127,6 +131,9 @@ class Case:
                     self.remembers = self.remembers or bool(self.snapshot.changed())
                     self._move_on(tensors)
                 observed.append(self._observe(run, tensors, len(observed)))
+        except OtherAnswer:
+            if not observed:
+                raise
         finally:
             self.changed = self.snapshot.changed()
             self.snapshot.restore()

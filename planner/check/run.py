@@ -12,6 +12,7 @@ from torch import nn
 
 from passes.exclusive import alone, exclusive
 from passes.ops import is_collective
+from passes.run.step import OtherAnswer
 from passes.trace.refuse import has_sharded
 from planner.decided import Decided
 from planner.errors import CheckError
@@ -69,10 +70,13 @@ def _check(
         plain = _plain_steps(case, max(LEAST_SECONDS, sum(planned.seconds.values())) if auto else None)
         try:
             ours = case.take(case.planned(planned), len(plain))
+        except OtherAnswer as error:
+            raise _CannotRun(str(error)) from None
         except Exception as error:
             cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
             message = f"the planned step fails where the plain one runs: {cause}. {REPORT}."
             raise CheckError(message, differs="the planned step", cause=cause) from error
+        plain = plain[: len(ours)]
         found = differences(plain, ours)
         noise = differences(plain, case.take(case.plain, len(plain))) if found else []
         if noise and _equal_deterministically(case, planned, len(plain)):

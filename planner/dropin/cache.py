@@ -47,7 +47,7 @@ from passes.trace.structure import flatten, held_objects
 from passes.trace.templates import argument_path
 from planner.decided import Decided
 from planner.errors import RegionError
-from planner.options import BUCKET
+from planner.options import AUTO, BUCKET
 from planner.pipeline import Replan
 from planner.ranks.sharded import Gathers, gathered_aside, input_dtype
 from solvers.errors import BudgetError, PlannerError
@@ -61,6 +61,7 @@ from .plan_key import Key, call_key, describe_tensor, key_difference, state_key
 from .regions import RegionForward, are_of, regions_of, running_regions
 
 CACHE_BYTES = 1 << 30  # of host memory, for the plans that are kept
+STRAYS = 3  # calls that answer forward's questions otherwise than the sample, after which regions are planned
 OPAQUE = 'a planned step runs as it is; torch.compile(model, backend="checkpoint_planner") compiles under a budget'
 _HINT = 'on_new_shape="replan" plans such calls, "eager" runs them unplanned.'
 
@@ -222,6 +223,9 @@ class PlanState:
                 warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=user_frame())
                 return None, []
             except BudgetError as error:
+                if entry is not None and entry.strayed >= STRAYS:
+                    entry.outdated = False
+                    return entry, state
                 error.args = (f"{error}. {self._why_anew(entry, starts, key, tensors, bound)}",)
                 if entry is None or not entry.by_regions:
                     raise
@@ -372,6 +376,17 @@ class PlanState:
 
     def replayed(self, autocast: Autocast) -> None:
         """The next call is planned for that."""
+
+    def strayed(self, entry: Entry) -> None:
+        """Plan the next call by regions where such calls come again and again: the code between them runs in eager."""
+        entry.strayed += 1
+        options, sizes = entry.planned.prepared.options, entry.planned.prepared.sizes
+        if entry.strayed == STRAYS and self._plans_anew and options.regions == AUTO:
+            sizes.may_ask, entry.outdated = False, True
+            warnings.warn(
+                "calls answer forward's questions about values now one way, now another: the next one is planned by "
+                "regions, between which such code runs in eager.", stacklevel=user_frame(),
+            )  # fmt: skip
 
     def find(
         self, key: Key, inputs: Sequence[torch.Tensor], bound: Mapping[str, Any],

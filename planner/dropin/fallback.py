@@ -74,6 +74,9 @@ class Plans(Protocol):
     def replayed(self, autocast: Autocast) -> None:
         """Note that a backward, under that autocast, was none that was planned for."""
 
+    def strayed(self, entry: Entry) -> None:
+        """Note that a call answered the forward's questions otherwise than the sample of that plan."""
+
 
 class Fallback:
     """Backward from other outputs than planned for, under another autocast, or with gradients in other layouts.
@@ -91,6 +94,7 @@ class Fallback:
         as_called: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
         prepared = entry.planned.prepared
+        self.entry = entry
         self.state, self.traced, self.layouts = state, prepared.traced, prepared.layouts
         self.key, self.compiled, self.as_called = entry.key, entry.planned.compiled, as_called
         late = entry.matched is not None and (entry.matched.late or entry.matched.late_contents)
@@ -179,6 +183,10 @@ class Fallback:
     def failed(self, error: Exception) -> None:
         """See `passes.run.step.Fallback`."""
         self.raised = error
+
+    def strayed(self) -> None:
+        """Note that the forward's questions are answered otherwise than in the sample."""
+        self.state.strayed(self.entry)
 
     def _irreplayable(self, primals: Sequence[torch.Tensor]) -> str | None:
         """Why the forward cannot be replayed; None where it can."""
@@ -270,7 +278,7 @@ class Fallback:
             with under_autocast(self.key.autocast), aside, self._given(arguments) as bound, saving:
                 targets = targets_of(traced.changes, bound)
                 outputs = all_outputs(self.state.plain(bound), traced.output_template, traced.changes, targets)
-        numbered = {leaf.index: output for leaf, output in zip(traced.outputs, outputs, strict=True)}
+        numbered = {leaf.index: output for leaf, output in zip(traced.outputs, outputs, strict=False)}
         for i, listener in taken.items():
             listener.move_to(numbered[i])
         started = [(numbered[i], gradient) for i, gradient in gradients.items()]

@@ -17,6 +17,7 @@ import torch
 
 from passes.ops import is_collective
 from passes.printable import brief
+from passes.run.step import OtherAnswer
 from passes.trace.modules import module_path
 from planner.decided import Decided
 from planner.units import show_bytes
@@ -41,13 +42,17 @@ def run(
             left = f"Buffers and random numbers are as before {before}; in eager some would have changed by then."
             _add(error, f"(It was raised {met}. {hindrance} {left})")
             raise error.with_traceback(None) from None  # its frames of generated code hold the step's tensors
-        kind, said = type(error), f"{type(error).__name__}: {brief(error)}"
+        kind, said, other = type(error), f"{type(error).__name__}: {brief(error)}", str(error)
     try:
         output = plain()
     except Exception as own:
-        if type(own) is not kind:
+        if kind is not OtherAnswer and type(own) is not kind:
             _add(own, f"(The plain forward raised this; it ran because {said} was raised {met}.)")
         raise
+    if kind is OtherAnswer:
+        warnings.warn(f"planned step not used, not under the budget: {other}.", stacklevel=user_frame())
+        fallback.strayed()
+        return output
     warnings.warn(
         f"planned step not used, not under the budget: {said} was raised {met}, and the plain forward, which ran in "
         "its place, does not raise it. This call has the plain forward's numbers. Please report this.",

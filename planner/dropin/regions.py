@@ -178,6 +178,9 @@ class RegionForward:
         """Note that the step's own backward has to be looked at."""
         self.surprise = autocast
 
+    def strayed(self, entry: Entry) -> None:
+        """See `Plans`: that call has run plain."""
+
     def start(self) -> None:
         """Be the module's forward, unless that was compiled since it was planned: the compiler would look into this."""
         current = self.model.__dict__.get("forward")

@@ -304,6 +304,18 @@ def stochastic_depth() -> tuple[nn.Module, Any]:
 
 
 @hazard
+def checks_of_values() -> tuple[nn.Module, Any]:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.a, self.b, self.c):
+            x = F.dropout(layer(x).relu(), 0.2)
+            if not torch.isfinite(x).all():
+                x = torch.nan_to_num(x)
+        return torch.distributions.Normal(x.mean(0), x.exp().mean(0), validate_args=True).entropy().mean()
+
+    return Wrap(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 8)), torch.randn(4, 8)
+
+
+@hazard
 def several_losses() -> tuple[nn.Module, Any]:
     def forward(self: Any, x: torch.Tensor) -> Any:
         hidden = self.linear(x).tanh()

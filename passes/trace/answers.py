@@ -1,0 +1,139 @@
+"""Yes-or-no questions about values that a forward computes: `if not torch.isfinite(h).all():`, an `assert`, the checks
+of `torch.distributions`.
+
+A trace has no values. So the forward runs once on the sample (`asking`), and its answers are written down: the trace
+takes them, and what was asked becomes an output of the step, which compares it with the sample's answer each time it
+runs (`passes.run.step`). Another answer leaves the call to the plain forward.
+
+Only checks are taken so, which look for elements of a kind (`any`, `all`, `isnan`): nearly every batch answers them in
+one way. A branch on how one number compares with another (`if x.mean() > 0:`) is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..errors import CaptureError
+from .places import place, user_frame
+
+_TRUE = frozenset({Tensor.__bool__, torch.is_nonzero, Tensor.is_nonzero})
+# What asks of two tensors whether all elements are alike -> what asks it of each.
+_ALIKE: dict[Any, Any] = {
+    torch.equal: torch.eq, Tensor.equal: torch.eq, torch.allclose: torch.isclose, Tensor.allclose: torch.isclose,
+}  # fmt: skip
+
+
+class Unanswered(Exception):
+    """Ends a trace whose forward asks what only the sample's values tell."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question, and how the sample answers it.
+
+    Attributes:
+        place: `file:line: `source`` of the user's code.
+        is_check: whether it looks for elements of a kind.
+    """
+
+    place: str
+    answer: bool
+    is_check: bool
+_LOOKING = frozenset({
+    torch._is_all_true, torch._is_any_true,
+    *(getattr(of, name) for of in (torch, Tensor) for name in ("all", "any", "isnan", "isinf", "isfinite")),
+})  # fmt: skip
+
+
+def looks_for_elements(func: Any) -> bool:
+    """Whether a function tells whether there are elements of a kind, in all or in one place."""
+    return func in _LOOKING or func in _ALIKE
+
+
+def is_question(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a call asks yes or no about the values of tensors."""
+    return func in _TRUE or func in _ALIKE or (func is Tensor.item and args[0].dtype is torch.bool)
+
+
+def asked_at() -> str:
+    """The place in the user's code from which a function mode is called."""
+    return place(user_frame(sys._getframe(1)))
+
+
+class Answers:
+    """The sample's answers, for one run of a forward that is traced.
+
+    Args:
+        sample: all that the forward asks on the sample, in order; None where that is not known.
+
+    Attributes:
+        found: the questions that only the sample could answer, with what was asked about, as a boolean of no dimension.
+        wanted: whether there was such a question.
+    """
+
+    def __init__(self, sample: Sequence[Asked] | None) -> None:
+        self.sample, self.count, self.wanted = sample, 0, False
+        self.expected = len(sample or ())
+        self.found: list[tuple[Asked, Tensor]] = []
+
+    def ask(self, func: Any, args: Any, kwargs: Any, ask: Callable[..., Any], unknown: type[Exception]) -> Any:
+        """The answer that `ask` gives, or the sample's where it raises `unknown`.
+
+        Raises:
+            Exception: `unknown`, where the sample is not known, or the forward asked something else there.
+        """
+        number, self.count = self.count, self.count + 1
+        if self.sample is None:
+            try:
+                return ask(func, args, kwargs)
+            except unknown:
+                self.wanted = True
+                raise
+        here = self.sample[number] if number < len(self.sample) else None
+        alike = here is not None and here.place == asked_at()
+        try:
+            answer = ask(func, args, kwargs)
+        except unknown:
+            if here is None or not alike or not here.is_check:
+                raise
+            self.found.append((here, _as_tensor(func, args, kwargs)))
+            return here.answer
+        if here is None or not alike or here.answer != bool(answer):
+            self.sample = self.sample[:number]  # what follows is not known
+        return answer
+
+    def check_all_asked(self) -> None:
+        """Raise where the sample asked more than the run that is traced: its answers may be those to other questions.
+
+        Raises:
+            CaptureError: it did.
+        """
+        if self.found and self.count != self.expected:
+            raise CaptureError(
+                f"forward asks {self.count} questions about the values of tensors while it is traced, and "
+                f"{self.expected} on the sample: what it asks depends on who asks."
+            )
+
+
+def _as_tensor(func: Any, args: Any, kwargs: Any) -> Tensor:
+    value = args[0] if func not in _ALIKE else _ALIKE[func](*args, **kwargs).all()
+    return torch.ne(value.detach().reshape(()), 0)  # memory of its own, whatever is written later
+
+
+def drawn(answer: fx.Node) -> bool:
+    """Whether an answer comes of random numbers alone: each step has its own."""
+    seen, waiting = {answer}, [answer]
+    while waiting:
+        node = waiting.pop()
+        if node.op == "placeholder":
+            return False
+        new = [each for each in node.all_input_nodes if each not in seen]
+        seen.update(new)
+        waiting += new
+    return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in seen)

@@ -1,0 +1,91 @@
+"""What a forward asks about the values of tensors, found by running it on the sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from passes._torch import FakeTensor, TorchDispatchMode, WeakIdKeyDictionary, is_distributed, pytree
+
+from .answers import Asked, asked_at, is_question, looks_for_elements
+from .arguments import StateEntry, lend_attributes, state_entries, state_tensors
+from .notice import twin
+from .once import may_run, once
+
+
+class Asking(TorchFunctionMode):
+    """Writes down what Python asks about the values of tensors while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Asked] = []
+        self.checks = WeakIdKeyDictionary()  # tensors that tell whether there are elements of a kind
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        is_check = looks_for_elements(func) or (bool(given) and all(t in self.checks for t in given))
+        if is_question(func, args):
+            self.asked.append(Asked(asked_at(), bool(result), is_check))
+        elif is_check and isinstance(result, Tensor):
+            self.checks[result] = None
+        return result
+
+
+class _Unwritten(TorchDispatchMode):
+    """Raises before something is written into these tensors."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.given = {t.untyped_storage()._cdata for t in given if t.layout is torch.strided}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                self._check(argument, value)
+            for argument in func._schema.arguments:
+                self._check(argument, kwargs.get(argument.name))
+        return func(*args, **kwargs)
+
+    def _check(self, argument: Any, value: Any) -> None:
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            return
+        for tensor in pytree.tree_leaves(value):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in self.given:
+                raise LookupError("the forward writes into a parameter")
+
+
+def sample_answers(
+    model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None
+) -> tuple[Asked, ...] | None:
+    """What the forward asks on the sample; None where it cannot run or fails, or answers otherwise with other draws.
+
+    It is given copies of the buffers, and ends where it writes into a parameter.
+    """
+    entries = state_entries(model)
+    given = state_tensors(model, entries)
+    if not may_run(model, bound) or any(isinstance(t, FakeTensor) or is_distributed(t) for t in given):
+        return None
+    parameters = [t for entry, t in zip(entries, given, strict=True) if entry.is_parameter]
+    found = []
+    try:
+        for first in (True, False):
+            state = {e.name: _stand_in(e, t) for e, t in zip(entries, given, strict=True)}
+            with once(model, bound, loss_fn, state) as (_, run), _Unwritten(parameters), Asking() as asking:
+                for device in () if first else {t.device for t in given}:
+                    torch.rand(1, device=device)
+                run()
+            found.append(asking.asked)
+    except Exception:  # noqa: BLE001 - whatever it is: the trace says what there is to say
+        return None
+    return tuple(found[0]) if found[0] == found[1] else None
+
+
+def _stand_in(entry: StateEntry, tensor: Tensor) -> Tensor:
+    made = tensor.detach().requires_grad_(tensor.requires_grad) if entry.is_parameter else twin(tensor)
+    return lend_attributes(tensor, made)

@@ -1,0 +1,66 @@
+"""One run of a forward on the sample, with its values: it leaves all as it was, and keeps nothing for a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from passes._torch import TorchDispatchMode, swapped_state
+
+from ..exclusive import alone, exclusive
+from ..ops import COLLECTIVES
+from .arguments import call_signature, run_model
+from .binding import names_given
+from .given import left_alone
+from .isolate import isolated
+from .notice import twin
+from .state import Snapshot
+from .structure import Bound, flatten, unflatten
+from .templates import shared
+
+
+def may_run(model: nn.Module, bound: Mapping[str, Any]) -> bool:
+    """Whether a forward can run now: with data, and while no other thread does, which would draw the same numbers."""
+    given = (*model.parameters(), *model.buffers(), *flatten(dict(bound))[0])
+    return alone() and not any(t.is_meta for t in given)
+
+
+@contextmanager
+def once(
+    model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None, state: dict[str, torch.Tensor]
+) -> Iterator[tuple[Snapshot, Callable[[], Any]]]:
+    """What the model is before its forward runs, and what runs it, on copies of the inputs.
+
+    Args:
+        state: what it has in the places of its own parameters and buffers, by their names.
+    """
+    tensors, template = flatten(dict(bound))
+    copies = Bound(unflatten(template, list(map(twin, tensors))), names_given(bound))
+    with (
+        exclusive(), torch.random.fork_rng(devices=[]), isolated(model, loss_fn, shared(template)) as before,
+        swapped_state(model, state), left_alone(copies), _save_nothing(),
+        _Silent() if dist.is_available() and dist.is_initialized() else nullcontext(),
+    ):  # fmt: skip
+        yield before, lambda: run_model(model, loss_fn, call_signature(model, loss_fn), copies)
+
+
+class _Silent(TorchDispatchMode):
+    """Ends a forward that talks to other ranks, which may not run one now."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in COLLECTIVES:
+            raise RuntimeError(f"{func} waits for other ranks")
+        return func(*args, **(kwargs or {}))
+
+
+def _save_nothing() -> Any:
+    """Let a forward take the course that it takes with gradients, and hold nothing for its backward."""
+    def nothing(_: Any) -> Any:
+        return None
+
+    return torch.autograd.graph.saved_tensors_hooks(nothing, nothing)

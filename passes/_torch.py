@@ -57,7 +57,7 @@ try:
         "_C._get_math_sdp_enabled", "_C._get_cudnn_sdp_enabled", "_C._get_math_sdp_allow_fp16_bf16_reduction",
         "_C._get_mkldnn_enabled", "_C._get_cudnn_enabled", "Tensor._make_wrapper_subclass",
         "_C._disabled_torch_function_impl", "autograd.function.BackwardCFunction",
-        "nn.utils.parametrize._cache_enabled", "library._scoped_library",
+        "nn.utils.parametrize._cache_enabled", "library._scoped_library", "_is_all_true", "_is_any_true",
     ):  # fmt: skip
         operator.attrgetter(_name)(torch)
 except (ImportError, AttributeError) as error:
@@ -74,6 +74,7 @@ __all__ = [
     "FUNCTIONAL_COLLECTIVES",
     "TORCH_FOLDER",
     "TORCH_VERSION",
+    "TRUE_OF_ALL_OR_ANY",
     "WAIT_FOR_COLLECTIVE",
     "BareTensor",
     "DataDependentOutputException",
@@ -148,6 +149,7 @@ AUTOGRAD_KEYS = (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.Autograd
 FUNCTIONAL_COLLECTIVES: Any = torch.ops._c10d_functional
 WAIT_FOR_COLLECTIVE: Any = FUNCTIONAL_COLLECTIVES.wait_tensor.default
 DisableTorchFunction: Any = torch._C.DisableTorchFunction
+TRUE_OF_ALL_OR_ANY = frozenset({torch._is_all_true, torch._is_any_true})
 skip_autograd: Any = torch._C._AutoDispatchBelowAutograd
 scoped_library: Any = torch.library._scoped_library
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .._torch import TRUE_OF_ALL_OR_ANY
 from ..errors import CaptureError
 from .places import place, user_frame
 
@@ -27,6 +28,11 @@ _TRUE = frozenset({Tensor.__bool__, torch.is_nonzero, Tensor.is_nonzero})
 _ALIKE: dict[Any, Any] = {
     torch.equal: torch.eq, Tensor.equal: torch.eq, torch.allclose: torch.isclose, Tensor.allclose: torch.isclose,
 }  # fmt: skip
+YES_OR_NO = _TRUE | _ALIKE.keys()
+_LOOKING = frozenset({
+    *TRUE_OF_ALL_OR_ANY,
+    *(getattr(of, name) for of in (torch, Tensor) for name in ("all", "any", "isnan", "isinf", "isfinite")),
+})  # fmt: skip
 
 
 class Unanswered(Exception):
@@ -45,10 +51,6 @@ class Asked:
     place: str
     answer: bool
     is_check: bool
-_LOOKING = frozenset({
-    torch._is_all_true, torch._is_any_true,
-    *(getattr(of, name) for of in (torch, Tensor) for name in ("all", "any", "isnan", "isinf", "isfinite")),
-})  # fmt: skip
 
 
 def looks_for_elements(func: Any) -> bool:
@@ -58,7 +60,7 @@ def looks_for_elements(func: Any) -> bool:
 
 def is_question(func: Any, args: Sequence[Any]) -> bool:
     """Whether a call asks yes or no about the values of tensors."""
-    return func in _TRUE or func in _ALIKE or (func is Tensor.item and args[0].dtype is torch.bool)
+    return func in YES_OR_NO or (func is Tensor.item and args[0].dtype is torch.bool)
 
 
 def asked_at() -> str:

@@ -9,7 +9,7 @@ from them is written on a tape. A yes-or-no question about such a value (`if mas
 and the answer becomes a `Guard`: before each call the tape is played on the call's own inputs, and another answer
 means another plan. So do small buffers (a flag, a count, strides), floats and
 numbers too, as they seldom change: where forward itself changes one, only yes-or-no questions about it are answered,
-and only before. What depends on a float input, a parameter or randomness stays unknown and fails to trace, as it must.
+and only before. What depends on a float input, a parameter or randomness stays unknown: see `answers`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,13 @@ from passes._torch import (
     pytree,
 )
 
-from .answers import Answers, Asked, is_question
+from .answers import YES_OR_NO, Answers, Asked, is_question
 
 LARGEST = 1 << 22  # elements
 LARGEST_OF_STATE = 1 << 10
-FACTORIES = frozenset(
-    {torch.arange, torch.zeros, torch.ones, torch.full, torch.tensor, torch.linspace, torch.eye, torch.scalar_tensor}
-)
-YES_OR_NO = frozenset({Tensor.__bool__, torch.equal, torch.is_nonzero})
-QUESTIONS = YES_OR_NO | frozenset(
-    {Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__index__}
-)
+FACTORIES = frozenset({torch.arange, torch.zeros, torch.ones, torch.full, torch.tensor, torch.linspace, torch.eye,
+                       torch.scalar_tensor})  # fmt: skip
+QUESTIONS = YES_OR_NO | {Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__index__}
 
 
 @dataclass(frozen=True)
@@ -131,7 +127,7 @@ class KnownValues(TorchFunctionMode):
         traced, sample: the step's parameters, buffers and inputs as traced, and as they are.
         state: how many of them are parameters and buffers, the first ones.
         changing: the numbers of those that forward is known to change.
-        asked: all that forward asks on the sample, in order; see `answers`.
+        asked: all that forward asks on the sample; see `answers`.
     """
 
     def __init__(
@@ -145,6 +141,7 @@ class KnownValues(TorchFunctionMode):
         self.answers: list[Any] = []
         self.asked_at = 0
         self.traced, self.changing, self.count = traced[:state], changing, len(traced)
+        self.of_state = range(state)
         self.before = [mutation_count(t) for t in self.traced]
         with disable_current_modes():
             for i, (tensor, real) in enumerate(zip(traced, sample, strict=True)):
@@ -172,7 +169,7 @@ class KnownValues(TorchFunctionMode):
                 self._forget(self.known[tensors[0]].given)
             return self._called(func, args, kwargs)
         given = frozenset[int]().union(*(self.known[t].given for t in tensors))
-        if _writes(func, kwargs) and any(map(self._is_of_state, given)):  # the tape must not change the model
+        if _writes(func, kwargs) and any(i in self.of_state for i in given):  # the tape must not change the model
             self._forget(given)
             return func(*args, **kwargs)
         real = self._really(func, args, kwargs)
@@ -201,21 +198,17 @@ class KnownValues(TorchFunctionMode):
         if isinstance(traced, FunctionalTensor):
             self.known[traced.elem] = known  # which its own `tolist` asks
 
-    def _is_of_state(self, number: int) -> bool:
-        return number < len(self.traced)
-
     def _forget(self, given: frozenset[int]) -> None:
         """What was changed cannot be followed: forget it, and all that may share its memory."""
         for tensor, known in list(self.known.items()):
-            if not any(map(self._is_of_state, given)) or known.given & given:
+            if not any(i in self.of_state for i in given) or known.given & given:
                 del self.known[tensor]
 
     def _answer(self, func: Any, args: Any, kwargs: Any, real: Any, given: frozenset[int]) -> Any:
         if not given:
             return real
-        yes_or_no = func in YES_OR_NO or (func is Tensor.item and isinstance(real, bool))
-        may_be = all(yes_or_no or (self._is_of_state(i) and i not in self.changing) for i in given)
-        now = all(mutation_count(self.traced[i]) == self.before[i] for i in given if self._is_of_state(i))
+        may_be = all(is_question(func, args) or (i in self.of_state and i not in self.changing) for i in given)
+        now = all(mutation_count(self.traced[i]) == self.before[i] for i in given if i in self.of_state)
         if not (may_be and now):
             return func(*args, **kwargs)  # fails to trace, and says where
         self._record(func, args, kwargs, 0)

@@ -8,6 +8,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,8 @@ def test_a_call_that_answers_otherwise_has_the_plain_forwards_numbers() -> None:
             warnings.simplefilter("always")
             ours = run_step(plan.module, model, batch)
         assert not differences(run_step(plain, plain, batch), ours)
-        said = [str(w.message) for w in caught]
-        assert len(said) == strays and all("`if not torch.isfinite(x).all():` is False, and was True" in s for s in said)
+        said = "`if not torch.isfinite(x).all():` is False, and was True"
+        assert [said in str(w.message) for w in caught] == [True] * strays
 
 
 def test_an_assertion_of_the_models_own_is_raised_as_in_eager() -> None:
@@ -134,7 +135,8 @@ def test_an_assertion_of_the_models_own_is_raised_as_in_eager() -> None:
         torch.manual_seed(3)
         with pytest.raises(AssertionError, match=r"^not a number"):
             module(x * math.nan)
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(model.buffers(), plain.buffers(), strict=True))
+    pairs = zip(model.buffers(), plain.buffers(), strict=True)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
     assert not differences(run_step(plain, plain, x), run_step(plan.module, model, x))
 
 
@@ -196,7 +198,7 @@ def variational() -> tuple[nn.Module, Any]:
         return (kl_divergence(code, prior).sum(-1) - made.log_prob(x).sum(-1)).mean()
 
     def layers(*sizes: int) -> nn.Module:
-        return nn.Sequential(*(m for a, b in zip(sizes, sizes[1:], strict=False) for m in (nn.Linear(a, b), nn.GELU())))
+        return nn.Sequential(*(m for a, b in pairwise(sizes) for m in (nn.Linear(a, b), nn.GELU())))
 
     return Wrap(forward, encoder=layers(32, 128, 128, 16), decoder=layers(8, 128, 128, 32)), torch.randn(256, 32)
 

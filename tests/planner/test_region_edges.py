@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import math
 import random
 import sys
 import warnings
@@ -81,7 +82,7 @@ class ManyReaders(nn.Module):
         memory, y = self.encoder(x), x
         for layer in self.layers:
             y = layer(y, memory)
-            if not torch.isfinite(y).all():
+            if not math.isfinite(y.detach().sum()):
                 y = y.clamp(-1, 1)
         return y.sin().sum()
 
@@ -144,7 +145,7 @@ class Collects(nn.Module):
         token = COLLECTED.set(collected)
         for layer in self.layers:
             x = layer(x)
-            assert bool(x.isfinite().all())
+            assert math.isfinite(x.detach().sum())
         COLLECTED.reset(token)
         return self.last(x).sum() + sum(inner.sin().sum() for inner in collected["inner"])
 
@@ -157,7 +158,7 @@ class Recurrent(nn.Module):
         self.rnn, self.last = nn.LSTM(16, 16, batch_first=True), Part()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert bool(x.isfinite().all())
+        assert math.isfinite(x.detach().sum())
         return self.last(self.rnn(x)[0]).pow(2).sum()
 
 
@@ -178,7 +179,7 @@ class HasHooks(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-            assert bool(x.isfinite().all())
+            assert math.isfinite(x.detach().sum())
         return x.pow(2).sum()
 
 
@@ -197,7 +198,7 @@ class Expands(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = x + layer(x)
-            assert bool(x.isfinite().all())
+            assert math.isfinite(x.detach().sum())
         return x.pow(2).sum()
 
 
@@ -216,7 +217,7 @@ class ReadsWhatIsTurned(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         result, turned = self.turning(x)
-        assert bool(result.isfinite().all())
+        assert math.isfinite(result.detach().sum())
         return self.last(x * result + turned.sin().transpose(0, 1)).pow(2).sum()
 
 
@@ -235,7 +236,7 @@ class ChangesWhatIsTurned(ReadsWhatIsTurned):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         result, turned = self.turning(x)
-        assert bool(result.isfinite().all())
+        assert math.isfinite(result.detach().sum())
         turned.mul_(3)
         return self.last(x + result).pow(2).sum()
 
@@ -260,7 +261,7 @@ class SharedGradients(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.parts[0]((x + self.parts[1](x[:1])).repeat(16, 1, 1))
         x = self.parts[1](x[:1])
-        assert bool(x.isfinite().all())
+        assert math.isfinite(x.detach().sum())
         return x.pow(2).sum()
 
 
@@ -274,7 +275,7 @@ class Conjugates(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for part in self.parts:
             x = part(torch.complex(x, x.sin()).conj().imag)
-            assert bool(x.isfinite().all())
+            assert math.isfinite(x.detach().sum())
         return x.pow(2).sum()
 
 
@@ -345,7 +346,7 @@ class HiddenStates(nn.Module):
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         hidden = [self.front(x)]
-        assert bool(hidden[0].isfinite().all())
+        assert math.isfinite(hidden[0].detach().sum())
         for layer in self.layers:
             hidden.append(layer(hidden[-1], hidden[-1]))
         return hidden
@@ -375,7 +376,7 @@ class Transforms(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.front(x)
-        assert bool(hidden.isfinite().all())
+        assert math.isfinite(hidden.detach().sum())
         return self.back(hidden + self.use(self.middle, hidden)).pow(2).sum()
 
 
@@ -713,7 +714,7 @@ class Penalised(nn.Module):
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.body(self.embedding(tokens))
         h, penalty = self.gated(x)
-        if not torch.isfinite(h).all():
+        if not math.isfinite(h.detach().sum()):
             h = h.clamp(-1, 1)
         return self.head(h + x if self.skips else h), penalty
 
@@ -746,7 +747,7 @@ class Shares(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in (self.shared, self.own, self.shared):
-            assert bool(x.isfinite().all())
+            assert math.isfinite(x.detach().sum())
             x = layer(x)
         return x.float().pow(2).sum()
 
@@ -837,7 +838,7 @@ def test_what_a_region_makes_and_frees_is_not_taken_for_what_crosses_its_edge() 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = x * 2
             first = self.one(x)
-            assert bool(first.isfinite().all())
+            assert math.isfinite(first.detach().sum())
             return (first + self.two(hidden)).sum()
 
     model, sample = Net(), torch.randn(64, 16, requires_grad=True)
@@ -1123,7 +1124,7 @@ class TwoPaths(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         seen = self.student(x)
-        if not torch.isfinite(seen).all():
+        if not math.isfinite(seen.detach().sum()):
             raise FloatingPointError
         return (self.other(seen) + self.net(x)).pow(2).mean()
 
@@ -1149,7 +1150,7 @@ class Spare(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.attending(x, x)
-        if not torch.isfinite(self.idle(hidden).detach()).all():
+        if not math.isfinite(self.idle(hidden).detach().sum()):
             raise FloatingPointError
         return (self.spare(hidden) if self.calls_spare else hidden).pow(2).mean()
 

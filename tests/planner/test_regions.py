@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import warnings
 from collections.abc import Callable, Sequence
@@ -179,7 +180,7 @@ class Stack(nn.Module):
             if self.between == "layer drop" and torch.rand([]) < 0.3:
                 continue
             h = layer(h)
-        if self.between == "isfinite" and not torch.isfinite(h).all():
+        if self.between == "isfinite" and not math.isfinite(h.detach().sum()):
             h = torch.nan_to_num(h)
         if self.between == "twice":
             h = self.layers[0](h) * float(h.detach().sum().isfinite())
@@ -462,7 +463,7 @@ class AsksAboutViews(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         left, right, y = self.block(self.layer(x))
-        return (left * right + y.sum()).sum() if y.isfinite().all() else left.sum()
+        return (left * right + y.sum()).sum() if math.isfinite(y.detach().sum()) else left.sum()
 
 
 def test_a_refusal_says_why_submodules_are_not_regions() -> None:
@@ -509,7 +510,7 @@ class Encoder(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for (layer,) in self.layers:
-            x = layer(x) if torch.isfinite(x).all() else x
+            x = layer(x) if math.isfinite(x.detach().sum()) else x
         return x
 
 

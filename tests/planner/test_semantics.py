@@ -811,6 +811,17 @@ def a_cached_function(self: Any, x: torch.Tensor) -> Any:
     return self.layer(x) * cached_mask(x.shape[0])
 
 
+@functools.lru_cache(maxsize=4)
+def cached_positions(mask: torch.Tensor, scale: float) -> torch.Tensor:
+    return mask.cumsum(-1) * scale
+
+
+@case("A.4", "same")
+def a_function_cached_for_a_tensor_of_the_step(self: Any, x: torch.Tensor) -> Any:
+    mask = x > 0
+    return self.layer(x) * cached_positions(mask, 0.5) + cached_positions(mask, 0.5)
+
+
 @case("A.4", "refused")
 def a_cached_draw(self: Any, x: torch.Tensor) -> Any:
     return self.layer(x) * cached_noise(x.shape[0])  # <<

@@ -52,7 +52,6 @@ class Sizes:
 
     Attributes:
         may_ask: whether the forward may be run for what it asks about values that it computes (`passes.trace.answers`).
-            A region's has no values.
     """
 
     def __init__(self, is_first: bool = True, keeps_mode: bool = False) -> None:
@@ -61,11 +60,16 @@ class Sizes:
         self.refused: dict[Any, _Refused | None] = {}  # None: it was traced
         self.parts = WeakSet[Any]()  # of the plans by regions that are still there
         self.is_first, self.first_call, self.keeps_mode = is_first, tuple[Change, ...](), keeps_mode
-        self.may_ask = not keeps_mode
+        self.may_ask = True
 
     def of_region(self, path: str, number: int) -> Sizes:
         """Those of one of a region's calls in a step."""
         return self.regions.setdefault((path, number), Sizes(is_first=False, keeps_mode=True))
+
+    def ask_no_more(self, path: str) -> None:
+        """Leave a region to eager that asks about values: its calls answer now one way, now another."""
+        for (known, _), sizes in self.regions.items():
+            sizes.may_ask = sizes.may_ask and known != path
 
     def capture(
         self, model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None, *,

@@ -340,6 +340,10 @@ class PlanState:
         The first such step shows that it does, the next one is looked at, then it is planned anew.
         """
         entry, self.last = self.last, None
+        if entry is not None and (astray := [r for r in entry.regions if r.strays >= STRAYS]) and self._plans_anew:
+            entry.outdated = True
+            for region in astray:
+                entry.planned.prepared.sizes.ask_no_more(region.path)
         if entry is None or self.watching is None or all(r.surprise is None for r in entry.regions):
             return
         prepared = entry.planned.prepared

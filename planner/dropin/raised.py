@@ -50,7 +50,8 @@ def run(
             _add(own, f"(The plain forward raised this; it ran because {said} was raised {met}.)")
         raise
     if kind is OtherAnswer:
-        warnings.warn(f"planned step not used, not under the budget: {other}.", stacklevel=user_frame())
+        of = f"region {fallback.path}" if fallback.path else "step"
+        warnings.warn(f"planned {of} not used, not under the budget: {other}.", stacklevel=user_frame())
         fallback.strayed()
         return output
     warnings.warn(

@@ -43,6 +43,7 @@ class RegionForward:
         root: the model that it is a region of.
         traced: the module's own `forward` when it was planned (None: its class's); `previous` is the one of now.
         eager_calls: calls that no gradient reaches, by their numbers; `sometimes_eager`: another course plans none.
+        strays: how many calls answered forward's questions otherwise than the sample, and ran plain.
         surprise: the autocast of a backward that was not one that was planned for; None where each was.
         scattered: parameters that `fully_shard` gathers for it, or for another module of the model.
         modes: the user's dispatch modes, as the step began.
@@ -63,7 +64,7 @@ class RegionForward:
         self.traced = self.previous = module.__dict__.get("forward")
         self.signature = call_signature(module)
         self.__signature__, self.bind = self.signature, binder(self.signature)
-        self.losses, self.calls = Losses(), 0
+        self.losses, self.calls, self.strays = Losses(), 0, 0
         self.surprise: Autocast | None = None
         self.unplanned: Unplanned | None = None
         self.modes: list[Any] = []
@@ -179,7 +180,8 @@ class RegionForward:
         self.surprise = autocast
 
     def strayed(self, entry: Entry) -> None:
-        """See `Plans`: that call has run plain."""
+        """See `Plans`."""
+        self.strays += 1
 
     def start(self) -> None:
         """Be the module's forward, unless that was compiled since it was planned: the compiler would look into this."""

@@ -19,7 +19,6 @@ from passes.run.mixing import Versions
 from passes.run.tensors import overlapping
 from passes.trace.arguments import call_signature, repeated_hook, set_forward, state_tensors
 from passes.trace.binding import bind_call, call_bound
-from passes.trace.capture import Traced
 from passes.trace.given import Given, all_outputs, deliver, left_alone, targets_of
 from passes.trace.settings import set_again
 from passes.trace.structure import flatten, held_objects
@@ -158,7 +157,7 @@ class _HollowResult(torch.autograd.Function):
         hollow, traced = of.hollow, run.part.traced
         index = len(hollow.runs) - 1
         with hollow.within(), torch.enable_grad(), _casts_dropped():
-            found = run.part.output_values if hollow.imagined else _flat_call(of, traced, bound)
+            found = run.part.output_values if hollow.imagined else _flat_call(of, run.part, bound)
         outputs: list[Any] = [None] * traced.num_outputs
         made: dict[int, torch.UntypedStorage] = {}
         with hollow.within():
@@ -207,11 +206,15 @@ def _casts_dropped() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def _flat_call(of: HollowForward, traced: Traced, bound: Any) -> list[torch.Tensor]:
+def _flat_call(of: HollowForward, part: Part, bound: Any) -> list[torch.Tensor]:
+    """The outputs of the region's own forward; the last ones, its answers, as they were when it was captured."""
+    traced = part.traced
     with left_alone(bound):
         targets = targets_of(traced.changes, bound)
         value = call_bound(of.original, of.__signature__, bound)
-        return all_outputs(value, traced.output_template, traced.changes, targets)
+        found = all_outputs(value, traced.output_template, traced.changes, targets)
+    made = part.output_values[len(found) :]
+    return found + [torch.tensor(a.answer, device=v.device) for v, a in zip(made, traced.asked, strict=True)]
 
 
 def _moved(tensor: torch.Tensor, hollow: Hollow, run: int, storage: Storage, made: dict[int, Any]) -> torch.Tensor:

@@ -59,12 +59,15 @@ class Parts:
     ) -> tuple[Part | None, bool]:  # fmt: skip
         """The part for a call, and whether anything is new: it was captured now, or refused."""
         key, asked = call_key(tensors, template), self.asked.get((path, number), Asked())
-        for part in self.known:
-            if part.holds(module, key, asked, tensors, bound):
-                return part, False
-        layouts = {**self.layouts, **dict(asked.strides)}
+        layouts, sizes = {**self.layouts, **dict(asked.strides)}, self.sizes.of_region(path, number)
+
+        def serves(part: Part) -> bool:
+            return (sizes.may_ask or not part.traced.asked) and part.holds(module, key, asked, tensors, bound)
+
+        for part in filter(serves, self.known):
+            return part, False
         for part in self.sizes.parts:
-            if part.layouts == layouts and part.holds(module, key, asked, tensors, bound):
+            if part.layouts == layouts and serves(part):
                 self.known.append(part)
                 return part, True
         if not any(t.requires_grad for t in (*module.parameters(), *tensors)):
@@ -75,7 +78,7 @@ class Parts:
             if alike in self.errors:
                 raise self.errors[alike]
             with self.progress.stage("capture"):
-                part = self._capture(self.sizes.of_region(path, number), module, bound, key, asked, layouts)
+                part = self._capture(sizes, module, bound, key, asked, layouts)
             part.look(module, bound)
         except Differs as differs:  # it would be captured again in every run
             self.refuse(path, f"its forward reads another thing each time: {differs.now}, and then {differs.then}")

@@ -156,6 +156,43 @@ def test_where_calls_stray_again_and_again_regions_are_planned() -> None:
     assert [entry.by_regions for entry in plan.module._plan_state.cache] == [True]
 
 
+class Between(nn.Module):
+    """Blocks that check what they make, and between them a question that no plan can take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            Wrap(lambda own, x: finite(x + own.layers(x)), layers=nn.Sequential(
+                nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 32),
+            )) for _ in range(3)
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            assert math.isfinite(x.detach().sum())
+        return x.square().mean()
+
+
+def test_regions_are_planned_with_answers_of_their_own_and_those_that_stray_stay_eager() -> None:
+    torch.manual_seed(0)
+    model, x = Between(), torch.randn(128, 32)
+    plain = copy.deepcopy(model)
+    plan = planned_at(model, x, 0.3, check=True)
+    assert [region.path for region in plan.regions if not region.eager][:3] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert plan.recomputed
+    assert measured_peak_bytes(plan.module, model, x, plan.static_bytes) == plan.peak_bytes
+    for number, batch in enumerate((x, *[spoiled(x)] * 4, x)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ours = run_step(plan.module, model, batch)
+        assert not differences(run_step(plain, plain, batch), ours)
+        said = ["planned region blocks.0 not used" in str(w.message) for w in caught]
+        assert said == ([True] if 0 < number < 4 else [])
+    runs = plan.module._plan_state.cache[0].planned.runs
+    assert {run.path for run in runs} == {"blocks.0.layers", "blocks.1", "blocks.2"}
+
+
 def drawn_alone(x: torch.Tensor) -> torch.Tensor:
     return x.sin() if (torch.rand(2) < 0.5).any() else x
 

@@ -49,16 +49,15 @@ def run(
         if kind is not OtherAnswer and type(own) is not kind:
             _add(own, f"(The plain forward raised this; it ran because {said} was raised {met}.)")
         raise
-    if kind is OtherAnswer:
-        of = f"region {fallback.path}" if fallback.path else "step"
-        warnings.warn(f"planned {of} not used, not under the budget: {other}.", stacklevel=user_frame())
+    of = f"region {fallback.path}" if fallback.path else "step"
+    if kind is not OtherAnswer:
+        other = f"{said} was raised {met}, and the plain forward, which ran in its place, does not raise it"
+    # What was asked may be whether the planned forward can go on: an index that is too large, and clamped.
+    expected = bool(planned.step.asked)
+    more = "" if expected else " This call has the plain forward's numbers. Please report this."
+    warnings.warn(f"planned {of} not used, not under the budget: {other}.{more}", stacklevel=user_frame())
+    if expected:
         fallback.strayed()
-        return output
-    warnings.warn(
-        f"planned step not used, not under the budget: {said} was raised {met}, and the plain forward, which ran in "
-        "its place, does not raise it. This call has the plain forward's numbers. Please report this.",
-        stacklevel=user_frame(),
-    )
     return output
 
 

@@ -140,6 +140,24 @@ def test_an_assertion_of_the_models_own_is_raised_as_in_eager() -> None:
     assert not differences(run_step(plain, plain, x), run_step(plan.module, model, x))
 
 
+def test_a_check_that_keeps_an_index_in_bounds() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        index = (3 * x.abs()).long()
+        if (index >= 16).any():
+            index = index.clamp(max=15)
+        return self.layers(self.table(index)).square().mean()
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 8))
+    model, x = Wrap(forward, table=nn.Embedding(16, 32), layers=layers), torch.rand(32, 8)
+    plain = copy.deepcopy(model)
+    plan = planned_at(model, x, 0.3)
+    with pytest.warns(UserWarning, match=r"index out of range .* of table in the planned forward.* not raise it\.$"):
+        ours = run_step(plan.module, model, 50 * x)
+    assert not differences(run_step(plain, plain, 50 * x), ours)
+    assert not differences(run_step(plain, plain, x), run_step(plan.module, model, x))
+
+
 def test_where_calls_stray_again_and_again_regions_are_planned() -> None:
     torch.manual_seed(0)
     model, x = Checked(finite), rows()

@@ -67,7 +67,7 @@ from .constructs import LAZY, refuse_settings
 from .contexts import private_contexts
 from .custom_backward import used_in_backward
 from .expected import MISSING
-from .failure import capture_error, value_needed
+from .failure import Failures, capture_error, value_needed
 from .first_call import FirstCall
 from .given import Changed, Given, Place, Returned, changed_slots, left_alone
 from .hidden import refuse_hidden
@@ -438,10 +438,12 @@ class StepTracer:
         """What forward returns, and changes in its arguments, for these parameters, buffers and inputs."""
         state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
         bound = Bound(unflatten(self.input_template, flat[len(self.entries) :]), self.by_name)
-        known = self._known_values(flat)
+        known, failures = self._known_values(flat), Failures()
         with left_alone(bound) as given, ExitStack() as stack:
             first = (casts_kept(self.keeps_casts), swapped_state(self.model, state), *self.below)
-            entered: list[AbstractContextManager[Any]] = [*first, known, EagerLayouts(self.remembered), *modes]
+            entered: list[AbstractContextManager[Any]] = [
+                *first, known, failures, EagerLayouts(self.remembered), *modes,
+            ]  # fmt: skip
             for mode in entered:
                 stack.enter_context(mode)
             usual, hooks = [dict(vars(tensor)) for tensor in flat], list(map(_hooks_of, flat))  # and a buffer's marks
@@ -452,6 +454,7 @@ class StepTracer:
                 value = run_model(self.model, self.loss_fn, self.signature, bound)
             finally:
                 self.asks = self.asks or known.computed.wanted
+            failures.check()
             refuse_settings(torch_was)
             refuse_with_gradient(self.model, self.entries, state, self.given)
             replaced = write_back(self.model, self.entries, state)

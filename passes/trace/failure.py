@@ -5,11 +5,15 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import sys
 import traceback
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
 
 from .._torch import TORCH_FOLDER
 from ..errors import CaptureError, ForwardFailed
-from .places import is_users_file, place_at
+from .places import is_users_file, place, place_at, user_frame
 
 _REMEDIES = {
     "nn": "",
@@ -51,13 +55,41 @@ _VALUE_NEEDED = (
 )
 
 
-def value_needed(place: str) -> CaptureError:
-    """The error for a place in the user's code where the value of a tensor is needed (`file:line `source``)."""
-    location, _, construct = place.partition(" `")
-    return CaptureError(
-        f"cannot trace the model at {location}: `{construct} {' '.join(_VALUE_NEEDED)}",
-        location=location, construct=construct.removesuffix("`"),
-    )  # fmt: skip
+def value_needed(where: str) -> CaptureError:
+    """The error for a place (`file:line `source``) where the value of a tensor is needed."""
+    return _error_at(where, *_VALUE_NEEDED)
+
+
+def _error_at(where: str, reason: str, remedy: str) -> CaptureError:
+    location, _, construct = where.partition(" `")
+    said = f"cannot trace the model at {location}: `{construct}. {reason} {remedy}"
+    return CaptureError(said, location=location, construct=construct.removesuffix("`"))
+
+
+class Failures(TorchFunctionMode):
+    """Notes what a trace cannot do while forward runs: where forward catches the exception, eager goes another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: CaptureError | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            explained = _explain(type(error).__name__, str(error))
+            if explained is not None and self.first is None:
+                self.first = _error_at(place(user_frame(sys._getframe(1))), *explained)
+            raise
+
+    def check(self) -> None:
+        """Raise what was noted.
+
+        Raises:
+            CaptureError: something was.
+        """
+        if self.first is not None:
+            raise self.first
 
 
 def _explain(kind: str, text: str) -> tuple[str, str] | None:

@@ -1362,6 +1362,81 @@ def a_count_returned(self: Any, x: torch.Tensor) -> Any:
     return {"y": self.layer(x), "step": TABLE["n"]}  # <<
 
 
+# Exceptions of the trace that forward catches ------------------------------------------------------------------------
+
+
+@case("caught", "refused")
+def a_caught_item(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    try:
+        scale = y.abs().mean().item()  # <<
+    except Exception:  # noqa: BLE001
+        scale = 0.0
+    return y + scale
+
+
+@case("caught", "refused")
+def a_caught_branch(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    with contextlib.suppress(Exception):
+        return y * 2 if y.sum() > -1e9 else y  # <<
+    return y
+
+
+@case("caught", "refused")
+def a_caught_list(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    try:
+        first = (y > 0).sum(0).tolist()[0]  # <<
+    except RuntimeError:
+        first = 0
+    return y + first
+
+
+@case("caught", "refused")
+def a_caught_array(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    with contextlib.suppress(Exception):
+        y = y + float(y.detach().numpy().max())  # <<
+    return y
+
+
+@case("caught", "refused")
+def a_caught_length(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    with contextlib.suppress(Exception):
+        y = y + len((y > 0).nonzero())  # <<
+    return y
+
+
+@case("caught", "refused")
+def a_caught_mask(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    with contextlib.suppress(Exception):
+        y = y + y[y > 0].sum()  # <<
+    return y
+
+
+@case("caught", "said")
+def a_caught_check(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    try:
+        finite = bool(torch.isfinite(y).all())
+    except Exception:  # noqa: BLE001
+        finite = False
+    return y * 2 if finite else y
+
+
+@case("caught", "same")
+def a_caught_error_of_forwards_own(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    try:
+        y = torch.cat([y, y[:, :3]])
+    except RuntimeError:
+        y = torch.cat([y, y[:3]])
+    return y
+
+
 # The property -------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,14 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
     return aliased_argument(node) is not None
+
+
+def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The arguments into which a call of an op writes."""
+    for i, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from (t for t in pytree.tree_leaves(written) if isinstance(t, torch.Tensor))
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:

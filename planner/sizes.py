@@ -67,7 +67,7 @@ class Sizes:
         return self.regions.setdefault((path, number), Sizes(is_first=False, keeps_mode=True))
 
     def ask_no_more(self, path: str) -> None:
-        """Leave a region to eager that asks about values: its calls answer now one way, now another."""
+        """Refuse what asks about values in a region: its calls answer now one way, now another."""
         for (known, _), sizes in self.regions.items():
             sizes.may_ask = sizes.may_ask and known != path
 

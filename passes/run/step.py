@@ -257,7 +257,7 @@ class _Run:
         step, primals = self.step, self.primals
         try:
             results = run_below_autograd(step.forward.forward, list(self.given))
-            self._compare_answers(results[: len(step.mutated) + step.num_outputs])
+            self._compare_answers(results)
         except Exception as error:
             self._failed(error)
             raise
@@ -276,8 +276,8 @@ class _Run:
         return outputs
 
     def _compare_answers(self, results: Sequence[torch.Tensor]) -> None:
-        asked = self.step.asked
-        for (place, sample), answer in zip(asked, results[len(results) - len(asked) :], strict=True):
+        asked, end = self.step.asked, len(self.step.mutated) + self.step.num_outputs
+        for (place, sample), answer in zip(asked, results[end - len(asked) : end], strict=True):
             if bool(answer) != sample:
                 raise OtherAnswer(f"the answer at {place} is {not sample}, and was {sample} for the sample")
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from .._torch import TRUE_OF_ALL_OR_ANY
 from ..errors import CaptureError
@@ -76,12 +76,12 @@ class Answers:
 
     Attributes:
         found: the questions that only the sample could answer, with what was asked about, as a boolean of no dimension.
-        wanted: whether there was such a question.
+        wanted: whether there was one that it could not.
     """
 
     def __init__(self, sample: Sequence[Asked] | None) -> None:
-        self.sample, self.count, self.wanted = sample, 0, False
-        self.expected = len(sample or ())
+        self.sample, self.count, self.wanted = tuple(sample or ()), 0, False
+        self.expected = len(self.sample)
         self.found: list[tuple[Asked, Tensor]] = []
 
     def ask(self, func: Any, args: Any, kwargs: Any, ask: Callable[..., Any], unknown: type[Exception]) -> Any:
@@ -91,22 +91,16 @@ class Answers:
             Exception: `unknown`, where the sample is not known, or the forward asked something else there.
         """
         number, self.count = self.count, self.count + 1
-        if self.sample is None:
-            try:
-                return ask(func, args, kwargs)
-            except unknown:
-                self.wanted = True
-                raise
-        here = self.sample[number] if number < len(self.sample) else None
-        alike = here is not None and here.place == asked_at()
+        here = next((a for a in self.sample[number : number + 1] if a.place == asked_at()), None)
         try:
             answer = ask(func, args, kwargs)
         except unknown:
-            if here is None or not alike or not here.is_check:
+            if here is None or not here.is_check:
+                self.wanted = True
                 raise
             self.found.append((here, _as_tensor(func, args, kwargs)))
             return here.answer
-        if here is None or not alike or here.answer != bool(answer):
+        if here is None or here.answer != bool(answer):
             self.sample = self.sample[:number]  # what follows is not known
         return answer
 
@@ -126,16 +120,3 @@ class Answers:
 def _as_tensor(func: Any, args: Any, kwargs: Any) -> Tensor:
     value = args[0] if func not in _ALIKE else _ALIKE[func](*args, **kwargs).all()
     return torch.ne(value.detach().reshape(()), 0)  # memory of its own, whatever is written later
-
-
-def drawn(answer: fx.Node) -> bool:
-    """Whether an answer comes of random numbers alone: each step has its own."""
-    seen, waiting = {answer}, [answer]
-    while waiting:
-        node = waiting.pop()
-        if node.op == "placeholder":
-            return False
-        new = [each for each in node.all_input_nodes if each not in seen]
-        seen.update(new)
-        waiting += new
-    return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in seen)

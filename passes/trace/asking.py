@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from passes._torch import FakeTensor, TorchDispatchMode, WeakIdKeyDictionary, is_distributed, pytree
+from passes._torch import FakeTensor, TorchDispatchMode, WeakIdKeyDictionary, dense_parts, is_distributed, pytree
+from passes.alias import written_tensors
+from passes.memory import place
 
 from .answers import Asked, asked_at, is_question, looks_for_elements
 from .arguments import StateEntry, lend_attributes, state_entries, state_tensors
@@ -41,23 +43,13 @@ class _Unwritten(TorchDispatchMode):
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
-        self.given = {t.untyped_storage()._cdata for t in given if t.layout is torch.strided}
+        self.given = {place(part.untyped_storage()) for t in given for part in dense_parts(t) if part.nbytes}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                self._check(argument, value)
-            for argument in func._schema.arguments:
-                self._check(argument, kwargs.get(argument.name))
-        return func(*args, **kwargs)
-
-    def _check(self, argument: Any, value: Any) -> None:
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            return
-        for tensor in pytree.tree_leaves(value):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in self.given:
-                raise LookupError("the forward writes into a parameter")
+        written = (part for t in written_tensors(func, args, kwargs or {}) for part in dense_parts(t))
+        if any(place(part.untyped_storage()) in self.given for part in written):
+            raise LookupError("the forward writes into a parameter")
+        return func(*args, **(kwargs or {}))
 
 
 def sample_answers(

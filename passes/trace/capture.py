@@ -37,16 +37,18 @@ from passes._torch import (
     torch_settings,
     without_sources,
 )
+from passes.alias import ancestors
 from passes.errors import CaptureError, NoBackward, Unsupported
 from passes.exclusive import exclusive
 from passes.fuse.rules import fuse
 from passes.memory import own_bytes
+from passes.ops import is_random
 from passes.printable import few
 from passes.run._torch import Autocast
 from passes.run.tensors import nodes_behind
 
 from . import routes
-from .answers import Asked, Unanswered, drawn
+from .answers import Asked, Unanswered
 from .arguments import (
     StateEntry,
     argument_names,
@@ -365,7 +367,6 @@ class StepTracer:
         self.guard: Guard | None = None
         self.sample_asked, self.asks = sample_asked, False  # whether a run asked what is not known
         self.asked: tuple[Asked, ...] = ()
-        self.answers: list[torch.Tensor] = []  # of the latest run
         self.notes: tuple[str, ...] = ()
         self.left: tuple[Left, ...] = ()  # by the first run
         self.settings: tuple[Setting, ...] = ()  # of the latest run
@@ -421,10 +422,10 @@ class StepTracer:
                     returned.append(self._started(paths[i], tensor, own))
                 else:
                     returned.append(tensor.detach() if own is None else LAID_OUT(tensor.detach(), own))
-        for asked, answer in zip(self.asked, self.answers, strict=True):
+        self.asked = tuple(asked for asked, _ in result.answers)
+        for asked, answer in result.answers:
             self.leaves.append(OutputLeaf(f"(the answer at {asked.place})", None, len(returned), False, False))
             returned.append(answer)
-        self.answers = []
         if self.runs:  # torch goes on with the backward
             self.recorder.follow_backward()
             if self.watch.custom_backward:
@@ -471,9 +472,7 @@ class StepTracer:
             known.computed.check_all_asked()
         self.given_now.clear()
         self.guard = known.guard
-        self.asked = tuple(asked for asked, _ in known.computed.found)
-        self.answers = [answer for _, answer in known.computed.found]
-        return result
+        return replace(result, answers=known.computed.found)
 
     def _refuse_attributes(
         self, flat: Sequence[torch.Tensor], before: list[dict[str, Any]], returned: list[torch.Tensor]
@@ -773,7 +772,8 @@ def _refuse_drawn(joint: JointGraph, asked: Sequence[Asked]) -> None:
     outputs = joint.num_forward_outputs
     results: Any = joint.graph_module.graph.output_node().args[0]
     for question, answer in zip(asked, results[outputs - len(asked) : outputs], strict=True):
-        if drawn(answer):
+        before = ancestors([answer])
+        if any(map(is_random, before)) and not any(node.op == "placeholder" for node in before):
             raise value_needed(question.place)
 
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 
 from ..errors import Unsupported
+from .answers import Asked
 from .expected import LITERALS, MISSING
 from .nodes import refill, same
 from .stores import SHARED, held_in, store_of
@@ -68,6 +69,7 @@ class Returned:
     tensors: list[torch.Tensor]
     template: Template
     changes: tuple[Changed, ...] = ()
+    answers: Sequence[tuple[Asked, torch.Tensor]] = ()  # of the sample, and what was asked about
 
 
 @dataclass(frozen=True)

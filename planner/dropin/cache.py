@@ -211,6 +211,12 @@ class PlanState:
                     )
                 self.plan_before_hooks()
                 return entry, state
+            if entry is not None and entry.strayed >= STRAYS:
+                try:
+                    return self._plan(key, bound, entry, starts)
+                except PlannerError:
+                    entry.outdated = False  # it serves the calls that do not stray
+                    return entry, state
             try:
                 return self._plan(key, bound, entry, starts)
             except NoBackward:  # merged adapters: as in eager, it is `backward` that would fail
@@ -223,9 +229,6 @@ class PlanState:
                 warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=user_frame())
                 return None, []
             except BudgetError as error:
-                if entry is not None and entry.strayed >= STRAYS:
-                    entry.outdated = False
-                    return entry, state
                 error.args = (f"{error}. {self._why_anew(entry, starts, key, tensors, bound)}",)
                 if entry is None or not entry.by_regions:
                     raise
@@ -340,10 +343,10 @@ class PlanState:
         The first such step shows that it does, the next one is looked at, then it is planned anew.
         """
         entry, self.last = self.last, None
-        if entry is not None and (astray := [r for r in entry.regions if r.strays >= STRAYS]) and self._plans_anew:
-            entry.outdated = True
-            for region in astray:
+        if entry is not None and entry.strayed < STRAYS and self._plans_anew:
+            for region in (region for region in entry.regions if region.strays >= STRAYS):
                 entry.planned.prepared.sizes.ask_no_more(region.path)
+                entry.strayed, entry.outdated = STRAYS, True
         if entry is None or self.watching is None or all(r.surprise is None for r in entry.regions):
             return
         prepared = entry.planned.prepared
@@ -389,7 +392,7 @@ class PlanState:
             sizes.may_ask, entry.outdated = False, True
             warnings.warn(
                 "calls answer forward's questions about values now one way, now another: the next one is planned by "
-                "regions, between which such code runs in eager.", stacklevel=user_frame(),
+                "regions, where there are some.", stacklevel=user_frame(),
             )  # fmt: skip
 
     def find(

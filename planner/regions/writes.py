@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from passes._torch import TorchDispatchMode, dense_parts, local_part, pytree
+from passes._torch import TorchDispatchMode, dense_parts, local_part
+from passes.alias import written_tensors
 from passes.memory import place
 
 
@@ -37,16 +38,9 @@ class _Writes(TorchDispatchMode):
         self.known, self.before = known, dict[str, torch.Tensor]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            for i, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._note(args[i] if i < len(args) else kwargs.get(argument.name))
-        return func(*args, **kwargs)
-
-    def _note(self, written: Any) -> None:
-        for tensor in pytree.tree_leaves(written):
-            for part in dense_parts(tensor) if isinstance(tensor, torch.Tensor) else ():
+        for tensor in written_tensors(func, args, kwargs or {}):
+            for part in dense_parts(tensor):
                 name, whole = self.known.get(place(part.untyped_storage()), ("", None))
                 if whole is not None and name not in self.before:
                     self.before[name] = whole.clone()
+        return func(*args, **(kwargs or {}))

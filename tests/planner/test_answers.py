@@ -174,6 +174,32 @@ def test_where_calls_stray_again_and_again_regions_are_planned() -> None:
     assert [entry.by_regions for entry in plan.module._plan_state.cache] == [True]
 
 
+def test_a_model_without_submodules_keeps_its_plan_however_often_calls_stray() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.randn(32, 32) / 6 for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for weight in self.weights:
+                x = finite(torch.tanh(x @ weight).sin())
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    model, x = Bare(), rows()
+    plain, spoiled_rows = copy.deepcopy(model), x.clone()
+    spoiled_rows[0, 0] = math.nan
+    plan = planned_at(model, x, 0.5)
+    entry = plan.module._plan_state.cache[0]
+    for batch in (*[spoiled_rows] * 5, x):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ours = run_step(plan.module, model, batch)
+        assert not differences(run_step(plain, plain, batch), ours)
+        assert not any("run in eager" in str(w.message) for w in caught)
+    assert not caught and plan.module._plan_state.cache == [entry] and not entry.by_regions
+
+
 class Between(nn.Module):
     """Blocks that check what they make, and between them a question that no plan can take."""
 

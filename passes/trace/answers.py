@@ -14,10 +14,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from .._torch import TRUE_OF_ALL_OR_ANY
 from ..errors import CaptureError
@@ -66,6 +69,20 @@ def is_question(func: Any, args: Sequence[Any]) -> bool:
 def asked_at() -> str:
     """The place in the user's code from which a function mode is called."""
     return place(user_frame(sys._getframe(1)))
+
+
+class Listening(TorchFunctionMode):
+    """Hears of each call, those within a function of torch's that asks (`F.gaussian_nll_loss`) included."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (body := _body(func)) is not None:
+            with self:
+                return body(*args, **(kwargs or {}))
+        return self.hear(func, args, kwargs or {})
+
+    def hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Make one call of torch's."""
+        raise NotImplementedError
 
 
 class Answers:
@@ -120,3 +137,20 @@ class Answers:
 def _as_tensor(func: Any, args: Any, kwargs: Any) -> Tensor:
     value = args[0] if func not in _ALIKE else _ALIKE[func](*args, **kwargs).all()
     return torch.ne(value.detach().reshape(()), 0)  # memory of its own, whatever is written later
+
+
+@cache
+def _body(func: Any) -> Callable[..., Any] | None:
+    """What a function of torch's does once nobody overrides it, if that asks about values in Python; else None."""
+    names = func.__code__.co_names if isinstance(func, FunctionType) else ()
+    overrides = {name: _never for name in names if name.startswith("has_torch_function")}
+    if not (overrides and {"any", "all"} & {*names}):
+        return None
+    world = {**func.__globals__, **overrides}
+    body = FunctionType(func.__code__, world, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
+
+
+def _never(*_: Any) -> bool:
+    return False

@@ -7,19 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from passes._torch import FakeTensor, TorchDispatchMode, WeakIdKeyDictionary, dense_parts, is_distributed, pytree
 from passes.alias import written_tensors
 from passes.memory import place
 
-from .answers import Asked, asked_at, is_question, looks_for_elements
+from .answers import Asked, Listening, asked_at, is_question, looks_for_elements
 from .arguments import StateEntry, lend_attributes, state_entries, state_tensors
 from .notice import twin
 from .once import may_run, once
 
 
-class Asking(TorchFunctionMode):
+class Asking(Listening):
     """Writes down what Python asks about the values of tensors while it runs."""
 
     def __init__(self) -> None:
@@ -27,8 +26,8 @@ class Asking(TorchFunctionMode):
         self.asked: list[Asked] = []
         self.checks = WeakIdKeyDictionary()  # tensors that tell whether there are elements of a kind
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         is_check = looks_for_elements(func) or (bool(given) and all(t in self.checks for t in given))
         if is_question(func, args):

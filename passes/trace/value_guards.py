@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from passes._torch import (
     DataDependentOutputException,
@@ -34,7 +33,7 @@ from passes._torch import (
     pytree,
 )
 
-from .answers import YES_OR_NO, Answers, Asked, is_question
+from .answers import YES_OR_NO, Answers, Asked, Listening, is_question
 
 LARGEST = 1 << 22  # elements
 LARGEST_OF_STATE = 1 << 10
@@ -120,7 +119,7 @@ class Known:
     given: frozenset[int]
 
 
-class KnownValues(TorchFunctionMode):
+class KnownValues(Listening):
     """Keeps real values beside traced ones and answers Python's questions about them.
 
     Args:
@@ -157,10 +156,10 @@ class KnownValues(TorchFunctionMode):
         """A call's arguments, or a shape, as they are in the sample."""
         return value
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         if is_question(func, args):
-            return self.computed.ask(func, args, kwargs or {}, self._call, DataDependentOutputException)
-        return self._call(func, args, kwargs or {})
+            return self.computed.ask(func, args, kwargs, self._call, DataDependentOutputException)
+        return self._call(func, args, kwargs)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = list(_tensors((args, kwargs)))

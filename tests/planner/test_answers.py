@@ -72,6 +72,14 @@ def combined(x: torch.Tensor) -> torch.Tensor:
     return x.sin() if (x > 1e6).any() | (x < -1e6).any().cpu() else x
 
 
+def within_torch(x: torch.Tensor) -> torch.Tensor:
+    return F.gaussian_nll_loss(x, torch.zeros_like(x), F.softplus(x), reduction="none")
+
+
+def contained(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() if 0.125 in x else x
+
+
 def written_later(x: torch.Tensor) -> torch.Tensor:
     large = (x > 1e6).any()
     if large:
@@ -89,7 +97,8 @@ def spoiled(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("ask", [finite, asserted, counted, as_item, equal, close, combined, written_later])
+@pytest.mark.parametrize("ask", [finite, asserted, counted, as_item, equal, close, combined, within_torch, contained,
+                                 written_later])  # fmt: skip
 def test_a_model_that_asks_is_planned_as_a_whole(ask: Callable[[torch.Tensor], torch.Tensor]) -> None:
     torch.manual_seed(0)
     model, x = Checked(ask), rows()
@@ -138,6 +147,18 @@ def test_an_assertion_of_the_models_own_is_raised_as_in_eager() -> None:
     pairs = zip(model.buffers(), plain.buffers(), strict=True)
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
     assert not differences(run_step(plain, plain, x), run_step(plan.module, model, x))
+
+
+def test_what_a_loss_of_torchs_raises_is_raised_as_in_eager() -> None:
+    def forward(self: Any, x: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+        return F.gaussian_nll_loss(self.layers(x), x, variance)
+
+    torch.manual_seed(0)
+    model = Wrap(forward, layers=nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)))
+    plan = planned_at(model, (rows(), rows().abs()), 0.3)
+    assert not plan.regions
+    with pytest.raises(ValueError, match="negative entr"):
+        plan.module(rows(), rows())
 
 
 def test_a_check_that_keeps_an_index_in_bounds() -> None:

@@ -313,7 +313,7 @@ def test_what_torchs_own_code_asks_is_not_said_of_the_users_line_alone() -> None
     line = rf"test_cases\.py:{forward.__code__.co_firstlineno + 1}: `return .*`, in torch's own code \(.*"
     words = r"functional\.py:\d+ `elif torch.any\(var < 0\):`\).*move it out of forward"
     with pytest.raises(CaptureError, match=line + words):
-        plan(Wrap(forward, layer=linear()), batch())
+        plan(Wrap(forward, layer=linear()).to("meta"), batch().to("meta"))
 
 
 def test_an_observer_is_refused_by_its_line_with_what_quantizes_instead() -> None:

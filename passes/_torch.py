@@ -92,6 +92,7 @@ __all__ = [
     "WeakIdKeyDictionary",
     "allocator_events",
     "as_distributed",
+    "behind_functional",
     "called_by_dynamo",
     "check_in_the_kernels",
     "checks_kept",
@@ -113,6 +114,8 @@ __all__ = [
     "is_compiled",
     "is_dense",
     "is_distributed",
+    "is_functional",
+    "is_traced",
     "keep_gradient_spread",
     "local_part",
     "local_parts",
@@ -220,6 +223,22 @@ def export_joint(
         output_kinds=tuple(info.output_type.name for info in infos),
         output_bases=tuple(info.base_idx for info in infos),
     )
+
+
+is_functional: Callable[[torch.Tensor], bool] = torch._is_functional_tensor
+
+
+def is_traced(tensor: Any) -> bool:
+    """Whether a tensor stands for one that a step computes or is given."""
+    if isinstance(tensor, (FunctionalTensor, FakeTensor)):
+        return True
+    return isinstance(tensor, torch.Tensor) and is_functional(tensor)
+
+
+def behind_functional(tensor: Any) -> torch.Tensor:
+    """The fake tensor that a functional one stands for."""
+    torch._sync(tensor)
+    return torch._from_functional_tensor(tensor.elem)
 
 
 def wrapped_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -65,7 +66,7 @@ def on_made_up(node: fx.Node, make_up: Callable[[Any], Any]) -> Callable[[], Any
     target: Any = node.target
     made: dict[fx.Node, Any] = {}
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made, make_up))
-    for fit in (_even_groups, _even_lengths, _full_bags, _rows_apart):
+    for fit in (_even_groups, _even_lengths, _full_bags, _rows_apart, _as_many_picked):
         args = fit(node, args)
     if not is_random(node):  # attention without dropout, which carries the tag all the same
         return partial(target, *args, **kwargs)
@@ -87,6 +88,47 @@ def _rows_apart(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if node.target is aten.embedding_dense_backward.default:
         args[1].copy_((torch.arange(args[1].numel(), device=args[1].device) % args[2]).reshape(args[1].shape))
     return args
+
+
+def _as_many_picked(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What masks and repeats pick is as long as it was traced: made up, all zero, they would pick nothing."""
+    told: Any = node.meta.get("val")
+    if node.target is aten.repeat_interleave.Tensor:
+        args[0].view(-1)[:1] = told.numel()
+    elif node.target is aten.nonzero.default:
+        _pick(args[0], told.shape[0])
+    elif node.target is aten.masked_select.default:
+        _pick(args[1], told.numel() * args[1].numel() // max(1, torch.broadcast_tensors(*args[:2])[0].numel()))
+    elif node.target in _INDEXED:
+        picked, kept = told if node.target is aten.index.Tensor else args[2], _sizes_kept(args[0], args[1])
+        for mask in filter(_is_mask, args[1]):
+            _pick(mask, picked.numel() // max(1, math.prod(kept)))
+    return args
+
+
+_INDEXED = frozenset({
+    aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default,
+    aten._index_put_impl_.default,
+})  # fmt: skip
+
+
+def _sizes_kept(value: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> list[int]:
+    """The sizes of the dimensions that no index takes."""
+    sizes, dim = [], 0
+    for index in indices:
+        if index is None:
+            sizes.append(value.shape[dim])
+        dim += index.dim() if index is not None and _is_mask(index) else 1
+    return [*sizes, *value.shape[dim:]]
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _pick(mask: torch.Tensor, count: int) -> None:
+    """Let a made-up mask pick so many elements, the first ones."""
+    mask.copy_((torch.arange(mask.numel(), device=mask.device) < count).reshape(mask.shape))
 
 
 def _even_groups(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from passes._torch import local_part
@@ -52,19 +53,25 @@ class Sizes:
 
     Attributes:
         may_ask: whether the forward may be run for what it asks about values that it computes (`passes.trace.answers`).
+        may_count: whether a trace may hold for inputs with the sample's numbers alone (`passes.trace.value_guards`).
     """
 
-    def __init__(self, is_first: bool = True, keeps_mode: bool = False) -> None:
+    def __init__(self, is_first: bool = True, keeps_mode: bool = False, may_count: bool = True) -> None:
         self.kinds: dict[Any, _Kind] = {}
         self.regions: dict[tuple[str, int], Sizes] = {}
         self.refused: dict[Any, _Refused | None] = {}  # None: it was traced
         self.parts = WeakSet[Any]()  # of the plans by regions that are still there
         self.is_first, self.first_call, self.keeps_mode = is_first, tuple[Change, ...](), keeps_mode
-        self.may_ask = True
+        self.may_ask, self.may_count = True, may_count
 
     def of_region(self, path: str, number: int) -> Sizes:
         """Those of one of a region's calls in a step."""
-        return self.regions.setdefault((path, number), Sizes(is_first=False, keeps_mode=True))
+        return self.regions.setdefault((path, number), Sizes(is_first=False, keeps_mode=True, may_count=False))
+
+    def count(self, may_count: bool) -> None:
+        """From now on trace so; what was refused is tried again."""
+        self.may_count = may_count
+        self.refused.clear()
 
     def ask_no_more(self, path: str) -> None:
         """Refuse what asks about values in a region: its calls answer now one way, now another."""
@@ -125,6 +132,7 @@ class Sizes:
         """The trace, with what a first call remembers in place, and with the sample's answers where they are needed."""
         is_first, self.is_first = self.is_first, False
         may_ask, asked = self.may_ask, None
+        options["may_count"] = self.may_count and not (dist.is_available() and dist.is_initialized())
         while True:
             try:
                 with remembered(self.first_call):
@@ -182,7 +190,7 @@ class _Kind:
         shapes = [torch.empty(shape, device="meta") for shape in _shapes(tensors)]
         others = [pair for pair in self.seen if _shapes(pair[0]) != _shapes(shapes)]
         self.seen = [*others[-1:], (shapes, traced)]
-        if traced.asked:  # a trace with symbols has no answers
+        if traced.asked or traced.counts:  # a trace with symbols has no answers
             self.builds = BUILDS
 
     def made(self, model: nn.Module, bound: Any, loss_fn: Any, tensors: Any, differentiated: Any,

@@ -207,7 +207,7 @@ def active_saving_hooks() -> str:
     hooks = _C._autograd._top_saved_tensors_default_hooks(False)
     if not hooks:
         return ""
-    module, name = hooks[0].__module__, hooks[0].__qualname__.partition(".")[0]
+    module, name = hooks[0].__module__, getattr(hooks[0], "__qualname__", type(hooks[0]).__name__).partition(".")[0]
     return module if module == "torch.utils.checkpoint" else f"{module}.{name}"
 
 

@@ -65,6 +65,7 @@ from .binding import names_given
 from .buffers import refuse_needed, refuse_returned, refuse_with_gradient, write_back
 from .collectives import functional_collectives
 from .compiled import refuse_compiled_parts
+from .constants import Constants
 from .constructs import LAZY, refuse_settings
 from .contexts import private_contexts
 from .custom_backward import used_in_backward
@@ -72,6 +73,7 @@ from .expected import MISSING
 from .failure import Failures, capture_error, value_needed
 from .first_call import FirstCall
 from .given import Changed, Given, Place, Returned, changed_slots, left_alone
+from .guards import Guard
 from .hidden import refuse_hidden
 from .isolate import isolated
 from .layouts import (
@@ -104,7 +106,7 @@ from .settings import Setting, steady
 from .state import Snapshot
 from .structure import Bound, flatten, unflatten
 from .templates import Template, Tree, shared, slots
-from .value_guards import Guard, KnownValues
+from .value_guards import KnownValues
 from .watch import Watch
 
 EVERY_OUTPUT = ("*",)  # differentiated: all that require a gradient
@@ -188,6 +190,11 @@ class Traced:
         return (*self.mutated, *self.changed_later)
 
     @property
+    def counts(self) -> bool:
+        """Whether the step holds for inputs with the sample's numbers alone, where forward takes lengths from them."""
+        return self.guard is not None and self.guard.counts
+
+    @property
     def num_primals(self) -> int:
         return len(self.state) + self.num_inputs
 
@@ -227,6 +234,7 @@ def capture(
     is_first: bool = False,
     asked: Sequence[Asked] | None = None,
     may_ask: bool = False,
+    may_count: bool = False,
 ) -> Traced:
     """Trace the training step of `model`, in the mode that each of its modules is in.
 
@@ -245,6 +253,8 @@ def capture(
             it is noted, and refused where it is a plain value that was another one before.
         asked: what the forward asks about values on the sample; None where that is not known.
         may_ask: whether to raise `Unanswered` where that is needed, and else to refuse it.
+        may_count: whether the trace may hold for inputs with the sample's numbers alone (lengths, how many elements a
+            mask picks), where the forward asks for them.
 
     Raises:
         CaptureError: the forward cannot be traced; carries the user's file and line.
@@ -261,7 +271,7 @@ def capture(
     for entry, tensor in zip(entries, given, strict=False):
         refuse_not_dense(tensor, entry.name)
     tracer = StepTracer(model, loss_fn, signature, entries, input_template, differentiated, given, layouts or {},
-                        names_given(bound), is_first, asked)  # fmt: skip
+                        names_given(bound), is_first, asked, may_count)  # fmt: skip
     tensors = [local_part(t) for t in given]
     alone = isolated(model, loss_fn, shared(input_template))
     with exclusive(), alone as tracer.before, private_contexts(), without_sources():
@@ -284,6 +294,8 @@ def capture(
                 raise error from error.__cause__
         if tracer.asked:
             tracer.notes += (_note_of(tracer.asked),)
+        if tracer.guard is not None and tracer.guard.counts:
+            tracer.notes += (COUNTS,)
         check_backward(tracer.before, tracer.judged, {str(s): s.value for s in tracer.settings})
     for tensor, name in zip(input_tensors, names, strict=True):
         refuse_attributes(vars(tensor).keys() & tracer.recorder.said.keys(), name)
@@ -313,8 +325,9 @@ def _with_settings(traced: Traced, tracer: StepTracer, model: nn.Module) -> Trac
     )  # fmt: skip
 
 
-def export_step(tracer: StepTracer, fake: list[torch.Tensor]) -> JointGraph:
+def export_step(tracer: StepTracer, fake: list[Any]) -> JointGraph:
     tracer.runs = 0
+    tracer.constants = next((tensor.fake_mode.constants for tensor in fake), tracer.constants)
     try:
         with (
             quiet_fake_errors(), eager_kernels(routes.kernels()), module_paths(tracer.model), tracer.in_backward,
@@ -354,6 +367,7 @@ class StepTracer:
         by_name: frozenset[str],
         is_first: bool = False,
         sample_asked: Sequence[Asked] | None = None,
+        may_count: bool = False,
     ) -> None:
         self.model, self.loss_fn, self.signature, self.by_name = model, loss_fn, signature, by_name
         self.given, self.is_first = given, is_first
@@ -366,6 +380,7 @@ class StepTracer:
         self.leaves: list[OutputLeaf] = []
         self.guard: Guard | None = None
         self.sample_asked, self.asks = sample_asked, False  # whether a run asked what is not known
+        self.may_count, self.constants = may_count, Constants()  # those of the fake tensors that are traced
         self.asked: tuple[Asked, ...] = ()
         self.notes: tuple[str, ...] = ()
         self.left: tuple[Left, ...] = ()  # by the first run
@@ -443,7 +458,7 @@ class StepTracer:
         with left_alone(bound) as given, ExitStack() as stack:
             first = (casts_kept(self.keeps_casts), swapped_state(self.model, state), *self.below)
             entered: list[AbstractContextManager[Any]] = [
-                *first, known, failures, EagerLayouts(self.remembered), *modes,
+                *first, known, self.constants.asking(known.counted), failures, EagerLayouts(self.remembered), *modes,
             ]  # fmt: skip
             for mode in entered:
                 stack.enter_context(mode)
@@ -491,7 +506,7 @@ class StepTracer:
         return self.entries[index].name if index < len(self.entries) else "what forward takes"
 
     def _known_values(self, flat: Sequence[torch.Tensor]) -> KnownValues:
-        return KnownValues(flat, self.given, len(self.entries), self.changing, self.sample_asked)
+        return KnownValues(flat, self.given, len(self.entries), self.changing, self.sample_asked, self.may_count)
 
     def _first_run(self, flat: Sequence[torch.Tensor]) -> Returned:
         """As `_run`; what a trace cannot see is refused or said."""
@@ -757,6 +772,12 @@ def _traced(
         overlaps=overlaps(tracer.given, joint.mutated_inputs),
         resident=own_bytes(tracer.given),
     )
+
+
+COUNTS = (
+    "forward takes lengths from values of its inputs (how many elements a mask picks, a maximum): the plan of the "
+    "whole model holds for calls with the sample's, and others are planned by regions"
+)
 
 
 def _note_of(asked: Sequence[Asked]) -> str:

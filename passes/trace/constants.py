@@ -5,6 +5,8 @@ Python's own questions are answered by `value_guards`. These come from C++, wher
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,14 +20,33 @@ FACTORIES = frozenset(
     for name in ("arange", "zeros", "ones", "full", "linspace", "eye", "scalar_tensor", "ones_like", "zeros_like",
                  "full_like", "new_ones", "new_zeros", "new_full", "triu_indices", "tril_indices")
 )  # fmt: skip
-LENGTHS = {aten.masked_select.default: 1, aten.nonzero.default: 0}  # op -> the argument that decides how long it is
+# Op -> the argument that decides how long its result is, and what of it does.
+LENGTHS: dict[Any, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
+    aten.masked_select.default: (1, torch.count_nonzero),
+    aten.nonzero.default: (0, torch.count_nonzero),
+    aten.repeat_interleave.Tensor: (0, torch.sum),
+}
 
 
 class Constants:
-    """The real values of small fake tensors that depend on nothing but shapes."""
+    """The real values of small fake tensors that depend on nothing but shapes.
+
+    Attributes:
+        of_sample: where a length does not: the value that decides it in the sample (`value_guards`).
+    """
 
     def __init__(self) -> None:
         self.values = WeakIdKeyDictionary()
+        self.of_sample: Callable[..., torch.Tensor | None] | None = None
+
+    @contextmanager
+    def asking(self, of_sample: Callable[..., torch.Tensor | None]) -> Iterator[None]:
+        """Ask for what decides lengths while the forward runs, whose guard then says so."""
+        self.of_sample = of_sample
+        try:
+            yield
+        finally:
+            self.of_sample = None
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a question (`equal`, `item`) is answered; None for other calls, and where it is not known."""
@@ -63,13 +84,17 @@ class Constants:
         if func in (aten._ctc_loss.default, aten._ctc_loss.Tensor):  # LossCTC.cpp
             positions, batch = args[0].shape[:2]  # the losses, and the alphas over the longest target
             return (batch,), (batch, positions, 2 * _longest_target(args[1], args[3]) + 1)
-        position = LENGTHS.get(func)
-        if position is None or args[position] not in self.values:
+        if func not in LENGTHS:
+            return None
+        position, count = LENGTHS[func]
+        told = self.values.get(args[position])
+        if told is None and self.of_sample is not None:
+            told = self.of_sample(args[position], count)
+        if told is None:
             return None
         with disable_current_modes():
-            mask = self.values[args[position]]
-            count = int(mask.expand(torch.broadcast_shapes(mask.shape, args[0].shape)).count_nonzero())
-        return ((count, args[0].dim()) if func is aten.nonzero.default else (count,),)
+            length = int(count(told.expand(torch.broadcast_shapes(told.shape, args[0].shape))))
+        return ((length, args[0].dim()) if func is aten.nonzero.default else (length,),)
 
     def _value(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

@@ -130,6 +130,10 @@ def items_of(value: Any) -> list[Any]:
     return list(value)
 
 
+def _base_of(sequence: Any) -> Any:
+    return next(kind for kind in (list, tuple, deque) if isinstance(sequence, kind))
+
+
 def held_by(mapping: dict[Any, Any]) -> dict[Any, Any]:
     """What a dict holds itself: a class derived from it, as transformers has them, may make what it is asked for."""
     kind = type(mapping)
@@ -164,7 +168,7 @@ def _settings_of(variable: ContextVar[Any]) -> list[Any]:
 
 _DERIVED = (int, float, complex, str, bytes)
 _PARTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
-    ((list, tuple, deque), list),
+    ((list, tuple, deque), lambda s: [*_base_of(s).__iter__(s)]),  # whatever a derived class takes for its length
     (dict, items_of),
     ((set, frozenset), lambda s: sorted(s, key=_in_a_set)),
     (types.MethodType, lambda m: [m.__func__, m.__self__]),

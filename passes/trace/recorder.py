@@ -315,7 +315,8 @@ class Recorder:
         """A function reads its closure and defaults; a wrapper's function is one too."""
         cached = isinstance(value, CACHE)
         if cached:
-            self._read(value, of_remembered, "answers", f"the cache of {value.__qualname__}()")
+            name = getattr(value, "__qualname__", type(value).__name__)  # a partial one has none
+            self._read(value, of_remembered, "answers", f"the cache of {name}()")
         for kind, attribute in _WRAPPERS.items():
             value = getattr(value, attribute) if isinstance(value, kind) else value
         if not isinstance(value, types.FunctionType) or (id(value) in self.functions and not self.marking):

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from passes._torch import TorchDispatchMode, outside_tracing, pytree
+from passes._torch import TorchDispatchMode, is_functional, outside_tracing, pytree
 
+from .guards import writes
 from .nodes import Change, changed
 from .places import is_users_file, place, user_frame
 from .reach import LARGEST_COPY
-from .value_guards import _writes
 
 _BY_SHAPE = frozenset(
     getattr(owner, name)
@@ -127,6 +127,8 @@ def _data(tensor: torch.Tensor) -> int:
     """What distinguishes a real tensor that no run was given; 0 for a traced one."""
     if type(tensor) is not torch.Tensor or tensor.numel() > LARGEST_COPY or tensor.device.type != "cpu":
         return 0
+    if is_functional(tensor):  # rows of a traced one, of which its `tolist` asks
+        return 0
     with outside_tracing():
         return hash(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()) if tensor.numel() else 0
 
@@ -138,7 +140,7 @@ def _function(func: Any) -> str:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    if not _writes(func, kwargs):
+    if not writes(func, kwargs):
         return []
     first = kwargs.get("out", args[0] if args else None)
     return [t for t in (first, getattr(first, "_base", None)) if isinstance(t, torch.Tensor)]

@@ -9,14 +9,14 @@ from them is written on a tape. A yes-or-no question about such a value (`if mas
 and the answer becomes a `Guard`: before each call the tape is played on the call's own inputs, and another answer
 means another plan. So do small buffers (a flag, a count, strides), floats and
 numbers too, as they seldom change: where forward itself changes one, only yes-or-no questions about it are answered,
-and only before. What depends on a float input, a parameter or randomness stays unknown: see `answers`.
+and only before. Numbers of inputs (how many elements a mask picks, lengths) are answered as long as all calls have the
+sample's: `may_count`. What depends on a float input, a parameter or randomness stays unknown: see `answers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,9 +24,11 @@ from torch import Tensor
 
 from passes._torch import (
     DataDependentOutputException,
+    DisableTorchFunction,
     FunctionalTensor,
     TorchDispatchMode,
     WeakIdKeyDictionary,
+    behind_functional,
     disable_current_modes,
     mutation_count,
     outside_tracing,
@@ -34,80 +36,13 @@ from passes._torch import (
 )
 
 from .answers import YES_OR_NO, Answers, Asked, Listening, is_question
+from .guards import Call, Guard, Ref, leading, tensors_in, writes
 
 LARGEST = 1 << 22  # elements
 LARGEST_OF_STATE = 1 << 10
 FACTORIES = frozenset({torch.arange, torch.zeros, torch.ones, torch.full, torch.tensor, torch.linspace, torch.eye,
                        torch.scalar_tensor})  # fmt: skip
 QUESTIONS = YES_OR_NO | {Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__index__}
-
-
-@dataclass(frozen=True)
-class Ref:
-    """Value number `index` of a tape; the first ones are the step's parameters, buffers and inputs."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call on the tape; its tensor results are numbered from `first`."""
-
-    func: Any
-    args: Any
-    kwargs: Any
-    first: int
-    count: int
-
-    @property
-    def results(self) -> range:
-        """The numbers of its tensor results."""
-        return range(self.first, self.first + self.count)
-
-
-@dataclass(frozen=True)
-class Guard:
-    """The sample's answers to the questions that Python asked about the step's inputs and the model's buffers.
-
-    Attributes:
-        tape: the calls that the questions depend on, in order; a question is a call without tensor results.
-        answers: what each question answered.
-    """
-
-    tape: tuple[Call, ...]
-    answers: tuple[Any, ...]
-
-    def holds(self, given: Sequence[torch.Tensor]) -> bool:
-        """Whether a call with these parameters, buffers and inputs would be answered like the sample."""
-        values: dict[int, Any] = dict(enumerate(given))
-        answers = []
-        with torch.no_grad():
-            for call, last in zip(self.tape, self._last_read, strict=True):
-                args, kwargs = _resolve((call.args, call.kwargs), values)
-                result = call.func(*args, **kwargs)
-                values.update(zip(call.results, _tensors(result), strict=False))
-                if not call.count:
-                    answers.append(result)
-                del args, kwargs, result
-                for index in last:
-                    values.pop(index, None)
-        return tuple(answers) == self.answers
-
-    @cached_property
-    def given(self) -> frozenset[int]:
-        """The numbers of the parameters, buffers and inputs that the questions read."""
-        read = frozenset[int]().union(*map(_read, self.tape))
-        return read - {made for call in self.tape for made in call.results}
-
-    @cached_property
-    def _last_read(self) -> tuple[tuple[int, ...], ...]:
-        """For each call the values that none after it reads."""
-        seen: set[int] = set()
-        found = []
-        for call in reversed(self.tape):
-            found.append(tuple((_read(call) | set(call.results)) - seen))
-            seen |= _read(call)
-        return tuple(reversed(found))
 
 
 @dataclass(frozen=True)
@@ -127,18 +62,19 @@ class KnownValues(Listening):
         state: how many of them are parameters and buffers, the first ones.
         changing: the numbers of those that forward is known to change.
         asked: all that forward asks on the sample; see `answers`.
+        may_count: whether to answer with numbers of the inputs.
     """
 
     def __init__(
         self, traced: Sequence[torch.Tensor] = (), sample: Sequence[torch.Tensor] = (), state: int = 0,
-        changing: Collection[int] = (), asked: Sequence[Asked] | None = None,
+        changing: Collection[int] = (), asked: Sequence[Asked] | None = None, may_count: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.computed = Answers(asked)
         self.known = WeakIdKeyDictionary()
         self.tape: list[Call] = []
         self.answers: list[Any] = []
-        self.asked_at = 0
+        self.asked_at, self.may_count, self.counts = 0, may_count, False
         self.traced, self.changing, self.count = traced[:state], changing, len(traced)
         self.of_state = range(state)
         self.before = [mutation_count(t) for t in self.traced]
@@ -150,7 +86,7 @@ class KnownValues(Listening):
     @property
     def guard(self) -> Guard | None:
         """What the trace took as given about the inputs; None when it asked nothing."""
-        return Guard(_leading(self.tape[: self.asked_at]), tuple(self.answers)) if self.answers else None
+        return Guard(leading(self.tape[: self.asked_at]), tuple(self.answers), self.counts) if self.answers else None
 
     def plain(self, value: Any) -> Any:
         """A call's arguments, or a shape, as they are in the sample."""
@@ -162,31 +98,36 @@ class KnownValues(Listening):
         return self._call(func, args, kwargs)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = list(_tensors((args, kwargs)))
-        if not (all(t in self.known for t in tensors) and (tensors or func in FACTORIES)):
-            if tensors and _writes(func, kwargs) and tensors[0] in self.known:
-                self._forget(self.known[tensors[0]].given)
-            return self._called(func, args, kwargs)
-        given = frozenset[int]().union(*(self.known[t].given for t in tensors))
-        if _writes(func, kwargs) and any(i in self.of_state for i in given):  # the tape must not change the model
-            self._forget(given)
-            return func(*args, **kwargs)
-        real = self._really(func, args, kwargs)
-        if real is None:
-            return func(*args, **kwargs)
-        if func in QUESTIONS:
+        tensors = list(tensors_in((args, kwargs)))
+        known = [t for t in tensors if t in self.known]
+        given = frozenset[int]().union(*(self.known[t].given for t in known))
+        before = _versions(known)
+        real = None
+        # The tape must not change the model.
+        may_follow = not (writes(func, kwargs) and any(i in self.of_state for i in given))
+        if may_follow and len(known) == len(tensors) and (tensors or func in FACTORIES):
+            real = self._really(func, args, kwargs)
+        if real is not None and func in QUESTIONS:
             return self._answer(func, args, kwargs, real[0], given)
         result = self._called(func, args, kwargs)
-        self._remember(func, args, kwargs, result, real[0], given)
+        wrote = writes(func, kwargs) or before != _versions(known)
+        if real is not None:
+            self._remember(func, args, kwargs, result, real[0], given, wrote)
+        elif wrote and known:
+            self._forget(given)
         return result
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The call; where it asks for the number in a tensor (a fill value), with that number."""
+        for tensor in tensors_in((args, kwargs)) if self.may_count else ():
+            if isinstance(tensor, FunctionalTensor) and tensor in self.known:
+                self.known[behind_functional(tensor)] = self.known[tensor]  # `counted` is asked for that
         try:
             return func(*args, **kwargs)
-        except DataDependentOutputException:
-            numbers = [t for t in _tensors((args, kwargs)) if t.dim() == 0 and t in self.known]
-            if not numbers or func in QUESTIONS:
+        except RuntimeError as error:
+            asks = isinstance(error, DataDependentOutputException) or func is torch.tensor  # which reads their memory
+            numbers = [t for t in tensors_in((args, kwargs)) if t.dim() == 0 and t in self.known]
+            if not (asks and numbers) or func in QUESTIONS:
                 raise
             asked = {id(t): self._call(Tensor.item, (t,), {}) for t in numbers}
             return func(*pytree.tree_map(lambda a: asked.get(id(a), a), args),
@@ -197,6 +138,19 @@ class KnownValues(Listening):
         if isinstance(traced, FunctionalTensor):
             self.known[traced.elem] = known  # which its own `tolist` asks
 
+    def counted(self, traced: Tensor, count: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """The value of what says how long an op's result is, if `count` of it may be taken as the sample's."""
+        known = self.known.get(traced)
+        if known is None or not known.given:
+            return None if known is None else known.value
+        if not self._may_answer(known.given, is_number=True):
+            return None
+        with outside_tracing():
+            number, made = count(known.value), torch.empty((), device="meta")
+        self.known[made] = Known(number, self._record(count, (traced,), {}, 1), known.given)
+        self._answered(Tensor.item, (made,), {}, int(number), known.given)
+        return known.value
+
     def _forget(self, given: frozenset[int]) -> None:
         """What was changed cannot be followed: forget it, and all that may share its memory."""
         for tensor, known in list(self.known.items()):
@@ -206,20 +160,30 @@ class KnownValues(Listening):
     def _answer(self, func: Any, args: Any, kwargs: Any, real: Any, given: frozenset[int]) -> Any:
         if not given:
             return real
-        may_be = all(is_question(func, args) or (i in self.of_state and i not in self.changing) for i in given)
-        now = all(mutation_count(self.traced[i]) == self.before[i] for i in given if i in self.of_state)
-        if not (may_be and now):
+        is_number = not is_question(func, args)
+        if not self._may_answer(given, is_number) or (is_number and args[0].numel() > LARGEST_OF_STATE):
             return func(*args, **kwargs)  # fails to trace, and says where
-        self._record(func, args, kwargs, 0)
+        return self._answered(func, args, kwargs, real, given)
+
+    def _may_answer(self, given: frozenset[int], is_number: bool) -> bool:
+        def may_tell(i: int) -> bool:
+            return i not in self.changing if i in self.of_state else self.may_count
+
+        now = all(mutation_count(self.traced[i]) == self.before[i] for i in given if i in self.of_state)
+        return now and (not is_number or all(map(may_tell, given)))
+
+    def _answered(self, func: Any, args: Any, kwargs: Any, real: Any, given: frozenset[int]) -> Any:
+        self._record(func, args, kwargs, 0, asks=True)
         self.answers.append(real)
         self.asked_at = len(self.tape)
+        self.counts = self.counts or not (is_question(func, args) or all(i in self.of_state for i in given))
         return real
 
-    def _record(self, func: Any, args: Any, kwargs: Any, count: int) -> int:
+    def _record(self, func: Any, args: Any, kwargs: Any, count: int, **does: bool) -> int:
         stored = pytree.tree_map(lambda a: Ref(self.known[a].number) if isinstance(a, torch.Tensor) else a,
                                  (args, kwargs))  # fmt: skip
         first = self.count
-        self.tape.append(Call(func, stored[0], stored[1], first, count))
+        self.tape.append(Call(func, stored[0], stored[1], first, count, **does))
         self.count += count
         return first
 
@@ -237,17 +201,24 @@ class KnownValues(Listening):
             return self.known[leaf].value
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
-    def _remember(self, func: Any, args: Any, kwargs: Any, result: Any, real: Any, given: frozenset[int]) -> None:
-        pairs = list(zip(_tensors(result), _tensors(real), strict=False))
-        if not pairs or any(self.plain(t.shape) != v.shape or v.numel() > LARGEST for t, v in pairs):
+    def _remember(
+        self, func: Any, args: Any, kwargs: Any, result: Any, real: Any, given: frozenset[int], wrote: bool
+    ) -> None:
+        pairs = list(zip(tensors_in(result), tensors_in(real), strict=False))
+        if not (pairs or wrote) or any(self.plain(t.shape) != v.shape or v.numel() > LARGEST for t, v in pairs):
             return
-        if given and _writes(func, kwargs):  # views of what was written may be known as constants
+        if given and wrote:  # views of what was written may be known as constants
             for tensor, known in list(self.known.items()):
                 self.known[tensor] = replace(known, given=known.given | given)
-        first = self._record(func, args, kwargs, len(pairs))
+        first = self._record(func, args, kwargs, len(pairs), writes=wrote)
         for i, (traced, value) in enumerate(pairs):
             same = self.known.get(traced)  # an in-place op returns its argument
             self._know(traced, Known(value, first + i, given if same is None else given | same.given))
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    with DisableTorchFunction():  # other modes would be told of it
+        return list(map(mutation_count, tensors))
 
 
 def _is_discrete(real: torch.Tensor) -> bool:
@@ -266,34 +237,3 @@ class _Known(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise LookupError(f"{func} draws")
         return func(*args, **(kwargs or {}))
-
-
-def _leading(tape: Sequence[Call]) -> tuple[Call, ...]:
-    """The calls that the questions on a tape depend on; all where one of them changes what another made."""
-    if any(_writes(call.func, call.kwargs) for call in tape):
-        return tuple(tape)
-    wanted: set[int] = set()
-    found = []
-    for call in reversed(tape):
-        if not call.count or not wanted.isdisjoint(call.results):
-            wanted |= _read(call)
-            found.append(call)
-    return tuple(reversed(found))
-
-
-def _read(call: Call) -> set[int]:
-    """The numbers of the values that a call reads."""
-    return {a.index for a in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(a, Ref)}
-
-
-def _resolve(tree: Any, values: dict[int, Any]) -> Any:
-    return pytree.tree_map(lambda a: values[a.index] if isinstance(a, Ref) else a, tree)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    return (t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
-
-
-def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    return "out" in kwargs or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))

@@ -28,7 +28,7 @@ from passes._torch import (
 from passes.device import kind_of
 from passes.errors import CaptureError, ForwardFailed, InputMismatch, NoBackward, StateChanged, Unsupported
 from passes.exclusive import turn
-from passes.printable import describe_kind
+from passes.printable import brief, describe_kind
 from passes.run._torch import Autocast, active_saving_hooks, backward_number
 from passes.run.arena import ask_for
 from passes.run.stale import check_casts, note_plain
@@ -85,6 +85,7 @@ class PlanState:
         self.applied: Any = None  # the `PlannedForward` that is being called
         self.notices = Notices(model)
         self.replans, self.numbers = Counter[str](), set[str]()
+        self.counts_on = False  # whether calls with other lengths are planned as a whole, each for its own
         self.first_call: tuple[Change, ...] = ()  # what the first call leaves on the model
         self.is_copy = False  # of what was planned: those are places of the other instance
         self.waiting = WeakSet[Fallback]()  # of the calls whose steps are not over
@@ -218,7 +219,7 @@ class PlanState:
                     entry.outdated = False  # it serves the calls that do not stray
                     return entry, state
             try:
-                return self._plan(key, bound, entry, starts)
+                return self._plan_as_can_be(key, bound, entry, starts)
             except NoBackward:  # merged adapters: as in eager, it is `backward` that would fail
                 return None, []
             except (ForwardFailed, StateChanged) as error:  # the plain forward leaves what it leaves in eager
@@ -229,6 +230,10 @@ class PlanState:
                 warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=user_frame())
                 return None, []
             except BudgetError as error:
+                if entry is None and self.counts_on and key == self.first.key:  # it may pick more than the sample did
+                    self.idle.append((key, trained))
+                    warnings.warn(f"{error}. Such calls run in eager, not under it.", stacklevel=user_frame())
+                    return None, []
                 error.args = (f"{error}. {self._why_anew(entry, starts, key, tensors, bound)}",)
                 if entry is None or not entry.by_regions:
                     raise
@@ -449,6 +454,23 @@ class PlanState:
         self.notices.replanned(self.replans, self.numbers, seconds, len(self.cache), buckets)
         return self._add(key, planned, starts), state_tensors(self.model, planned.prepared.traced.state)
 
+    def _plan_as_can_be(
+        self, key: Key, bound: Mapping[str, Any], other: Entry | None, starts: tuple[str, ...] | None
+    ) -> tuple[Entry, list[torch.Tensor]]:
+        """Plan a call; where forward takes lengths from the sample's values, and calls have others, by regions.
+
+        Where that cannot be had, it is planned as a whole for its own.
+        """
+        prepared, first = self.first.planned.prepared, self.first.planned.prepared.traced
+        if other is None and first.counts and prepared.options.regions == AUTO and not self.counts_on:
+            prepared.sizes.count(False)
+            try:
+                return self._plan(key, bound, other, starts)
+            except (CaptureError, RegionError, BudgetError):
+                prepared.sizes.count(True)
+                self.counts_on = True
+        return self._plan(key, bound, other, starts)
+
     def _execute(
         self, entry: Entry, primals: list[torch.Tensor], bound: Mapping[str, Any],
         plain: Callable[[Mapping[str, Any]], Any],
@@ -502,8 +524,9 @@ class PlanState:
                 return changed
         if traced.guard is None:
             return InputMismatch("(the call)", "one that no plan is for", "the sample's", _HINT)
-        answers = f"the sample's {list(traced.guard.answers)}"
-        return InputMismatch("(values)", "other answers to the model's `if`s", answers, _HINT)
+        answers = brief(f"the sample's {list(traced.guard.answers)}")
+        lengths = "other lengths, or " if traced.counts else ""
+        return InputMismatch("(values)", f"{lengths}other answers to the model's `if`s", answers, _HINT)
 
     def plain(self, bound: Mapping[str, Any]) -> Any:
         """The plain step's forward."""

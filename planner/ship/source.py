@@ -19,8 +19,8 @@ from passes.fuse.records import FUSED
 from passes.printable import printable
 from passes.run import gradients, random
 from passes.trace import routes
+from passes.trace.guards import Guard, Ref
 from passes.trace.modules import module_path
-from passes.trace.value_guards import Guard, Ref
 from planner.files.fingerprint import describe_value
 from solvers.errors import MIB, PlannerError
 
@@ -97,12 +97,12 @@ def write_guard(guard: Guard | None) -> str:
     """
     lines, asked = [], []
     for i, call in enumerate(guard.tape if guard else ()):
-        names = [f"value_{k}" for k in range(call.first, call.first + call.count)] or [f"answer_{i}"]
+        names = [f"value_{k}" for k in call.results] or [f"answer_{i}"]
         arguments = [literal(a, {}) for a in call.args] + [f"{k}={literal(v, {})}" for k, v in call.kwargs.items()]
         comma = "," if len(names) == 1 and call.count else ""
         called = f"{_python_name(call.func)}({', '.join(arguments)})"
         lines.append(f"    {', '.join(names)}{comma} = " + (f"tensors({called})" if call.count else called))
-        asked += names if not call.count else []
+        asked += names if call.asks else []
     given = [f"    value_{k} = given[{k}]" for k in sorted(guard.given if guard else ())]
     body = "\n".join([*given, *lines, f"    return ({''.join(f'{name}, ' for name in asked)})"])
     return GUARD.format(body=body)

@@ -149,6 +149,41 @@ def test_an_assertion_of_the_models_own_is_raised_as_in_eager() -> None:
     assert not differences(run_step(plain, plain, x), run_step(plan.module, model, x))
 
 
+def test_tensors_of_other_shapes_are_not_equal_whatever_they_hold() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        h = self.layers(x)
+        return (h.sin() if torch.equal(h, x[1:]) else h).square().mean()
+
+    torch.manual_seed(0)
+    model = Wrap(forward, layers=nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)))
+    plan = planned_at(model, rows(), 0.3)
+    assert not plan.regions and not any("asks about values" in note for note in plan.notes)
+
+
+def test_tensors_that_forward_holds_are_asked_about_in_each_step() -> None:
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held, self.layers = (rows(),), nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            held = self.held[0]
+            h = self.layers(x if torch.equal(held, held.unsqueeze(-1).squeeze(-1)) else x.sin())
+            return (h if torch.equal(held, self.held[0]) else h.sin()).square().mean()
+
+    torch.manual_seed(0)
+    model, x = Held(), rows()
+    plain = copy.deepcopy(model)
+    plan = planned_at(model, x, 0.3)
+    assert not plan.regions
+    assert not differences(run_step(plain, plain, x), run_step(plan.module, model, x))
+    for each in (model, plain):
+        each.held[0][0, 0] = math.nan  # not equal to itself any more
+    with pytest.warns(UserWarning, match="is False, and was True"):
+        ours = run_step(plan.module, model, x)
+    assert not differences(run_step(plain, plain, x), ours)
+
+
 def test_what_a_loss_of_torchs_raises_is_raised_as_in_eager() -> None:
     def forward(self: Any, x: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
         return F.gaussian_nll_loss(self.layers(x), x, variance)

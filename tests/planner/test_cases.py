@@ -1486,9 +1486,10 @@ def test_a_wrapper_that_saves_nothing_is_said_once(wrapped: Callable[..., Any], 
     assert_same_gradients(model, plain)
 
 
-def test_hooks_that_change_what_is_saved_are_said_to_do_nothing() -> None:
+@pytest.mark.parametrize("pack", [lambda t: t.half(), functools.partial(torch.Tensor.to, dtype=torch.float16)])
+def test_hooks_that_change_what_is_saved_are_said_to_do_nothing(pack: Callable[[torch.Tensor], torch.Tensor]) -> None:
     chosen, x = tight(mlp(0.0), batch(8, 32)), batch(8, 32)
-    halves = torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float())
+    halves = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.float())
     with halves, pytest.warns(UserWarning, match="gradients are those without these hooks"):
         squares(chosen.module(x)).backward()
 

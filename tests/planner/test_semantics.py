@@ -16,6 +16,7 @@ import dataclasses
 import datetime
 import functools
 import itertools
+import operator
 import os
 import pathlib
 import random
@@ -820,6 +821,27 @@ def cached_positions(mask: torch.Tensor, scale: float) -> torch.Tensor:
 def a_function_cached_for_a_tensor_of_the_step(self: Any, x: torch.Tensor) -> Any:
     mask = x > 0
     return self.layer(x) * cached_positions(mask, 0.5) + cached_positions(mask, 0.5)
+
+
+CACHED_PRODUCT = functools.lru_cache(functools.partial(operator.mul, 3))
+CACHED_SUM = functools.lru_cache(functools.partial(lambda a, b: a + b, 1))
+
+
+@case("A.4", "same")
+def a_cached_partial_function(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * CACHED_PRODUCT(2) + CACHED_SUM(2)
+
+
+class Unsized(tuple[int, ...]):
+    """e3nn's representations are such tuples."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+@case("A.4", "same", sizes=lambda: Unsized((1, 2)))
+def a_tuple_that_has_no_length(self: Any, x: torch.Tensor) -> Any:
+    return self.layer(x) * self.sizes[1]
 
 
 @case("A.4", "refused")

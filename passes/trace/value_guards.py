@@ -102,16 +102,14 @@ class KnownValues(Listening):
         known = [t for t in tensors if t in self.known]
         given = frozenset[int]().union(*(self.known[t].given for t in known))
         before = _versions(known)
-        real = None
-        # The tape must not change the model.
-        may_follow = not (writes(func, kwargs) and any(i in self.of_state for i in given))
-        if may_follow and len(known) == len(tensors) and (tensors or func in FACTORIES):
-            real = self._really(func, args, kwargs)
+        follows = len(known) == len(tensors) and (tensors or func in FACTORIES)
+        real = self._really(func, args, kwargs) if follows else None
         if real is not None and func in QUESTIONS:
             return self._answer(func, args, kwargs, real[0], given)
         result = self._called(func, args, kwargs)
         wrote = writes(func, kwargs) or before != _versions(known)
-        if real is not None:
+        changes_state = wrote and any(i in self.of_state for i in given)  # which the tape must not
+        if real is not None and not changes_state:
             self._remember(func, args, kwargs, result, real[0], given, wrote)
         elif wrote and known:
             self._forget(given)

@@ -263,6 +263,28 @@ def test_what_forward_writes_into_what_it_asks_about_counts(change: Callable[...
             assert not differences(run_step(plain, plain, sample), run_step(plan.module, model, sample))
 
 
+def test_a_guard_does_not_write_into_the_model() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.tensor([-1, 2]))
+            self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            F.relu(self.seen, inplace=True)
+            h = self.layers(x)
+            return (h.sin() if mask.any() else h).square().mean()
+
+    torch.manual_seed(0)
+    model = Counting()
+    plain = copy.deepcopy(model)
+    plan = planned_at(model, batch(), 0.5)
+    for _ in range(3):
+        for each in (model, plain):
+            each.seen.sub_(1)
+        assert not differences(run_step(plain, plain, batch()), run_step(plan.module, model, batch()))
+
+
 def drawn_in_place(h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     mask = mask.clone()
     mask.bernoulli_(0.5)

@@ -8,6 +8,7 @@ each other.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -74,3 +75,13 @@ def ancestors(path: str) -> list[str]:
     """A module path and all paths above it, from the model itself ("") down."""
     parts = path.split(".") if path else []
     return [".".join(parts[:i]) for i in range(len(parts) + 1)]
+
+
+def misnamed(model: nn.Module) -> Iterator[str]:
+    """Parameters and buffers with a dot in their names, and a model that does not tell of all of its own."""
+    for path, module in model.named_modules():
+        yield from (f"{path}[{name!r}]" for name in (*module._parameters, *module._buffers) if "." in name)
+    own = type(model).named_parameters
+    if own is not nn.Module.named_parameters and "remove_duplicate" not in inspect.signature(own).parameters:
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(own).parameters.values())
+        yield from () if takes_any else (f"{type(model).__name__}.named_parameters",)

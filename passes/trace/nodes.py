@@ -155,7 +155,9 @@ def _change(node: Node, key: Any, before: Any, after: Any) -> Change:
 
 
 def kept_by_torch(owner: Any) -> tuple[str, ...]:
-    """Attributes that a module of torch's sets for itself."""
+    """Attributes that a module or context of torch's sets for itself."""
+    if isinstance(owner, torch.autocast):  # what was so before the block
+        return ("prev", "prev_fastdtype", "prev_cache_enabled")
     own = isinstance(owner, nn.RNNBase)  # its list of its weights
     return ("_flat_weights", "_flat_weight_refs") if own else ()
 

@@ -201,7 +201,8 @@ class Recorder:
         written = [(i, name, by_attribute(self.objects[i])(name, MISSING)) for i, name in self._numbered(self.written)]
         plain = [each for each in written if is_plain(each[2])]
         filled = set(self._numbered(self.filled))  # and cleared in the end, where None is there now
-        elsewhere = [each for each in plain if not self.known[each[0]].is_submodule]
+        elsewhere = [(i, n, v) for i, n, v in plain if not self.known[i].is_submodule
+                     and n not in kept_by_torch(self.objects[i])]  # fmt: skip
         self.elsewhere = [each for each in elsewhere if each[2] is not None or each[:2] not in filled]
         return tuple(Setting(self.known[i].path, name, v) for i, name, v in plain if self.known[i].is_submodule)
 

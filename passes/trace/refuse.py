@@ -20,6 +20,7 @@ from passes._torch import (
 from passes.errors import Unsupported
 
 from .constructs import UNTRACKED
+from .modules import misnamed
 
 
 @dataclass(frozen=True)
@@ -275,6 +276,11 @@ TABLE: tuple[Refusal, ...] = (
         "tensor subclass", "what it stores cannot be seen from the graph",
         "Convert the parameter to a plain tensor before planning. A frozen one of a class that torch can trace "
         "(__tensor_flatten__, as torchao's quantized weights) may stay.", _subclasses,
+    ),
+    Refusal(
+        "a parameter that is not found by its name", "torch's own functions look for it by module and name",
+        "Give it a name without dots. Where the model has a named_parameters() of its own, plan nn.Sequential(model).",
+        misnamed,
     ),
     Refusal(UNTRACKED.what, UNTRACKED.why, UNTRACKED.remedy, _untracked),
     Refusal(

@@ -113,6 +113,7 @@ class Hollow:
         outputs: what the model returned, and each of those tensors without its data.
         descend: whether the children of what cannot be a region are tried in its place.
         thread: the one that runs it, which alone may capture, and whose memory is measured.
+        stand_ins: of the model's own parameters, by their ids: code may hold these elsewhere, in a list.
         nodes, given: the contexts of its autograd nodes, and what regions were called with, as it was then.
     """
 
@@ -139,6 +140,7 @@ class Hollow:
         self.latest: dict[int, int] = {}  # the last size that was given to what is that large
         self.nodes: list[Any] = []
         self.given: list[Given] = []
+        self.stand_ins: dict[int, torch.Tensor] = {}
 
     @property
     def imagined(self) -> bool:

@@ -71,7 +71,7 @@ def _refuse_other_sums(hollow: Hollow, nodes: Sequence[Any], regions: Sequence[A
     casters: dict[tuple[Any, int], int] = Counter()
     latest: dict[tuple[Any, int], float] = dict.fromkeys(starts, math.inf)
     for node in nodes:
-        for edge in node.next_functions:
+        for edge in (_to_stand_in(hollow, edge) for edge in node.next_functions):
             latest[edge] = max(latest.get(edge, 0), node._sequence_nr())
             casters[edge] += type(node).__name__ == "ToCopyBackward0"
     for node in regions:
@@ -92,6 +92,12 @@ def _refuse_other_sums(hollow: Hollow, nodes: Sequence[Any], regions: Sequence[A
                 why = START_OF_BACKWARD if latest[edges[i]] == math.inf else OTHER_SUM
                 new = hollow.parts.refuse(node.owner.path, why.format(name=argument_path(name))) or new
     return new
+
+
+def _to_stand_in(hollow: Hollow, edge: Any) -> Any:
+    """The same edge; to a parameter of the model's that code holds elsewhere, the one to what the step has for it."""
+    stand_in = hollow.stand_ins.get(id(getattr(edge[0], "variable", None)))
+    return edge if stand_in is None or not stand_in.requires_grad else get_gradient_edge(stand_in)[:2]
 
 
 def _refuse_sums_of_the_left_out(hollow: Hollow, regions: Sequence[Any]) -> bool:

@@ -529,6 +529,30 @@ def writes_by_a_custom_op(self: Any, x: torch.Tensor) -> torch.Tensor:
     return h * out
 
 
+class Dotted(nn.Module):
+    """tensordict keeps parameters under such names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Module()
+        self.layer._parameters["0.weight"] = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.layer._parameters["0.weight"]
+
+
+class OwnNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:
+        return super().named_parameters(prefix, recurse)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
 class HoldsItsWeight(nn.Module):
     """Reads a parameter of a submodule from a plain list."""
 
@@ -577,6 +601,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
         "Plan the module inside it"),
     "data parallel": (
         lambda: nn.DataParallel(linear()), batch, "the model (DataParallel)", "wrap plan.module afterwards"),
+    "dot in a name": (Dotted, batch, "not found by its name at layer['0.weight']", "a name without dots"),
+    "own names": (OwnNames, batch, "not found by its name at OwnNames.named_parameters", "plan nn.Sequential(model)"),
     "lazy": (lambda: nn.LazyLinear(3), batch, "lazy parameter at weight", "Run the model once on a sample"),
     "unregistered parameter": (Unregistered, batch, "not a parameter of the model", "Register it: nn.Parameter"),
     "parameter in a list": (HoldsItsWeight, batch, "an object of its own at layer.weight", "Read it from its module"),

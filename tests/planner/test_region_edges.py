@@ -1473,3 +1473,70 @@ def test_a_checkpoint_around_an_update_stays_eager() -> None:
     assert any("torch.utils.checkpoint around an update of inner.1.running_mean" in str(row) for row in plan.regions)
     for _ in range(2):
         assert not differences(run_step(plain, plain, x, 3), run_step(plan.module, model, x, 3))
+
+
+@pytest.mark.parametrize("held", ["in a list", "by its module"])
+def test_a_region_stays_eager_whose_weight_code_after_it_reads_from_anywhere(held: str) -> None:
+    class Ranking(nn.Module):
+        """One embedding for a query and its history, and a penalty on it, as in DeepCTR."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(20, 8)
+            self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
+            self.penalized = [self.table.weight] if held == "in a list" else []
+
+        def forward(self, query: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
+            return self.layers(torch.cat([self.table(query), self.table(history).sum(1)], -1)).sigmoid()
+
+    class Penalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Ranking()
+
+        def forward(self, query: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
+            loss = self.model(query, history).mean()
+            if float(loss.detach()) > 9:  # not to be planned as a whole
+                loss = loss * 2
+            weight = self.model.penalized[0] if held == "in a list" else self.model.table.weight
+            return loss + 0.01 * weight.square().sum()
+
+    torch.manual_seed(0)
+    model = Penalized()
+    plain = copy.deepcopy(model)
+    sample = torch.randint(0, 20, (256,)), torch.randint(0, 20, (256, 6))
+    plan = auto_checkpoint(model, sample, progress=False)
+    assert [region.path for region in plan.regions if not region.eager][:-1] == ["model.layers"]  # and the code between
+    for seed in range(3):
+        assert not differences(run_step(plain, plain, sample, seed), run_step(plan.module, model, sample, seed))
+
+
+def test_a_region_under_autocasts_decorator_sets_nothing() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+        @torch.autocast("cpu", torch.bfloat16)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x).tanh()
+
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return x.square().mean() * (2 if float(x.detach().sum()) > 1e9 else 1)
+
+    torch.manual_seed(0)
+    model, x = Asking(), torch.randn(64, 32)
+    plain = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = auto_checkpoint(model, x, progress=False)
+        planned = [region.path for region in plan.regions if not region.eager]
+        assert planned[:-1] == ["blocks.0", "blocks.1", "blocks.2"]  # and the code between
+        assert not differences(run_step(plain, plain, x), run_step(plan.module, model, x))

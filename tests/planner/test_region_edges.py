@@ -1440,13 +1440,13 @@ def test_a_block_beside_it_that_this_batch_does_without_is_counted_as_a_reader()
     torch.manual_seed(0)
     model, x = ChoosesByValue(), torch.randn(8, 16)
     plain = copy.deepcopy(model)
-    plan = auto_checkpoint(model, (x, torch.tensor(0)), progress=False)
+    plan = auto_checkpoint(model, (x, torch.tensor(0.0)), progress=False)
     assert plan.regions is not None
     eager = {region.path: region.eager for region in plan.regions}
     assert "by code that comes after it" in str(eager["blocks.0"]) and not eager["blocks.0.inner"]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "the gradient of .* is a sum")
-        for both in (0, 1, 0, 1):
+        for both in (0.0, 1.0, 0.0, 1.0):
             found = [run_step(m, own, (x, torch.tensor(both)), 1) for m, own in ((plain, plain), (plan.module, model))]
             assert differences(*found) == []
 

@@ -114,7 +114,6 @@ __all__ = [
     "is_compiled",
     "is_dense",
     "is_distributed",
-    "is_functional",
     "is_traced",
     "keep_gradient_spread",
     "local_part",
@@ -225,14 +224,11 @@ def export_joint(
     )
 
 
-is_functional: Callable[[torch.Tensor], bool] = torch._is_functional_tensor
-
-
 def is_traced(tensor: Any) -> bool:
     """Whether a tensor stands for one that a step computes or is given."""
     if isinstance(tensor, (FunctionalTensor, FakeTensor)):
         return True
-    return isinstance(tensor, torch.Tensor) and is_functional(tensor)
+    return isinstance(tensor, torch.Tensor) and torch._is_functional_tensor(tensor)
 
 
 def behind_functional(tensor: Any) -> torch.Tensor:

@@ -69,9 +69,10 @@ class Sizes:
         return self.regions.setdefault((path, number), Sizes(is_first=False, keeps_mode=True, may_count=False))
 
     def count(self, may_count: bool) -> None:
-        """From now on trace so; what was refused is tried again."""
-        self.may_count = may_count
-        self.refused.clear()
+        """From now on trace so; what was refused is tried again where that is new."""
+        if may_count != self.may_count:
+            self.may_count = may_count
+            self.refused.clear()
 
     def ask_no_more(self, path: str) -> None:
         """Refuse what asks about values in a region: its calls answer now one way, now another."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from passes._torch import TorchDispatchMode, is_functional, outside_tracing, pytree
+from passes._torch import TorchDispatchMode, is_traced, outside_tracing, pytree
 
 from .guards import writes
 from .nodes import Change, changed
@@ -125,9 +125,9 @@ def _shown(leaf: Any) -> str:
 
 def _data(tensor: torch.Tensor) -> int:
     """What distinguishes a real tensor that no run was given; 0 for a traced one."""
-    if type(tensor) is not torch.Tensor or tensor.numel() > LARGEST_COPY or tensor.device.type != "cpu":
-        return 0
-    if is_functional(tensor):  # rows of a traced one, of which its `tolist` asks
+    # Rows of a traced one, of which its `tolist` asks, are plain but for that.
+    plain = type(tensor) is torch.Tensor and not is_traced(tensor)
+    if not plain or tensor.numel() > LARGEST_COPY or tensor.device.type != "cpu":
         return 0
     with outside_tracing():
         return hash(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()) if tensor.numel() else 0

@@ -106,7 +106,7 @@ class KnownValues(Listening):
         real = self._really(func, args, kwargs) if follows else None
         if real is not None and func in QUESTIONS:
             return self._answer(func, args, kwargs, real[0], given)
-        result = self._called(func, args, kwargs)
+        result = self._called(func, args, kwargs, known)
         wrote = writes(func, kwargs) or before != _versions(known)
         changes_state = wrote and any(i in self.of_state for i in given)  # which the tape must not
         if real is not None and not changes_state:
@@ -115,16 +115,16 @@ class KnownValues(Listening):
             self._forget(given)
         return result
 
-    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _called(self, func: Any, args: Any, kwargs: Any, known: Sequence[Tensor]) -> Any:
         """The call; where it asks for the number in a tensor (a fill value), with that number."""
-        for tensor in tensors_in((args, kwargs)) if self.may_count else ():
-            if isinstance(tensor, FunctionalTensor) and tensor in self.known:
+        for tensor in known if self.may_count else ():
+            if isinstance(tensor, FunctionalTensor):
                 self.known[behind_functional(tensor)] = self.known[tensor]  # `counted` is asked for that
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
             asks = isinstance(error, DataDependentOutputException) or func is torch.tensor  # which reads their memory
-            numbers = [t for t in tensors_in((args, kwargs)) if t.dim() == 0 and t in self.known]
+            numbers = [t for t in known if t.dim() == 0]
             if not (asks and numbers) or func in QUESTIONS:
                 raise
             asked = {id(t): self._call(Tensor.item, (t,), {}) for t in numbers}
@@ -203,7 +203,11 @@ class KnownValues(Listening):
         self, func: Any, args: Any, kwargs: Any, result: Any, real: Any, given: frozenset[int], wrote: bool
     ) -> None:
         pairs = list(zip(tensors_in(result), tensors_in(real), strict=False))
-        if not (pairs or wrote) or any(self.plain(t.shape) != v.shape or v.numel() > LARGEST for t, v in pairs):
+        if any(self.plain(t.shape) != v.shape or v.numel() > LARGEST for t, v in pairs):
+            if wrote:
+                self._forget(given)
+            return
+        if not (pairs or wrote):
             return
         if given and wrote:  # views of what was written may be known as constants
             for tensor, known in list(self.known.items()):

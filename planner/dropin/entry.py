@@ -134,14 +134,17 @@ class Entry:
         apart = self.spans and lie_apart(primals, self.spans)
         return () if apart else overlaps(primals, self.planned.prepared.traced.mutated)
 
-    def unchanged(self, model: nn.Module, loss_fn: Any, fixed: bool = True) -> list[torch.Tensor] | None:
+    def unchanged(
+        self, model: nn.Module, loss_fn: Any, fixed: bool = True, lent: bool = False
+    ) -> list[torch.Tensor] | None:
         """The model's parameters and buffers where the plan holds for what the model is now.
 
         Args:
             fixed: whether to look at what was read of classes, functions and globals, too.
+            lent: whether calls bring parameters of their own, so that those of now may be any.
         """
         tensors = self._state(model, loss_fn, fixed)
-        if tensors is not None and self.alike is not None and self.alike(*tensors):
+        if tensors is not None and (lent or (self.alike is not None and self.alike(*tensors))):
             return tensors
         if tensors is None or not (_PLAIN.issuperset(map(type, tensors)) or all(map(is_planned_for, tensors))):
             return None

@@ -46,6 +46,7 @@ class RegionForward:
         strays: how many calls answered forward's questions otherwise than the sample, and ran plain.
         surprise: the autocast of a backward that was not one that was planned for; None where each was.
         scattered: parameters that `fully_shard` gathers for it, or for another module of the model.
+        lent: whether calls have parameters of their own (`functional_call`), so that the module's tell nothing.
         modes: the user's dispatch modes, as the step began.
         unplanned: the first call of this step that ran plain and should not have; None where there was none.
 
@@ -57,10 +58,10 @@ class RegionForward:
     def __init__(
         self, root: nn.Module, module: nn.Module, path: str, runs: Sequence[PlannedRun],
         others: Sequence[PlannedRun] = (), eager_calls: Collection[int] = (), sometimes_eager: bool = False,
-        scattered: Sequence[Any] = (),
+        scattered: Sequence[Any] = (), lent: bool = False,
     ) -> None:  # fmt: skip
         self.root, self.model, self.path, self.scattered = root, module, path, scattered
-        self.eager_calls, self.sometimes_eager = eager_calls, sometimes_eager
+        self.eager_calls, self.sometimes_eager, self.lent = eager_calls, sometimes_eager, lent
         self.traced = self.previous = module.__dict__.get("forward")
         self.signature = call_signature(module)
         self.__signature__, self.bind = self.signature, binder(self.signature)
@@ -162,7 +163,7 @@ class RegionForward:
 
     def _holds(self, entry: Entry, known: set[int]) -> bool:
         fixed = id(entry.reads)
-        if entry.unchanged(self.model, None, fixed=fixed not in known) is None:
+        if entry.unchanged(self.model, None, fixed=fixed not in known, lent=self.lent) is None:
             return False
         known.add(fixed)
         return True
@@ -231,6 +232,7 @@ def regions_of(model: nn.Module, planned: Decided, others: Sequence[Decided] = (
         RegionForward(
             model, m, path, own.get(path, ()), [run for runs in besides for run in runs.get(path, ())],
             {n for r in known for p, n in r.eager_calls if p == path}, any(path in r.eager for r in known), scattered,
+            any(run.lent for r in known for run in r.crossings.runs if run.path == path),
         ) for path, m in modules.items()
     ]  # fmt: skip
     spare = {path for r in known for path in r.spare}

@@ -62,12 +62,14 @@ class Run:
         overlapping: outputs with a gradient that share memory with others, likewise.
         listeners: who listens to the outputs.
         read: by its number, each primal that its backward may read, as it was when the forward ended.
+        lent: whether it has parameters for this call only (`functional_call`), which are not the model's own.
     """
 
     path: str
     number: int
     part: Part
     inputs: list[Edge | None]
+    lent: bool = False
     gradients: list[Edge | None] = field(default_factory=list)
     given: list[torch.Tensor | None] = field(default_factory=list)
     views: Versions = field(default_factory=lambda: Versions(()))
@@ -114,6 +116,7 @@ class Hollow:
         descend: whether the children of what cannot be a region are tried in its place.
         thread: the one that runs it, which alone may capture, and whose memory is measured.
         stand_ins: of the model's own parameters, by their ids: code may hold these elsewhere, in a list.
+        own: the ids of what the step has in their places.
         nodes, given: the contexts of its autograd nodes, and what regions were called with, as it was then.
     """
 
@@ -141,6 +144,7 @@ class Hollow:
         self.nodes: list[Any] = []
         self.given: list[Given] = []
         self.stand_ins: dict[int, torch.Tensor] = {}
+        self.own = frozenset[int]()
 
     @property
     def imagined(self) -> bool:

@@ -63,9 +63,11 @@ class HollowForward:
                 return self.original(*args, **kwargs)
         if held_objects(bound):
             hollow.given.append(Given(bound))
-        run = Run(path, number, part, [])
+        found = state_tensors(self.module, part.traced.state)
+        parameters = (t for t, entry in zip(found, part.traced.state, strict=True) if entry.is_parameter)
+        run = Run(path, number, part, [], lent=any(id(t) not in hollow.own for t in parameters))
         hollow.runs.append(run)
-        state = [local_part(t) for t in state_tensors(self.module, part.traced.state)]
+        state = list(map(local_part, found))
         primals, outputs = [*state, *tensors], part.traced.outputs
         run.inputs = [hollow.edge(t) for t in tensors]
         hollow.mark("forward in", len(hollow.runs) - 1)

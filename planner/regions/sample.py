@@ -116,6 +116,7 @@ class Sample:
         hollow = Hollow(self.model, given, parts, self.device, candidates)
         swapped = {name: t for (name, t), o in zip(own.items(), originals, strict=True) if t is not o}
         hollow.stand_ins = {id(o): t for t, o in zip(own.values(), originals, strict=True) if t is not o}
+        hollow.own = frozenset(map(id, own.values()))
         alone = without_talking(self.model, parts.heard, listen=not parts.known)
         parameters = {e.name: own[e.name] for e in entries if e.is_parameter}  # of buffers there are copies
         looked_at = {**parameters, **{str(i): t for i, t in enumerate(inputs)}}

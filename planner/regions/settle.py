@@ -27,16 +27,14 @@ def settled_run(sample: Sample, chosen: Candidates, parts: Parts, options: Optio
     relaid = False
     for _ in range(MOST_RUNS):
         interrupt_point()
-        refused = len(parts.refused)
         counts = first is None and options.cost != "measured"
         counting = Counting(options.cost_function(model_device(sample.model))) if counts else None
         try:
             hollow = sample.run(chosen, parts, counting)
         except Exception:
-            if len(parts.refused) == refused:
+            if not chosen.refine(parts.refused, chosen.chosen):
                 raise
-            chosen.refine(parts.refused, chosen.chosen)  # it may have been zeros of what is now eager
-            continue
+            continue  # it may have been zeros of what is now eager
         ended = {run.path for run in hollow.runs if run.ended}
         for run in hollow.runs:
             if not run.ended:

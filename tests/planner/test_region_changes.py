@@ -472,3 +472,33 @@ def test_blocks_that_are_added_and_shared_are_planned_for_once(kind: Callable[[]
         assert len(said) == (new and kind is _perceptron), said
         assert all("planning anew: argument '(parameters)'" in s for s in said)
         assert _said(lambda: step(2)) == _said(lambda: step(3)) == []
+
+
+class LendsWeights(nn.Module):
+    """Calls its memory with weights of another shape, which it makes anew in each call (titans)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.memory, self.gate = Block(), nn.Sequential(nn.Linear(16, 16, bias=False)), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if hidden.mean() > 1e3:
+            hidden = hidden * 2
+        weight = self.memory[0].weight[:8] * self.gate(hidden).mean()
+        return torch.func.functional_call(self.memory, {"0.weight": weight}, (F.gelu(hidden),)).square().mean()
+
+
+def test_a_region_that_is_lent_its_weights_is_planned_once() -> None:
+    x = torch.randn(64, 16)
+    model, plain = twins(LendsWeights())
+    plan = auto_checkpoint(model, x, regions=["first", "memory"], progress=False, time_limit=2)
+    assert not any(region.eager for region in plan.regions if region.path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(2):
+            assert not differences(run_step(plain, plain, x, seed), run_step(plan.module, model, x, seed))
+    model.memory[0].register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="region memory"):
+        assert not differences(run_step(plain, plain, x, 3), run_step(plan.module, model, x, 3))

@@ -438,6 +438,26 @@ def test_a_region_that_no_planned_step_can_be_stays_eager(use: Any, why: str) ->
         assert differences(run_step(plain, plain, x, seed), run_step(plan.module, model, x, seed)) == []
 
 
+class Asks(nn.Module):
+    """Cannot be a region, for its part is differentiated twice; nor can it itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return curved(self.part, x if x.mean() < 1e3 else 2 * x) + x
+
+
+def test_a_region_within_one_that_is_refused_in_the_same_run_stays_eager() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Part(), Asks()), torch.randn(64, 16)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, x, progress=False, time_limit=1, check=False)
+    assert "differentiated twice" in {r.path: r.eager for r in plan.regions}["1.part"]
+    assert differences(run_step(plain, plain, x, 1), run_step(plan.module, model, x, 1)) == []
+
+
 def test_a_region_that_comes_under_a_transform_later_runs_plain() -> None:
     torch.manual_seed(0)
     uses = [lambda part, x: part(x)]

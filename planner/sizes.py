@@ -5,6 +5,7 @@ without tracing, or refused as they were.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
@@ -19,16 +20,16 @@ from passes.printable import brief
 from passes.trace.answers import Unanswered
 from passes.trace.asking import sample_answers
 from passes.trace.capture import Traced, capture
-from passes.trace.first_call import FirstCall, remembered
+from passes.trace.first_call import FirstCall, Remembers, remembered
 from passes.trace.isolate import in_training
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts
-from passes.trace.nodes import PLAIN, Change
+from passes.trace.nodes import PLAIN
 from passes.trace.notation import Pinned
 from passes.trace.refuse import storage_kind
 from passes.trace.sizes import Pattern, pattern
 from passes.trace.structure import flatten
 
-from .dropin.plan_key import call_key, module_key
+from .dropin.plan_key import Key, call_key, module_key
 
 BUILDS = 3  # patterns that are tried for one kind of call
 MISSES = 4  # calls in a row for which a pattern does not hold, after which it is dropped
@@ -49,24 +50,28 @@ class Sizes:
     Args:
         is_first: whether the model is planned for the first time: it is then traced with what its forward remembers at
             its first call in place. Later on, in the place of what it remembers, this would put an end to the plans.
-        keeps_mode: whether what is in eval mode is planned in it, as a region is. A model is planned for training.
+        of_region: whether it is of a region's calls. What is in eval mode is planned in it there (a model is planned
+            for training), and nothing can be remembered.
 
     Attributes:
         may_ask: whether the forward may be run for what it asks about values that it computes (`passes.trace.answers`).
         may_count: whether a trace may hold for inputs with the sample's numbers alone (`passes.trace.value_guards`).
+        first_call: what forward remembers of the latest call that was traced, if that is yet to come.
     """
 
-    def __init__(self, is_first: bool = True, keeps_mode: bool = False, may_count: bool = True) -> None:
+    def __init__(self, is_first: bool = True, of_region: bool = False, may_count: bool = True) -> None:
         self.kinds: dict[Any, _Kind] = {}
         self.regions: dict[tuple[str, int], Sizes] = {}
         self.refused: dict[Any, _Refused | None] = {}  # None: it was traced
         self.parts = WeakSet[Any]()  # of the plans by regions that are still there
-        self.is_first, self.first_call, self.keeps_mode = is_first, tuple[Change, ...](), keeps_mode
+        self.is_first, self.is_region = is_first, of_region
+        self.first_call: Remembers | None = None
+        self.first_of: Key | None = None
         self.may_ask, self.may_count = True, may_count
 
     def of_region(self, path: str, number: int) -> Sizes:
         """Those of one of a region's calls in a step."""
-        return self.regions.setdefault((path, number), Sizes(is_first=False, keeps_mode=True, may_count=False))
+        return self.regions.setdefault((path, number), Sizes(is_first=False, of_region=True, may_count=False))
 
     def count(self, may_count: bool) -> None:
         """From now on trace so; what was refused is tried again where that is new."""
@@ -84,7 +89,7 @@ class Sizes:
         differentiated: tuple[str, ...] | None, keep_outputs: bool = True, keep_inputs: bool = True, layouts: Layouts,
     ) -> Traced:  # fmt: skip
         """`passes.trace.capture.capture`."""
-        if model.training or self.keeps_mode:
+        if model.training or self.is_region:
             return self._capture(model, bound, loss_fn, differentiated, keep_outputs, keep_inputs, layouts)
         with in_training(model):
             traced = self._capture(model, bound, loss_fn, differentiated, keep_outputs, keep_inputs, layouts)
@@ -95,7 +100,7 @@ class Sizes:
         differentiated: tuple[str, ...] | None, keep_outputs: bool, keep_inputs: bool, layouts: Layouts,
     ) -> Traced:  # fmt: skip
         tensors, template = flatten(dict(bound))
-        kind, call = _Kind(), None
+        kind, call, key = _Kind(), None, None
         if not any(map(storage_kind, tensors)):  # else capture refuses such a call by name
             key = call_key(tensors, template)
             looks = tuple((t.dim(), t.dtype, t.device, t.requires_grad) for t in tensors)
@@ -103,9 +108,11 @@ class Sizes:
             call = looks, outside
             kind = self.kinds.setdefault((call, differentiated, keep_outputs, keep_inputs), kind)
             self._check(call, model)
+        if key is None or key != self.first_of:
+            self.first_call, self.first_of = None, key
         # What kernels were seen to lay out in ways of their own is known for single sizes.
         if kind.seen and layouts.keys() <= {BACKWARD_AUTOCAST}:
-            with remembered(self.first_call):
+            with self._in_place():
                 made = kind.made(model, bound, loss_fn, tensors, differentiated, (keep_outputs, keep_inputs), layouts)
             if made is not None:
                 return made
@@ -119,11 +126,13 @@ class Sizes:
             if type(error) in (CaptureError, Unsupported):  # others may come once
                 self._refuse(call, model, error)
             raise
-        if self.first_call:
-            places = brief(", ".join(change.path for change in self.first_call))
-            note = f"the first planned call leaves, as a plain one does, {places}"
-            traced = replace(traced, first_call=self.first_call, notes=(*traced.notes, note))
         kind.add(tensors, traced)
+        if self.first_call is not None:
+            traced = replace(traced, first_call=self.first_call)
+        if self.first_call is not None and self.first_call.left:
+            places = brief(", ".join(change.path for change in self.first_call.left))
+            note = f"the first planned call leaves, as a plain one does, {places}"
+            traced = replace(traced, notes=(*traced.notes, note))
         self.refused[call] = None
         return traced
 
@@ -132,19 +141,29 @@ class Sizes:
     ) -> Traced:  # fmt: skip
         """The trace, with what a first call remembers in place, and with the sample's answers where they are needed."""
         is_first, self.is_first = self.is_first, False
-        may_ask, asked = self.may_ask, None
+        may_remember, may_ask, asked = True, self.may_ask, None
         options["may_count"] = self.may_count and not (dist.is_available() and dist.is_initialized())
         while True:
             try:
-                with remembered(self.first_call):
-                    return capture(model, bound, loss_fn, is_first=is_first, asked=asked, may_ask=may_ask, **options)
+                with self._in_place():
+                    return capture(
+                        model, bound, loss_fn, is_first=is_first, may_remember=may_remember, asked=asked,
+                        may_ask=may_ask, **options,
+                    )  # fmt: skip
             except FirstCall as first:
-                self.first_call = first.make(model, bound, loss_fn)
-                is_first, may_ask, asked = False, self.may_ask, None
+                found = first.remembers
+                if self.is_region and not found.evolves:
+                    raise _remembers(found) from None
+                self.first_call = None if self.is_region else replace(found, left=found.of(model, bound, loss_fn))
+                is_first, may_remember, may_ask, asked = False, False, self.may_ask, None
             except Unanswered:
                 may_ask = False
-                with remembered(self.first_call):
+                with self._in_place():
                     asked = sample_answers(model, bound, loss_fn)
+
+    def _in_place(self) -> AbstractContextManager[None]:
+        """The model as its first call leaves it, for the time of the block."""
+        return remembered(() if self.first_call is None else self.first_call.left)
 
     def _check(self, call: Any, model: nn.Module) -> None:
         """Raise what tracing such a call of the model raised, where it never could be traced."""
@@ -223,6 +242,14 @@ class _Kind:
             return None
         self.misses = 0
         return made
+
+
+def _remembers(found: Remembers) -> Unsupported:
+    return Unsupported(
+        "something that forward remembers at its first call", found.paths[0], "a planned region returns its outputs "
+        "and sets nothing else, and a call of another shape would find it as the first one has left it",
+        "Call the model once before planning.",
+    )  # fmt: skip
 
 
 def _looks_of(model: nn.Module) -> Any:

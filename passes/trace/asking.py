@@ -67,7 +67,7 @@ def sample_answers(
     try:
         for first in (True, False):
             state = {e.name: _stand_in(e, t) for e, t in zip(entries, given, strict=True)}
-            with once(model, bound, loss_fn, state) as (_, run), _Unwritten(parameters), Asking() as asking:
+            with once(model, bound, loss_fn, state) as (_, run, _), _Unwritten(parameters), Asking() as asking:
                 for device in () if first else {t.device for t in given}:
                     torch.rand(1, device=device)
                 run()

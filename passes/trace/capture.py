@@ -38,7 +38,7 @@ from passes._torch import (
     without_sources,
 )
 from passes.alias import ancestors
-from passes.errors import CaptureError, NoBackward, Unsupported
+from passes.errors import CaptureError, NoBackward, StateChanged, Unsupported
 from passes.exclusive import exclusive
 from passes.fuse.rules import fuse
 from passes.memory import own_bytes
@@ -71,7 +71,7 @@ from .contexts import private_contexts
 from .custom_backward import used_in_backward
 from .expected import MISSING
 from .failure import Failures, capture_error, value_needed
-from .first_call import FirstCall
+from .first_call import FirstCall, Remembers, remembered
 from .given import Changed, Given, Place, Returned, changed_slots, left_alone
 from .guards import Guard
 from .hidden import refuse_hidden
@@ -88,7 +88,6 @@ from .layouts import (
 )
 from .leaks import Remembered
 from .modules import fill_forward_paths, module_path, module_paths
-from .nodes import Change
 from .notice import Left, Rerun, check_backward, judged, notice, say_what_is_left
 from .overlaps import Overlaps, overlaps
 from .readers import readers
@@ -180,7 +179,7 @@ class Traced:
     settings: tuple[Setting, ...] = ()
     within: tuple[int, ...] = ()
     spread: Mapping[int, Any] = field(default_factory=dict)
-    first_call: tuple[Change, ...] = ()
+    first_call: Remembers | None = None
     changed_later: tuple[int, ...] = ()
     asked: tuple[Asked, ...] = ()
 
@@ -197,6 +196,10 @@ class Traced:
     @property
     def num_primals(self) -> int:
         return len(self.state) + self.num_inputs
+
+    def in_place(self) -> AbstractContextManager[Any]:
+        """The model as its first call leaves it, for the time of the block."""
+        return remembered(() if self.first_call is None else self.first_call.left)
 
     @property
     def primal_names(self) -> tuple[str, ...]:
@@ -232,6 +235,7 @@ def capture(
     keep_inputs: bool = True,
     layouts: Layouts | None = None,
     is_first: bool = False,
+    may_remember: bool = False,
     asked: Sequence[Asked] | None = None,
     may_ask: bool = False,
     may_count: bool = False,
@@ -251,6 +255,8 @@ def capture(
             (`BACKWARD_AUTOCAST`).
         is_first: whether to raise `FirstCall` where the forward would remember something, as at its first call. Else
             it is noted, and refused where it is a plain value that was another one before.
+        may_remember: whether to raise it where nothing was remembered there before, and where the next call would be
+            another one.
         asked: what the forward asks about values on the sample; None where that is not known.
         may_ask: whether to raise `Unanswered` where that is needed, and else to refuse it.
         may_count: whether the trace may hold for inputs with the sample's numbers alone (lengths, how many elements a
@@ -271,7 +277,7 @@ def capture(
     for entry, tensor in zip(entries, given, strict=False):
         refuse_not_dense(tensor, entry.name)
     tracer = StepTracer(model, loss_fn, signature, entries, input_template, differentiated, given, layouts or {},
-                        names_given(bound), is_first, asked, may_count)  # fmt: skip
+                        names_given(bound), is_first, may_remember, asked, may_count)  # fmt: skip
     tensors = [local_part(t) for t in given]
     alone = isolated(model, loss_fn, shared(input_template))
     with exclusive(), alone as tracer.before, private_contexts(), without_sources():
@@ -366,11 +372,12 @@ class StepTracer:
         layouts: Layouts,
         by_name: frozenset[str],
         is_first: bool = False,
+        may_remember: bool = False,
         sample_asked: Sequence[Asked] | None = None,
         may_count: bool = False,
     ) -> None:
         self.model, self.loss_fn, self.signature, self.by_name = model, loss_fn, signature, by_name
-        self.given, self.is_first = given, is_first
+        self.given, self.is_first, self.may_remember = given, is_first, may_remember
         self.entries, self.input_template, self.differentiated = entries, input_template, differentiated
         self.recorder = Recorder(model, loss_fn, entries)
         self.output_template: Template = Tree(None, ())
@@ -532,12 +539,19 @@ class StepTracer:
             self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn, arguments)
         )
         self.judged = judged(self.before)
-        self.left = notice(self.before, watch, rerun, may_move=self.is_first)
-        kept = any(left.is_kept and left.holder for left in self.left)
-        if self.is_first and (kept or filled):
-            now = zip(self.entries, flat, written, strict=False)
+        now = zip(self.entries, flat, written, strict=False)
+        overwritten = [entry.name for entry, t, then in now if mutation_count(t) != then]
+        try:
+            self.left = notice(self.before, watch, rerun, may_move=self.is_first)
+        except StateChanged as error:
+            if not self.may_remember:
+                raise
+            raise FirstCall((), overwritten, evolves=True) from error
+        kept = [left for left in self.left if left.is_kept and left.holder]
+        is_new = self.may_remember and any(left.is_new for left in kept)
+        if is_new or (self.is_first and (kept or filled)):
             first = [left.holder for left in self.left if left.is_first and left.holder]  # some of it tells of the rest
-            raise FirstCall(first, [entry.name for entry, t, then in now if mutation_count(t) != then])
+            raise FirstCall(first, overwritten)
         self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes)))
         self.watch = watch
         return result

@@ -1,54 +1,83 @@
 """What a forward remembers at its first call (a mask, a table, a library's choice): a step is traced with it in place.
 
 A step that was traced without it would hold until some other forward, in evaluation for one, has remembered it.
-Planning leaves it on no model; the first planned call does, as a plain first call would.
+Planning leaves it on no model. The first planned call does, as a plain first call would: its forward runs once for
+what it remembers of that call's arguments, which need not be the sample's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from .nodes import MISSING, Change, identical
+from .nodes import MISSING, Change, identical, put
 from .notice import holder, is_hook, twin
 from .once import may_run, once
-from .state import Snapshot
+from .preparing import prepared
 
 
-class FirstCall(Exception):
-    """Ends a trace whose forward would remember something.
+@dataclass(frozen=True)
+class Remembers:
+    """What a forward remembers at its first call.
 
     Attributes:
         paths: the places, and the containers in which there are some.
         changed: the parameters and buffers that it changes, too.
+        evolves: whether the next call, as far as a trace can tell, asks torch for something else.
+        left: what it remembers of the sample; nothing where it could not run.
     """
 
-    def __init__(self, paths: Iterable[str], changed: Iterable[str]) -> None:
-        super().__init__()
-        self.paths, self.changed = tuple(paths), tuple(changed)
+    paths: tuple[str, ...]
+    changed: tuple[str, ...]
+    evolves: bool
+    left: tuple[Change, ...] = ()
 
-    def make(
+    @property
+    def made_buffers(self) -> frozenset[str]:
+        """The names of buffers among it that are None before."""
+        return frozenset(change.path.removeprefix("self.") for change in self.left if change.node.name == "_buffers")
+
+    def of(
         self, model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None
     ) -> tuple[Change, ...]:
         """Call the forward, and put back all that it changes.
 
         Returns:
             What it remembers; nothing where it cannot run: without data, where other threads run, which would draw the
-            same random numbers, or where other ranks would have to run it, too.
+            same random numbers, or where other ranks would have to run it, too. Nor is there anything where the next
+            call is another one for all that.
         """
         if not may_run(model, bound):
             return ()
+        with suppress(Exception):
+            return self._prepared(model, bound, loss_fn) if self.evolves else self._left(model, bound, loss_fn)
+        return ()
+
+    def _prepared(
+        self, model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None
+    ) -> tuple[Change, ...]:
+        return prepared(model, bound, loss_fn, self.changed)
+
+    def _left(
+        self, model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None
+    ) -> tuple[Change, ...]:
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        left: list[Change] = []
         own = {name: twin(named[name]) for name in self.changed}
-        with suppress(Exception), once(model, bound, loss_fn, own) as (before, run):
+        with once(model, bound, loss_fn, own) as (before, run, _):
             run()
-            left = [change for change in before.changes(identical) if holder(change) in self.paths]
-        return tuple(left)
+            return tuple(change for change in before.changes(identical) if holder(change) in self.paths)
+
+
+class FirstCall(Exception):
+    """Ends a trace whose forward would remember something."""
+
+    def __init__(self, paths: Iterable[str], changed: Iterable[str], evolves: bool = False) -> None:
+        super().__init__()
+        self.remembers = Remembers(tuple(paths), tuple(changed), evolves)
 
 
 def remember(changes: Iterable[Change]) -> list[Change]:
@@ -60,20 +89,8 @@ def remember(changes: Iterable[Change]) -> list[Change]:
     if not all(map(_is_as_before, done)):
         return []
     for change in done:
-        _put(change, change.after)
+        put(change, change.after)
     return done
-
-
-def relocated(changes: Iterable[Change], model: nn.Module, loss_fn: Callable[..., Any] | None) -> tuple[Change, ...]:
-    """The same places of another instance of the model, as far as it has them.
-
-    Nothing where hooks are among them: they may be of the first instance, whose own first call registers others.
-    """
-    changes = tuple(changes)
-    if any(map(is_hook, changes)):
-        return ()
-    nodes = {node.path: node for node in Snapshot(model, loss_fn).nodes} if changes else {}
-    return tuple(replace(c, node=nodes[c.node.path]) for c in changes if c.node.path in nodes)
 
 
 @contextmanager
@@ -84,7 +101,7 @@ def remembered(changes: Iterable[Change]) -> Iterator[None]:
         yield
     finally:
         for change in reversed(done):
-            _put(change, change.before)
+            put(change, change.before)
 
 
 def _is_as_before(change: Change) -> bool:
@@ -94,13 +111,3 @@ def _is_as_before(change: Change) -> bool:
     if change.key is not MISSING:
         return identical(now.get(change.key, MISSING), change.before)
     return len(now) == len(change.before) and all(map(identical, now, change.before))
-
-
-def _put(change: Change, value: Any) -> None:
-    content = value
-    if change.key is not MISSING:
-        content = change.node.take()
-        content[change.key] = value
-        if value is MISSING:
-            del content[change.key]
-    change.node.give(content)

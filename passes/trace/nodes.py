@@ -127,6 +127,17 @@ def changed(change: Change) -> bool:
         return any(c.path == change.path or change.node.kind == "names" for c in found)
 
 
+def put(change: Change, value: Any) -> None:
+    """Leave a value in the place of this change."""
+    content = value
+    if change.key is not MISSING:
+        content = change.node.take()
+        content[change.key] = value
+        if value is MISSING:
+            del content[change.key]
+    change.node.give(content)
+
+
 def node_changes(node: Node, alike: Callable[[Any, Any], bool]) -> Iterator[Change]:
     """How one node differs from what was taken of it; what torch keeps for itself counts where all is put back."""
     now, before = node.take(), node.content

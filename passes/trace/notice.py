@@ -81,6 +81,7 @@ class Left:
         holder: what the place is in, if that is a container, whose keys may be of the trace; else the place.
         is_first: whether a second call leaves it as it is.
         is_kept: whether forward reads what is there, too.
+        is_new: whether nothing was there, of the model's own.
     """
 
     path: str
@@ -88,6 +89,7 @@ class Left:
     is_first: bool
     is_kept: bool
     holder: str = ""
+    is_new: bool = False
 
 
 def notice(before: Snapshot, watch: Watch, rerun: Rerun, may_move: bool) -> tuple[Left, ...]:
@@ -159,16 +161,25 @@ def _values(change: Change, value: Any) -> list[Any]:
 def _left(change: Change, written_again: frozenset[str], codes: Any) -> Left:
     is_first = _place(change) not in written_again
     is_kept = is_first and (is_hook(change) or bool(reads(codes, change.name)))
-    return Left(change.path, change.after if is_plain(change.after) else None, is_first, is_kept, holder(change))
+    value = change.after if is_plain(change.after) else None
+    return Left(change.path, value, is_first, is_kept, holder(change), _is_new(change))
+
+
+def _is_new(change: Change) -> bool:
+    """Whether an attribute of the model had no value yet, or a container of its nothing in it."""
+    nothing = change.before is None or change.before is MISSING or (change.key is MISSING and not change.before)
+    return nothing and change.path.startswith("self") and not (change.node.kind == "items" and change.node.content)
 
 
 def holder(change: Change) -> str:
     """The path of the container that a changed place is in, or of the place itself where it is an attribute.
 
-    Empty where it is a buffer or a submodule: a plan is for those that the model has.
+    Empty where it is a submodule, or a buffer that there was before: a plan is for those that the model has.
     """
+    if is_hook(change):
+        return change.node.path
     if change.node.kind == "names":
-        return change.node.path if is_hook(change) else ""
+        return change.path if change.node.name == "_buffers" and change.before is None else ""
     return change.node.path if change.node.kind == "items" else change.path
 
 

@@ -33,20 +33,21 @@ def may_run(model: nn.Module, bound: Mapping[str, Any]) -> bool:
 @contextmanager
 def once(
     model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None, state: dict[str, torch.Tensor]
-) -> Iterator[tuple[Snapshot, Callable[[], Any]]]:
-    """What the model is before its forward runs, and what runs it, on copies of the inputs.
+) -> Iterator[tuple[Snapshot, Callable[[], Any], list[torch.Tensor]]]:
+    """What the model is before its forward runs, what runs it, and the copies of the inputs that it runs on.
 
     Args:
         state: what it has in the places of its own parameters and buffers, by their names.
     """
     tensors, template = flatten(dict(bound))
-    copies = Bound(unflatten(template, list(map(twin, tensors))), names_given(bound))
+    inputs = list(map(twin, tensors))
+    copies = Bound(unflatten(template, inputs), names_given(bound))
     with (
         exclusive(), torch.random.fork_rng(devices=[]), isolated(model, loss_fn, shared(template)) as before,
         swapped_state(model, state), left_alone(copies), _save_nothing(),
         _Silent() if dist.is_available() and dist.is_initialized() else nullcontext(),
     ):  # fmt: skip
-        yield before, lambda: run_model(model, loss_fn, call_signature(model, loss_fn), copies)
+        yield before, lambda: run_model(model, loss_fn, call_signature(model, loss_fn), copies), inputs
 
 
 class _Silent(TorchDispatchMode):

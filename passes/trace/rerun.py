@@ -99,17 +99,32 @@ class Script(TorchFunctionMode):
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         if func in _BY_SHAPE:
             named = [(f"{tuple(made[0].shape)} {made[0].dtype}", True)] if made else []
-        changed = _written(func, args, kwargs)
-        if not made and not changed:
-            return result
+        changed = self.written(func, args, kwargs)
         pure = self.draws == drawn and all(p for _, p in named)
+        if not made and not changed:
+            self.told(func, result, pure)
+            return result
         line = f"{_function(func)}({', '.join(n for n, _ in named)}) {torch.is_grad_enabled()}"
         if not pure:
             self.lines.append(line)
         for i, tensor in enumerate([*made, *changed]):
-            self.names[id(tensor)] = (f"{hash(line)}.{i}", pure)
-            self.kept.append(tensor)
+            self.name(tensor, f"{hash(line)}.{i}", pure)
         return result
+
+    def written(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """What a call has written into."""
+        if not writes(func, kwargs):
+            return []
+        first = kwargs.get("out", args[0] if args else None)
+        return [t for t in (first, getattr(first, "_base", None)) if isinstance(t, torch.Tensor)]
+
+    def name(self, tensor: torch.Tensor, name: str, pure: bool) -> None:
+        """Note how a tensor was computed, and whether of constants alone."""
+        self.names[id(tensor)] = (name, pure)
+        self.kept.append(tensor)
+
+    def told(self, func: Any, result: Any, pure: bool) -> None:
+        """Hear of a call that makes no tensor."""
 
 
 _SHOWN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, slice, type(...))
@@ -137,13 +152,6 @@ def _function(func: Any) -> str:
     name: str = getattr(func, "__qualname__", "") or getattr(func, "__name__", "")
     owner = getattr(getattr(func, "__self__", None), "__name__", "") if "__" in name else ""
     return f"{owner}.{name}"
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    if not writes(func, kwargs):
-        return []
-    first = kwargs.get("out", args[0] if args else None)
-    return [t for t in (first, getattr(first, "_base", None)) if isinstance(t, torch.Tensor)]
 
 
 # Where it happens ---------------------------------------------------------------------------------------------------

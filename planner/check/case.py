@@ -17,7 +17,9 @@ from passes.run.step import OtherAnswer
 from passes.trace.arguments import argument_names, call_signature, run_model, state_tensors
 from passes.trace.binding import names_given
 from passes.trace.capture import Traced
+from passes.trace.first_call import Remembers
 from passes.trace.given import all_outputs, left_alone, targets_of
+from passes.trace.preparing import BUFFER, fill
 from passes.trace.refuse import has_sharded
 from passes.trace.state import Snapshot as Reached
 from passes.trace.structure import Bound, flatten, held_objects, unflatten
@@ -104,13 +106,22 @@ class Case:
         if planned.runs:
             regions = regions_of(self.model, planned)
             return lambda tensors, step, backward: self._own_forward(tensors, backward, running_regions(regions))
-        return lambda tensors, step, backward: self._rewritten(planned, tensors, backward)
+        return lambda tensors, step, backward: self._rewritten(planned, tensors, step, backward)
 
-    def _rewritten(self, planned: Decided, tensors: Tensors, backward: Backward) -> Any:
+    def _rewritten(self, planned: Decided, tensors: Tensors, step: int, backward: Backward) -> Any:
+        if self.traced.first_call is not None and not step:
+            self._remember(self.traced.first_call, tensors)
         bound = Bound(unflatten(self.template, tensors[self.count :]), self.by_name)
         with left_alone(bound):
             targets = targets_of(self.traced.changes, bound)
             return backward(planned.run(self.model, tensors, _NoOtherBackward(), bound), targets)
+
+    def _remember(self, first: Remembers, tensors: Tensors) -> None:
+        """Fill the buffers that a first call fills."""
+        filled = {change.name: change.after for change in first.left if change.node.kind == BUFFER}
+        for entry, tensor in zip(self.traced.state, tensors, strict=False):
+            if entry.name in filled:
+                fill(tensor, filled[entry.name])
 
     # A run of some steps ------------------------------------------------------------------------------------------
 

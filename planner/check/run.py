@@ -13,6 +13,7 @@ from torch import nn
 from passes.exclusive import alone, exclusive
 from passes.ops import is_collective
 from passes.run.step import OtherAnswer
+from passes.trace.first_call import remembered
 from passes.trace.refuse import has_sharded
 from planner.decided import Decided
 from planner.errors import CheckError
@@ -47,9 +48,10 @@ def check_step(
     """
     if check is False:
         return NOT_RUN
-    start = time.perf_counter()
+    start, first = time.perf_counter(), planned.prepared.traced.first_call
     try:
-        return _check(model, planned, bound, loss_fn, check == "auto", start)
+        with remembered(first.left if first is not None and first.made_buffers else ()):
+            return _check(model, planned, bound, loss_fn, check == "auto", start)
     except _CannotRun as error:
         if check == "auto":
             if error.__cause__ is not None:

@@ -138,8 +138,10 @@ def _differs_at_sight(own: Traced, state: PlanState, model: nn.Module) -> str:
     entries = state_entries(model)
     described = [describe_value(t) for t in state_tensors(model, entries)]
     expected = [describe_value(p.meta["val"]) for p in own.placeholders[: len(own.state)]]
-    pairs = zip_longest(zip(entries, described, strict=True), zip(own.state, expected, strict=True))
-    for found, planned in pairs:
+    made = own.first_call.made_buffers if own.first_call is not None else frozenset()
+    yet_to_come = made - {entry.name for entry in entries}
+    of_plan = [pair for pair in zip(own.state, expected, strict=True) if pair[0].name not in yet_to_come]
+    for found, planned in zip_longest(zip(entries, described, strict=True), of_plan):
         if found != planned:
             return f"{_entry(found)}, the plan has {_entry(planned)}"
     arguments = call_signature(model, state.loss_fn)

@@ -36,10 +36,9 @@ from passes.run.step import refuse_tracing
 from passes.trace.arguments import argument_names, run_model, set_forward, state_tensors
 from passes.trace.binding import binder
 from passes.trace.compiled import CompiledPart
-from passes.trace.first_call import relocated, remember, remembered
+from passes.trace.first_call import Remembers, remember, remembered
 from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match, match_arguments
-from passes.trace.nodes import Change
 from passes.trace.overlaps import overlaps
 from passes.trace.reads import Matched, Reads
 from passes.trace.refuse import cached_parametrizations, has_sharded, is_sharded
@@ -86,8 +85,8 @@ class PlanState:
         self.notices = Notices(model)
         self.replans, self.numbers = Counter[str](), set[str]()
         self.counts_on = False  # whether calls with other lengths are planned as a whole, each for its own
-        self.first_call: tuple[Change, ...] = ()  # what the first call leaves on the model
-        self.is_copy = False  # of what was planned: those are places of the other instance
+        self.first_call: Remembers | None = None  # that is yet to come
+        self.is_copy = False  # of what was planned
         self.waiting = WeakSet[Fallback]()  # of the calls whose steps are not over
         self.before_hooks: Any = None  # the hook that plans before those of `fully_shard` gather parameters
         self.looking = False  # whether that runs
@@ -119,7 +118,8 @@ class PlanState:
 
     def _add(self, key: Key, planned: Decided, starts: tuple[str, ...] | None = None) -> Entry:
         """Remember a plan; those used longest ago are dropped when all take too much memory, except for two losses'."""
-        state = state_tensors(self.model, planned.prepared.traced.state)
+        with planned.prepared.traced.in_place():
+            state = state_tensors(self.model, planned.prepared.traced.state)
         starts = starts_of(planned.prepared.traced) if starts is None else starts
         entry = Entry(key, list(map(state_key, state)), planned, starts, sharded=has_sharded(self.model))
         self.latest = planned
@@ -167,12 +167,18 @@ class PlanState:
             return self._by_regions(entry, bound, state, plain)
         return self._execute(entry, [*state, *tensors], bound, plain)
 
-    def _first_call(self) -> tuple[Change, ...]:
-        return relocated(self.first_call, self.model, self.loss_fn) if self.is_copy else self.first_call
-
     def after_first_call(self) -> AbstractContextManager[None]:
-        """The model as its first planned call leaves it, for the time of the block."""
-        return remembered(self._first_call())
+        """The planned model as its first planned call leaves it, for the time of the block."""
+        return remembered(() if self.first_call is None or self.is_copy else self.first_call.left)
+
+    def _remember(self, bound: Mapping[str, Any]) -> None:
+        """Leave what a plain first call with these arguments would: a length, which need not be the sample's."""
+        first, self.first_call = self.first_call, None
+        self.first.planned.prepared.sizes.first_call = None
+        if first is not None:
+            with saving_hooks_aside(), self.set_aside(), gathered_aside(self.model):
+                left = first.of(self.model, bound, self.loss_fn)
+            remember(left)
 
     def _unplanned(self, bound: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> Any:
         note_plain(self.model)
@@ -191,9 +197,8 @@ class PlanState:
         self._plan_course()
         key, starts = self.key_of(tensors, template), self.losses.predict()
         entry, state = self.find(key, tensors, bound, starts)
-        if entry is None and self.first_call:
-            remember(self._first_call())
-            self.first_call = ()
+        if entry is None and self.first_call is not None:
+            self._remember(bound)
             entry, state = self.find(key, tensors, bound, starts)
         if entry is None or entry.outdated or entry.starts != (starts or entry.starts) or self._sharded_since(entry):
             trained = [t.requires_grad for t in (*self.model.parameters(), *tensors)]
@@ -230,7 +235,8 @@ class PlanState:
                 warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=user_frame())
                 return None, []
             except BudgetError as error:
-                if entry is None and self.counts_on and key == self.first.key:  # it may pick more than the sample did
+                counts = self.first.planned.prepared.traced.counts
+                if entry is None and counts and key == self.first.key:  # it may pick more than the sample did
                     self.idle.append((key, trained))
                     warnings.warn(f"{error}. Such calls run in eager, not under it.", stacklevel=user_frame())
                     return None, []
@@ -451,6 +457,9 @@ class PlanState:
         stale = other is not None and (other.outdated or self._sharded_since(other))
         self.cache = [replace(e, matched=None) for e in self.cache if not (stale and e is other)]
         seconds, buckets = time.monotonic() - begin, self.on_new_shape == BUCKET
+        if (first := planned.prepared.traced.first_call) is not None:
+            remember(first.left)
+            planned.prepared.sizes.first_call = None
         self.notices.replanned(self.replans, self.numbers, seconds, len(self.cache), buckets)
         return self._add(key, planned, starts), state_tensors(self.model, planned.prepared.traced.state)
 

@@ -63,7 +63,8 @@ class _Blank:
 
     def __init__(self, model: nn.Module | None, step: Step, traced: Traced) -> None:
         self.step, self.count = step, traced.num_forward_outputs
-        state = [] if model is None else [t.detach() for t in state_tensors(model, traced.state)]
+        with traced.in_place():
+            state = [] if model is None else [t.detach() for t in state_tensors(model, traced.state)]
         primals = traced.placeholders[len(state) : traced.num_primals]
         self.primals = [*state, *(_blank(n, 0) for n in primals)]
         self.tangents = traced.placeholders[traced.num_primals :]

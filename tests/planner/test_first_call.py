@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from planner import auto_checkpoint
+from planner import PlannerError, auto_checkpoint
 from tests.zoo.compare import same_bits
 
 
@@ -135,10 +135,10 @@ class Hooking(Remembers):
         return super().forward(x)
 
 
-def _step(model: nn.Module, called: Any, x: torch.Tensor) -> list[torch.Tensor]:
+def _step(model: nn.Module, called: Any, *given: torch.Tensor) -> list[torch.Tensor]:
     model.zero_grad()
     torch.manual_seed(1)
-    called(x).pow(2).sum().backward()
+    called(*given).pow(2).sum().backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
@@ -405,3 +405,151 @@ def test_a_first_call_is_left_whole() -> None:
     for _ in range(2):
         assert all(map(same_bits, _step(model, plan.module, x), _step(plain, plain, x)))
     assert ("forward" in vars(model.linear)) == model.ready
+
+
+class FromTheFirst(nn.Module):
+    """What all calls are scaled by is that of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.factor = nn.Linear(8, 8), 1.0
+        self.frequencies = nn.Parameter(torch.rand(8), requires_grad=False)
+        self.register_buffer("table", torch.zeros(16, 8))
+        self.register_buffer("unit", torch.ones(8))
+        self.number, self.made, self.by_name = None, cast(Any, None), dict[str, int]()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh() * self.scale(x, mask)
+
+    def scale(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+
+class FirstLength(FromTheFirst):
+    def scale(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        if self.number is None:
+            self.number = x.shape[1]
+        return self.number
+
+
+class FirstLengthInDict(FromTheFirst):
+    def scale(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        if "first" not in self.by_name:
+            self.by_name["first"] = x.shape[1]
+        return self.by_name["first"]
+
+
+class FirstCount(FromTheFirst):
+    def scale(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        if self.number is None:
+            self.number = int(mask.sum())
+        return self.number
+
+
+class FirstFactor(FromTheFirst):
+    def scale(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        if self.made is None:
+            self.made = torch.arange(1.0, 9.0) * self.factor * self.unit
+        return self.made
+
+
+class FirstInABranch(FromTheFirst):
+    def scale(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        return FirstLength.scale(cast(Any, self), x, mask) if mask.all() else 1.0
+
+
+class FillsItsTable(FromTheFirst):
+    """As the rotary embeddings of many models do."""
+
+    filled = 0
+
+    def scale(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        length = x.shape[1]
+        if length > self.filled:
+            rows = torch.arange(length)[:, None] * self.frequencies
+            self.table[:length] = rows
+            self.filled = length
+            return rows
+        return self.table[:length].detach()
+
+
+class MakesItsBuffer(FromTheFirst):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", None, persistent=False)
+
+    def scale(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        length = x.shape[1]
+        if self.rows is None or len(self.rows) < length:
+            self.rows = torch.arange(length)[:, None] * self.unit
+        return self.rows[:length]
+
+
+class FillsByTheBatch(FillsItsTable):
+    """Not the same for all batches."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if not self.filled:
+            self.table[:1] = x.detach().mean()
+            self.filled = 1
+        return self.linear(x) * self.table[0]
+
+
+def _masked(length: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.zeros(4 * length, dtype=torch.bool)
+    mask[:count] = True
+    return torch.randn(4, length, 8), mask
+
+
+@pytest.mark.every(1)
+@pytest.mark.parametrize("regions", ["auto", ["*"]], ids=["auto", "regions"])
+@pytest.mark.parametrize(
+    "kind", [FirstLength, FirstLengthInDict, FirstCount, FirstFactor, FirstInABranch, FillsItsTable, MakesItsBuffer]
+)
+def test_what_the_first_call_leaves_is_of_its_own_arguments(kind: type[FromTheFirst], regions: Any) -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = kind(), nn.Sequential(nn.Linear(8, 8))
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.last(self.inner(x, mask))
+
+    model = Whole()
+    plain = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = auto_checkpoint(model, _masked(6, 3), progress=False, time_limit=1, regions=regions)
+        for each in (model, plain):
+            each.inner.factor = 2.0
+            each.inner.unit.fill_(3)
+        for length, count in ((4, 5), (6, 3), (4, 16), (6, 24), (4, 16), (6, 3)):
+            given = _masked(length, count)
+            assert all(map(same_bits, _step(model, plan.module, *given), _step(plain, plain, *given)))
+    for name in ("number", "by_name", "filled"):
+        assert getattr(model.inner, name, None) == getattr(plain.inner, name, None)
+    assert same_bits(model.inner.table, plain.inner.table)
+
+
+@pytest.mark.parametrize("applied", [True, False])
+@pytest.mark.parametrize("kind", [FillsItsTable, MakesItsBuffer])
+def test_a_table_that_a_first_call_fills_is_planned_with_it_in_place(kind: type[FromTheFirst], applied: bool) -> None:
+    model, given = kind(), _masked(6, 3)
+    plain, other = copy.deepcopy(model), copy.deepcopy(model)
+    plan = auto_checkpoint(model, given, progress=False, regions="whole")
+    assert not model.table.any() and getattr(model, "rows", None) is None
+    trained, called = (model, plan.module) if not applied else (other, plan.apply(other, given))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            assert all(map(same_bits, _step(trained, called, *given), _step(plain, plain, *given)))
+    found, expected = dict(trained.named_buffers()), dict(plain.named_buffers())
+    assert found.keys() == expected.keys() and all(same_bits(found[name], expected[name]) for name in found)
+
+
+def test_a_table_that_is_filled_from_the_batch_is_refused() -> None:
+    model = FillsByTheBatch()
+    with pytest.raises(PlannerError, match="state that forward changes and reads at self.filled"):
+        auto_checkpoint(model, _masked(6, 3), progress=False, regions="whole")
+    assert not model.filled and not model.table.any()

@@ -84,7 +84,11 @@ class _Exported:
             for key in ("shape", "dtype", "requires_grad", "stride", "device"):
                 if got[key] != entry[key]:
                     raise ExportError(f"{entry['name']}: {key} is {got[key]}, the step was planned for {entry[key]}.")
-        if (answers := list(self.answers(primals))) != self.spec["answers"]:
+        try:
+            answers = list(self.answers(primals))
+        except Exception as error:  # an index out of range, say
+            raise ExportError(f"the model's questions about its inputs and buffers fail on these: {error}") from error
+        if repr(answers) != repr(self.spec["answers"]):  # tells 0.0 from -0.0; nan is nan
             raise ExportError(
                 f"the inputs and buffers answer the model's questions {answers}, the sample {self.spec['answers']}."
             )

@@ -20,6 +20,7 @@ FACTORIES = frozenset(
     for name in ("arange", "zeros", "ones", "full", "linspace", "eye", "scalar_tensor", "ones_like", "zeros_like",
                  "full_like", "new_ones", "new_zeros", "new_full", "triu_indices", "tril_indices")
 )  # fmt: skip
+EMPTY = frozenset({aten.new_empty, aten.new_empty_strided, aten.empty_like})  # of whatever memory holds
 # Op -> the argument that decides how long its result is, and what of it does.
 LENGTHS: dict[Any, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
     aten.masked_select.default: (1, torch.count_nonzero),
@@ -61,12 +62,14 @@ class Constants:
             return
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not made or any(t.numel() > LARGEST for t in made) or not self._follows(func, args, kwargs):
+            for tensor in made:  # its kernel may have made it of what is known, by ops that were followed
+                self.values.pop(tensor, None)
             return
         real = pytree.tree_leaves(self._really(func, args, kwargs))
         self.values.update({f: r for f, r in zip(made, real, strict=False) if isinstance(r, torch.Tensor)})
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
-        if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+        if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket in EMPTY:
             return False
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         return func.overloadpacket in FACTORIES or (bool(leaves) and all(t in self.values for t in leaves))

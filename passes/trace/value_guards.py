@@ -32,11 +32,10 @@ from passes._torch import (
     disable_current_modes,
     mutation_count,
     outside_tracing,
-    pytree,
 )
 
 from .answers import YES_OR_NO, Answers, Asked, Listening, is_question
-from .guards import Call, Guard, Ref, leading, tensors_in, writes
+from .guards import Call, Guard, Ref, leading, mapped, tensors_in, writes
 
 LARGEST = 1 << 22  # elements
 LARGEST_OF_STATE = 1 << 10
@@ -47,11 +46,21 @@ QUESTIONS = YES_OR_NO | {Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__fl
 
 @dataclass(frozen=True)
 class Known:
-    """A real value, its number on the tape, and the numbers of what the step is given that it depends on."""
+    """A real value, its number on the tape, and the numbers of what the step is given that it depends on.
+
+    Attributes:
+        version: how often the traced tensor was changed when that was its value.
+    """
 
     value: torch.Tensor
     number: int
     given: frozenset[int]
+    version: int = 0
+
+    @property
+    def memory(self) -> int:
+        """What tensors that share memory have in common."""
+        return self.value.untyped_storage()._cdata
 
 
 class KnownValues(Listening):
@@ -82,6 +91,7 @@ class KnownValues(Listening):
             for i, (tensor, real) in enumerate(zip(traced, sample, strict=True)):
                 if (_is_small_state if i < state else _is_discrete)(real):
                     self._know(tensor, Known(real.detach().cpu().clone(), i, frozenset({i})))
+        self.given = {known.memory: known.number for known in self.known.values()}
 
     @property
     def guard(self) -> Guard | None:
@@ -99,7 +109,7 @@ class KnownValues(Listening):
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = list(tensors_in((args, kwargs)))
-        known = [t for t in tensors if t in self.known]
+        known = [t for t in tensors if self._of(t) is not None]
         given = frozenset[int]().union(*(self.known[t].given for t in known))
         before = _versions(known)
         follows = len(known) == len(tensors) and (tensors or func in FACTORIES)
@@ -107,19 +117,20 @@ class KnownValues(Listening):
         if real is not None and func in QUESTIONS:
             return self._answer(func, args, kwargs, real[0], given)
         result = self._called(func, args, kwargs, known)
-        wrote = writes(func, kwargs) or before != _versions(known)
-        changes_state = wrote and any(i in self.of_state for i in given)  # which the tape must not
-        if real is not None and not changes_state:
-            self._remember(func, args, kwargs, result, real[0], given, wrote)
-        elif wrote and known:
-            self._forget(given)
+        written = [t for t, then, now in zip(known, before, _versions(known), strict=True) if now != then]
+        into = {self.known[t].memory for t in written}
+        wrote = bool(written) or writes(func, kwargs)
+        if into and (real is None or not into.isdisjoint(self.given)):  # the tape must not write into what is given
+            self._forget(into)
+        elif real is not None:
+            self._remember(func, args, kwargs, result, real[0], given, wrote, into)
         return result
 
     def _called(self, func: Any, args: Any, kwargs: Any, known: Sequence[Tensor]) -> Any:
         """The call; where it asks for the number in a tensor (a fill value), with that number."""
         for tensor in known if self.may_count else ():
             if isinstance(tensor, FunctionalTensor):
-                self.known[behind_functional(tensor)] = self.known[tensor]  # `counted` is asked for that
+                self._know(behind_functional(tensor), self.known[tensor])  # `counted` is asked for that
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
@@ -128,31 +139,40 @@ class KnownValues(Listening):
             if not (asks and numbers) or func in QUESTIONS:
                 raise
             asked = {id(t): self._call(Tensor.item, (t,), {}) for t in numbers}
-            return func(*pytree.tree_map(lambda a: asked.get(id(a), a), args),
-                        **pytree.tree_map(lambda a: asked.get(id(a), a), kwargs))  # fmt: skip
+            args, kwargs = mapped(lambda a: asked.get(id(a), a), (args, kwargs))
+            return func(*args, **kwargs)
+
+    def _of(self, traced: torch.Tensor) -> Known | None:
+        """What is known of a tensor; nothing of what was changed in a way that was not followed (by another name)."""
+        known: Known | None = self.known.get(traced)
+        if known is None or known.version == _versions([traced])[0]:
+            return known
+        self._forget({known.memory})
+        return None
 
     def _know(self, traced: torch.Tensor, known: Known) -> None:
-        self.known[traced] = known
-        if isinstance(traced, FunctionalTensor):
-            self.known[traced.elem] = known  # which its own `tolist` asks
+        # Of a functional one, `tolist` asks what is within.
+        for each in (traced, traced.elem) if isinstance(traced, FunctionalTensor) else (traced,):
+            self.known[each] = replace(known, version=_versions([each])[0])
 
     def counted(self, traced: Tensor, count: Callable[[Tensor], Tensor]) -> Tensor | None:
         """The value of what says how long an op's result is, if `count` of it may be taken as the sample's."""
-        known = self.known.get(traced)
+        known = self._of(traced)
         if known is None or not known.given:
             return None if known is None else known.value
         if not self._may_answer(known.given, is_number=True):
             return None
         with outside_tracing():
             number, made = count(known.value), torch.empty((), device="meta")
-        self.known[made] = Known(number, self._record(count, (traced,), {}, 1), known.given)
+        self._know(made, Known(number, self._record(count, (traced,), {}, 1), known.given))
         self._answered(Tensor.item, (made,), {}, int(number), known.given)
         return known.value
 
-    def _forget(self, given: frozenset[int]) -> None:
-        """What was changed cannot be followed: forget it, and all that may share its memory."""
+    def _forget(self, memory: Collection[int]) -> None:
+        """What was changed cannot be followed: forget it, and all that may share its memory, as inputs may."""
+        of_inputs = any(self.given.get(each, -1) not in (-1, *self.of_state) for each in memory)
         for tensor, known in list(self.known.items()):
-            if not any(i in self.of_state for i in given) or known.given & given:
+            if of_inputs or known.memory in memory:
                 del self.known[tensor]
 
     def _answer(self, func: Any, args: Any, kwargs: Any, real: Any, given: frozenset[int]) -> Any:
@@ -178,8 +198,7 @@ class KnownValues(Listening):
         return real
 
     def _record(self, func: Any, args: Any, kwargs: Any, count: int, **does: bool) -> int:
-        stored = pytree.tree_map(lambda a: Ref(self.known[a].number) if isinstance(a, torch.Tensor) else a,
-                                 (args, kwargs))  # fmt: skip
+        stored = mapped(lambda a: Ref(self.known[a].number) if isinstance(a, torch.Tensor) else a, (args, kwargs))
         first = self.count
         self.tape.append(Call(func, stored[0], stored[1], first, count, **does))
         self.count += count
@@ -189,7 +208,7 @@ class KnownValues(Listening):
         """The call on real values, in a 1-tuple; None where it cannot be made."""
         with outside_tracing(), _Known():
             try:
-                real_args, real_kwargs = pytree.tree_map(self._value, self.plain((args, kwargs)))
+                real_args, real_kwargs = mapped(self._value, self.plain((args, kwargs)))
                 return (func(*real_args, **real_kwargs),)
             except Exception:  # noqa: BLE001 - whatever it is, tracing the call itself will say it better
                 return None
@@ -200,18 +219,18 @@ class KnownValues(Listening):
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
     def _remember(
-        self, func: Any, args: Any, kwargs: Any, result: Any, real: Any, given: frozenset[int], wrote: bool
-    ) -> None:
+        self, func: Any, args: Any, kwargs: Any, result: Any, real: Any, given: frozenset[int], wrote: bool,
+        into: Collection[int],
+    ) -> None:  # fmt: skip
         pairs = list(zip(tensors_in(result), tensors_in(real), strict=False))
         if any(self.plain(t.shape) != v.shape or v.numel() > LARGEST for t, v in pairs):
-            if wrote:
-                self._forget(given)
+            self._forget(into)
             return
         if not (pairs or wrote):
             return
-        if given and wrote:  # views of what was written may be known as constants
-            for tensor, known in list(self.known.items()):
-                self.known[tensor] = replace(known, given=known.given | given)
+        for tensor, known in list(self.known.items()) if wrote else ():
+            if known.memory in into:  # a view of what was written may be known as a constant
+                self._know(tensor, replace(known, given=known.given | given))
         first = self._record(func, args, kwargs, len(pairs), writes=wrote)
         for i, (traced, value) in enumerate(pairs):
             same = self.known.get(traced)  # an in-place op returns its argument

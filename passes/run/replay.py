@@ -7,6 +7,9 @@ step, which keeps nothing, so has the same peak.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable, Sequence
+
 import torch
 
 
@@ -40,3 +43,40 @@ def old_value(primal: torch.Tensor) -> torch.Tensor | int:
 def as_tensor(value: torch.Tensor | int, primal: torch.Tensor) -> torch.Tensor:
     """Inverse of `old_value`: a tensor like `primal`."""
     return value if isinstance(value, torch.Tensor) else torch.full_like(primal, value)
+
+
+class HookDraws:
+    """Whether something draws random numbers between the nodes that hand over gradients: hooks of parameters do.
+
+    They are called about in the order of eager, and where they draw, others get each number.
+
+    Args:
+        hooked: names of the parameters with hooks; of one alone the order does not matter.
+        told: whether it was said before.
+    """
+
+    def __init__(self, hooked: Sequence[str], devices: Iterable[str], told: set[str]) -> None:
+        self.hooked, self.devices, self.told = hooked, tuple(dict.fromkeys(("cpu", *devices))), told
+        self.left: list[torch.Tensor] | None = None
+
+    def leave(self) -> None:
+        """Gradients are about to leave."""
+        self.left = self._states()
+
+    def look(self) -> None:
+        """Say what has happened since they left."""
+        left, self.left = self.left, None
+        if left is None or self.told.issuperset(self.hooked) or all(map(torch.equal, left, self._states())):
+            return
+        self.told.update(self.hooked)
+        warnings.warn(
+            f"random numbers are drawn while gradients leave the planned backward, by hooks of parameters "
+            f"({self.hooked[0]} and {len(self.hooked) - 1} others have some). A planned step calls them about in the "
+            "order of eager, not exactly in it, so that each draws other numbers than in the plain step. For the same "
+            "ones draw from a generator for each parameter, or after backward().",
+            stacklevel=2,
+        )
+
+    def _states(self) -> list[torch.Tensor]:
+        generators = map(copy_generator, self.devices)
+        return [generator.get_state() for generator in generators if generator is not None]

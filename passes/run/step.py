@@ -21,6 +21,7 @@ import torch
 from ._torch import (
     Autocast,
     active_autocast,
+    after_backward,
     is_wanted,
     kernel_settings,
     overwrite,
@@ -33,7 +34,7 @@ from .errors import PlannerError
 from .listeners import Listeners, Readers, Taken
 from .mixing import Versions, warn_of_changed_view, watch_sum
 from .random import set_rng_state
-from .replay import as_tensor, copy_generator, old_value
+from .replay import HookDraws, as_tensor, copy_generator, old_value
 from .stale import note_casts
 from .tensors import alone, apart, distinct, is_laid_out, laid_out, nodes_behind, places_of
 
@@ -251,6 +252,7 @@ class _Run:
         self.program: Iterator[list[Any]] | None = None
         self.replayed: list[Any] | None = None
         self.read: dict[int, torch.Tensor] = {}
+        self.draws: HookDraws | None = None
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         """The outputs."""
@@ -329,11 +331,19 @@ class _Run:
         tangents = [laid_out(g, s) for g, s in zip(given, step.tangent_strides, strict=True)]
         self._check_primals(i for i in step.saved_primals if i not in step.mutated)
         self.read = {i: self.sources[i] for part in step.reads for i in part}
+        self._watch_hooks()
         values = (self.given[i] for i in step.saved_primals)
         self.program = step.backward.forward([*(self.saved or ()), *values, *tangents])
         if self.fallback is not None:
             self.fallback.not_needed()
         self.saved, self.primals, self.owners, self.sources, self.given, self.overwritten = None, (), (), (), (), {}
+
+    def _watch_hooks(self) -> None:
+        hooked = [i for part in self.owned for i in part if _has_hooks(self.owners[i])]
+        if len(hooked) > 1:
+            devices = (str(self.owners[i].device) for i in hooked)
+            self.draws = HookDraws([self.step.names[i] for i in hooked], devices, self.step.told)
+            after_backward(self.draws.look)
 
     def _check(self) -> None:
         if self.saved is None:
@@ -426,6 +436,10 @@ class _Run:
         return found
 
 
+def _has_hooks(primal: torch.Tensor) -> bool:
+    return bool(primal._backward_hooks or (primal.is_leaf and primal._post_accumulate_grad_hooks))
+
+
 def _has_listener(primal: torch.Tensor) -> bool:
     """Whether something of the caller's hears of a gradient on its way to the leaves, even that there is none."""
     return bool(primal._backward_hooks) or any(map(_listens, nodes_behind([primal])))
@@ -480,6 +494,8 @@ class PlannedGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor) -> tuple[Any, ...]:
         run = ctx.run
+        if run.draws is not None:
+            run.draws.look()
         found = list(run.resume(ctx.place))
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             path = f"{run.fallback.path}." if run.fallback is not None and run.fallback.path else ""
@@ -492,6 +508,8 @@ class PlannedGradients(torch.autograd.Function):
                 _silence(ctx.next_functions[1 + place][0])
             elif i in run.made_by:
                 found[place] = passed_back(run.made_by[i], found[place])
+        if run.draws is not None:
+            run.draws.leave()
         return (None, None, token, *found)
 
 

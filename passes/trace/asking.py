@@ -14,7 +14,7 @@ from passes.memory import place
 
 from .answers import Asked, Listening, asked_at, is_question, looks_for_elements
 from .arguments import StateEntry, lend_attributes, state_entries, state_tensors
-from .notice import twin
+from .nodes import twin
 from .once import may_run, once
 
 

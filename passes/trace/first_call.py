@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from .nodes import MISSING, Change, identical, put
-from .notice import holder, is_hook, twin
+from .nodes import MISSING, Change, identical, put, twin
+from .notice import holder, is_hook
 from .once import may_run, once
 from .preparing import prepared
 

@@ -69,6 +69,11 @@ class Change:
     key: Any = MISSING
 
 
+def twin(tensor: torch.Tensor) -> torch.Tensor:
+    """A leaf with the same data."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
 def refill(container: Any, content: Any) -> None:
     """Give a container its content back; at no moment, not even for an interrupt, is what it held and holds missing."""
     if isinstance(container, (list, bytearray)):

@@ -17,7 +17,7 @@ from passes.printable import few
 from ..errors import StateChanged, Unsupported
 from .constructs import DRAW, KEPT, SEED
 from .given import ARGUMENT
-from .nodes import MISSING, Change, alike, same
+from .nodes import MISSING, Change, alike, same, twin
 from .rerun import Script, Stale, is_named, line_of_change, reads
 from .settings import Setting, is_plain
 from .state import Snapshot, scramble
@@ -29,11 +29,6 @@ _REMEDY_STATE = (
     "Register it as a buffer (a tensor), pass it as an argument, or change it outside forward. If forward only "
     "prepares itself at its first call, call the model once before planning."
 )
-
-
-def twin(tensor: torch.Tensor) -> torch.Tensor:
-    """A leaf with the same data."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from .arguments import call_signature, run_model
 from .binding import names_given
 from .given import left_alone
 from .isolate import isolated
-from .notice import twin
+from .nodes import twin
 from .state import Snapshot
 from .structure import Bound, flatten, unflatten
 from .templates import shared

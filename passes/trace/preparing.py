@@ -15,8 +15,7 @@ from torch import nn
 
 from passes._torch import DisableTorchFunction, mutation_count, pytree
 
-from .nodes import MISSING, PLAIN, Change, Node, identical, put
-from .notice import twin
+from .nodes import MISSING, PLAIN, Change, Node, identical, put, twin
 from .once import once
 from .reach import LARGEST_COPY
 from .rerun import Script

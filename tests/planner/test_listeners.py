@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -148,3 +149,29 @@ def test_a_hook_after_accumulation_is_not_called_where_there_is_no_gradient() ->
         called.clear()
         planned(x)[i].backward()
         assert len(called) == 2 and set(called) == set(model[i].parameters())
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["hook", "post_accumulate"])
+@pytest.mark.parametrize("draws", [False, True])
+def test_hooks_of_parameters_that_draw_random_numbers_are_told(draws: bool, after: bool) -> None:
+    """They are called in another order than in eager, so that each draws what another one draws there."""
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1)) for _ in range(3))
+    model, x = nn.Sequential(*layers), torch.randn(32, 16)
+    plan = auto_checkpoint(model, x, progress=False)
+
+    def noise(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + (torch.randn_like(gradient) if draws else 1)
+
+    def accumulated(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = noise(parameter.grad)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(accumulated) if after else parameter.register_hook(noise)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model.zero_grad()
+            plan.module(x).square().mean().backward()
+    assert ["random numbers are drawn" in str(each.message) for each in said] == [True] * draws

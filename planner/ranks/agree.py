@@ -1,7 +1,8 @@
 """One plan for all ranks: the first rank's, after all have compared the steps that they captured.
 
 Every rank captures, profiles, rewrites, proves and checks by itself; what to save and what to recompute is decided
-once. Ranks talk after each of these, so that one that fails is heard of by all others.
+once. Steps by regions that talk to no other rank may differ in what values say (which rows an expert gets): there each
+rank decides for itself. Ranks talk after each of these, so that one that fails is heard of by all others.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from passes.ops import is_collective
 from passes.printable import brief
+from passes.trace.refuse import has_sharded
 from planner.budget import Budget
 from planner.decided import Decided
 from planner.errors import RankError
@@ -42,14 +44,14 @@ def plan_together(group: Any, open_session: Callable[[], Session], budget: Budge
 
     def opened() -> tuple[Session, Message]:
         session = open_session()
-        return session, {**_outline(session.prepared), "budget": budget.to_bytes(session.plain_peak_bytes)}
+        return session, {**_outline(session), "budget": budget.to_bytes(session.plain_peak_bytes)}
 
     session, said = ranks.together(opened)
-    _compare(said)
+    equal = _are_equal(said)
     limit = min((words["budget"] for words in said if words["budget"] is not None), default=None)
 
     def decided() -> tuple[Decided | None, Message]:
-        if ranks.rank:
+        if ranks.rank and equal:
             return None, {}
         found = decide(session.prepared, limit, session.progress)
         return found, {"plan": _to_data(found)}
@@ -63,24 +65,32 @@ def plan_together(group: Any, open_session: Callable[[], Session], budget: Budge
     return ranks.together(finished)[0]
 
 
-def _outline(prepared: Prepared) -> Message:
+def _outline(session: Session) -> Message:
     """What has to be equal on all ranks, in words.
 
     A rank's number may be a constant of a step that talks to the others (which rows of a table it has), so of such a
     step only the ops and the shapes are compared.
     """
-    traced, lines = prepared.traced, op_lines(prepared)
+    prepared = session.prepared
+    traced, lines, regions = prepared.traced, op_lines(prepared), prepared.regions
     shared = any(map(is_collective, traced.graph_module.graph.nodes))
     return {
         "fingerprint": "" if shared else fingerprint(traced), "tensors": list(tensor_lines(traced)),
         "ops": [f"{o.name} = {o.aten} -> {o.result}{'' if shared else f' [{o.id}]'}" for o in lines],
+        "alone": regions is not None and not shared and not regions.talks and not has_sharded(session.model),
         "options": {"gradients": prepared.options.gradients, "keep_outputs": prepared.options.keep_outputs},
     }  # fmt: skip
 
 
-def _compare(said: list[Message]) -> None:
-    """Raise on every rank the same error about the first rank whose step is not that of rank 0."""
+def _are_equal(said: list[Message]) -> bool:
+    """Whether all ranks have one step; if not, each decides for itself.
+
+    Raises:
+        RankError: on every rank the same about the first rank whose step is not that of rank 0, and has to be.
+    """
     first = said[0]
+    if all(w["alone"] and (w["tensors"], w["options"]) == (first["tensors"], first["options"]) for w in said):
+        return all(words["ops"] == first["ops"] for words in said)
     for rank, words in enumerate(said):
         if all(words[key] == first[key] for key in first if key != "budget"):
             continue
@@ -88,6 +98,7 @@ def _compare(said: list[Message]) -> None:
         other = next((pair for pair in lines if pair[0] != pair[1]), ("other constants or options", "those asked for"))
         differs = f"rank {rank} has {brief(other[0], 200)}, rank 0 has {brief(other[1], 200)}"
         raise RankError(f"the ranks' steps differ: {differs}. {REMEDY}", rank=rank)
+    return True
 
 
 def _to_data(decided: Decided) -> Message:

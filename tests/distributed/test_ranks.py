@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
@@ -78,6 +79,50 @@ def test_a_rank_plans_alone_what_talks_to_others_and_counts_what_that_holds() ->
     assert first[1] == dict.fromkeys(REGIONS, True)  # no check either, for which others would have to run steps
     for (predicted, measured), _ in (first, second):
         assert abs(predicted / measured - 1) < 0.01
+
+
+class Routed(nn.Module):
+    """Rows go to the expert that their own values choose, so that each rank's have other numbers of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.router = nn.Linear(32, 32), nn.Linear(32, 2)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Tanh(), nn.Linear(256, 32)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        weight, chosen = self.router(hidden).softmax(-1).max(-1, keepdim=True)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)[0]
+            hidden = hidden.index_add(0, rows, weight[rows] * expert(hidden[rows]))
+        return hidden.square().mean()
+
+
+def route(rank: int) -> tuple[bool, int, int]:
+    """Whether losses and parameters are the plain ones, the peak, and the plain one's."""
+    x = torch.randn(256, 32, generator=torch.Generator().manual_seed(rank))
+    kinds = [DistributedDataParallel(Routed()) for _ in range(2)]
+    plan = auto_checkpoint(kinds[1], x, "90%", **cases.QUICK)
+    plan.apply(kinds[1])
+    losses = []
+    for model in kinds:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses.append(model(x))
+            losses[-1].backward()
+            optimizer.step()
+    pairs = zip(losses[:3] + list(kinds[0].parameters()), losses[3:] + list(kinds[1].parameters()), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs), plan.peak_bytes, plan.baseline_peak_bytes
+
+
+def test_ranks_whose_values_choose_otherwise_each_plan_their_own_step() -> None:
+    (same, peak, plain), other = run_ranks(route)
+    assert same and other[0]
+    assert peak < plain and other[1] < other[2] and plain != other[2]
 
 
 # Ranks that cannot go on ----------------------------------------------------------------------------------------------

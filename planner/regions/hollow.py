@@ -78,6 +78,12 @@ class Run:
     read: dict[int, Versions] = field(default_factory=dict)
     ended: bool = False
 
+    def let_go(self) -> None:
+        """Keep no tensor of the step."""
+        self.given.clear()
+        self.views = self.overlapping = Versions(())
+        self.listeners, self.read = Listeners((), (), ()), {}
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -170,6 +176,9 @@ class Hollow:
             self.nodes.pop().__dict__.clear()
         while self.given:
             self.given.pop().restore()
+        self.stand_ins.clear()
+        for run in self.runs:  # which plans keep: what they heard of holds the step's tensors, copies of buffers too
+            run.let_go()
 
     @contextmanager
     def within(self) -> Iterator[None]:

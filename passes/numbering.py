@@ -11,7 +11,18 @@ from torch import fx
 
 from .errors import VerificationError
 from .fuse.meaning import Call, Item, Like, Of
-from .fuse.normal_form import SAME, VIEWS, counted_from_front, geometry, may_swap, stand_in, viewed
+from .fuse.normal_form import (
+    COPY,
+    SAME,
+    SCATTERS,
+    VIEWS,
+    counted_from_front,
+    geometry,
+    is_copied_over,
+    may_swap,
+    stand_in,
+    viewed,
+)
 from .fuse.records import BY_OP, SPLIT_BY_OP
 from .memory import span
 from .ops import ignored_by
@@ -37,6 +48,7 @@ class Numbering:
         states: the generator states that traced calls draw from.
         views: the number of a call of a view.
         shown: for a value what it is a view of, and a stand-in that lies there.
+        copied: for a copy the value that it has, in a layout of its own.
     """
 
     def __init__(self) -> None:
@@ -47,6 +59,7 @@ class Numbering:
         self.states: set[Number] = set()
         self.views: dict[Number, Number] = {}
         self.shown: dict[Number, tuple[Number, torch.Tensor | None]] = {}
+        self.copied: dict[Number, Number] = {}
 
     def number(self, key: Any) -> Number:
         return self.numbers.setdefault(key, len(self.numbers))
@@ -103,6 +116,8 @@ class NumberedCall:
         """The numbers of the results of an op that is not put in other terms."""
         if target in SAME and isinstance(args[0], Known):
             return args[0].number
+        if target in SCATTERS:
+            args = args[0], Known(self.numbering.copied.get(args[1].number, args[1].number)), *args[2:]
         first = self._value(args[0]) if args else None
         args = counted_from_front(target, args, first.dim() if isinstance(first, torch.Tensor) else 0)
         if may_swap(target, args, [self._value(a) for a in args]) and not kwargs:
@@ -114,6 +129,8 @@ class NumberedCall:
             if found == args[0].number or self.numbering.shown.get(args[0].number, (None,))[0] == found:
                 return found
         count = self._admit(found, target, args)
+        if target is COPY and is_copied_over(first, self._value(args[1])):
+            self.numbering.copied[found] = args[1].number
         if count is None:
             return found
         alike = [self.numbering.number(("result", found, i)) for i in range(count)]

@@ -17,6 +17,7 @@ from .alias import device_of
 from .device import kind_of
 from .draws import drawing_privately
 from .errors import Unsupported
+from .fuse.normal_form import COPY, SCATTERS
 from .memory import high_water, span
 from .ops import OPAQUE_RESULTS, is_random, looks_at_values
 from .tape import Tape, record
@@ -66,11 +67,27 @@ def on_made_up(node: fx.Node, make_up: Callable[[Any], Any]) -> Callable[[], Any
     target: Any = node.target
     made: dict[fx.Node, Any] = {}
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _materialize(n, made, make_up))
-    for fit in (_even_groups, _even_lengths, _full_bags, _rows_apart, _as_many_picked):
+    for fit in (_even_groups, _even_lengths, _full_bags, _rows_apart, _as_many_picked, _whole_memory):
         args = fit(node, args)
     if not is_random(node):  # attention without dropout, which carries the tag all the same
         return partial(target, *args, **kwargs)
     return drawing_privately(target, args, kwargs, device_of(node))
+
+
+def copied_memory(node: fx.Node) -> tuple[int, int]:
+    """How many elements the memory has that an op copies as a whole, and where in it its first argument begins."""
+    source: Any = node.args[0] if node.target is COPY or node.target in SCATTERS else None
+    value = source.meta["val"] if source is not None else None
+    return (value.untyped_storage().nbytes() // value.itemsize, value.storage_offset()) if value is not None else (0, 0)
+
+
+def _whole_memory(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A copy over a part of a tensor takes memory for the whole of it: made up, there would be the part alone."""
+    count, offset = copied_memory(node)
+    if not count or (count == span(args[0]) and not offset):
+        return args
+    flat = torch.zeros(count, dtype=args[0].dtype, device=args[0].device)
+    return (flat.as_strided(args[0].shape, args[0].stride(), offset).copy_(args[0]), *args[1:])
 
 
 def _full_bags(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:

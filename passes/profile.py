@@ -24,7 +24,17 @@ from .draws import generators_kept, varies
 from .exclusive import exclusive, interrupt_point
 from .flops import listed_flops, unlisted_flops
 from .fuse.records import BY_OP, workspace_bytes
-from .one_op import check_shapes, identities, laid_out_as, made_up, memory_of_run, on_made_up, settle_heap, time_of
+from .one_op import (
+    check_shapes,
+    copied_memory,
+    identities,
+    laid_out_as,
+    made_up,
+    memory_of_run,
+    on_made_up,
+    settle_heap,
+    time_of,
+)
 from .op_class import op_class
 from .ops import VARIES, is_collective, is_custom, looks_at_values
 from .run._torch import below_autograd
@@ -164,7 +174,7 @@ def _annotated(op: OpProfile, found: Measured) -> OpProfile:
 def signature(node: fx.Node) -> Any:
     """What decides an op's time and workspace: the op, its constants, shapes, strides and dtypes of its tensors."""
     leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
-    return str(node.target), str(spec), tuple(_describe(leaf) for leaf in leaves)
+    return str(node.target), str(spec), tuple(_describe(leaf) for leaf in leaves), copied_memory(node)
 
 
 def _describe(leaf: Any) -> Any:

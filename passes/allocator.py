@@ -10,6 +10,7 @@ block is split.
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,6 +21,11 @@ LARGEST_SMALL = MIB
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
 OWN_SEGMENT = 10 * MIB
 ENDLESS = 1 << 60
+# Settings of the allocator under which it behaves otherwise than here.
+UNKNOWN_SETTINGS = (
+    "max_split_size_mb", "roundup_power2_divisions", "garbage_collection_threshold", "cudaMallocAsync",
+    "large_segment_size_mb",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -267,3 +273,9 @@ def _merge(block: Block) -> None:
 def _take_out(block: Block) -> None:
     if block.mapped:
         block.pool.remove(block)
+
+
+def unknown_settings() -> tuple[str, ...]:
+    """The settings in force that the simulation does not know."""
+    asked = " ".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return tuple(name for name in UNKNOWN_SETTINGS if name in asked)

@@ -34,13 +34,16 @@ def aimed_bytes(allocated_bytes: int, expandable: bool) -> float:
     return (AIM_EXPANDABLE if expandable else AIM_LARGE) * allocated_bytes
 
 
-def best_arena(measure: Callable[[Arena], Footprint], start: Start, length: int, limit_bytes: int) -> Arena:
+def best_arena(
+    measure: Callable[[Arena], Footprint], start: Start, length: int, limit_bytes: int, gradient_bytes: int = 0
+) -> Arena:
     """What to ask for in advance; nothing where no less would be reserved for it.
 
     Args:
         measure: the footprint with an arena.
         length: events of a step.
         limit_bytes: what may be allocated; less above it comes before less that is reserved.
+        gradient_bytes: what may be there when the arena is asked for, besides what is now.
     """
     plain = measure(())
     blocks = [block for segment in start.segments for block in segment.blocks]
@@ -51,7 +54,8 @@ def best_arena(measure: Callable[[Arena], Footprint], start: Start, length: int,
     if fits or low < 2 * OWN_SEGMENT or limit_bytes - used < 2 * OWN_SEGMENT or least > high:
         return ()
     tries = min(MOST, max(FEWEST, EVENTS // length))
-    return _Search(measure, plain, limit_bytes, used - start.others_bytes).between(least, max(least, low), high, tries)
+    search = _Search(measure, plain, limit_bytes, used - start.others_bytes + gradient_bytes)
+    return search.between(least, max(least, low), high, tries)
 
 
 class _Search:

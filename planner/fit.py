@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from passes.allocator import unknown_settings
 from passes.device import kind_of, room_bytes
 from solvers import Report
 from solvers.errors import MIB, BudgetError, shown_minimum
@@ -24,7 +25,7 @@ from solvers.solution import Solution, solution
 from solvers.unneeded import drop_unneeded
 
 from .arena import aimed_bytes
-from .footprint import Footprint, unknown_settings
+from .footprint import Footprint
 from .options import BUCKET
 from .preference import AS_OFTEN, paid_for, placed, placed_within, solve_step
 from .prepared import Prepared

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
 import torch
 from torch import fx
 
-from passes.allocator import ENDLESS, GRANULE, OWN_SEGMENT, CachingAllocator, Segment
+from passes.allocator import ENDLESS, OWN_SEGMENT, CachingAllocator, Segment, unknown_settings
 from passes.device import empty_cache, kind_of, room_bytes
 from passes.lower import KEPT, UPDATE, GlueEvents, Lowered
 from passes.profile import OpProfile
@@ -22,14 +21,12 @@ from solvers.problem import Op
 from solvers.replay import replay
 from solvers.schedule import Schedule
 
+from .optimizer import state_sizes
+
 Profiles = dict[fx.Node, OpProfile]
 Steps = tuple[tuple[int, ...], tuple[int, ...]]  # the events of the first step and of each later one, as of a `Tape`
+Orders = list[tuple[Steps, tuple[int, ...]]]  # of what may happen, the steps, and the blocks that are there before
 IDLE = "inactive"
-# Settings of the allocator under which it behaves otherwise than `passes.allocator`.
-UNKNOWN_SETTINGS = (
-    "max_split_size_mb", "roundup_power2_divisions", "garbage_collection_threshold", "cudaMallocAsync",
-    "large_segment_size_mb",
-)  # fmt: skip
 STEPS, MOST_STEPS = 3, 8  # the second finds what the first left cached; the last shows that nothing more is needed
 
 
@@ -88,12 +85,6 @@ def start_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Start | N
     return Start(segments, others, room_bytes(device) or 0, expandable, _descends(device), total + total // 8)
 
 
-def unknown_settings() -> tuple[str, ...]:
-    """The settings in force that the simulation does not know."""
-    asked = " ".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    return tuple(name for name in UNKNOWN_SETTINGS if name in asked)
-
-
 def _descends(device: torch.device) -> bool:
     """Whether the driver places segments downwards: two of the smallest that are not shared are asked for."""
     try:
@@ -108,27 +99,35 @@ def _descends(device: torch.device) -> bool:
     return found
 
 
-def asked(lowered: Lowered, profiles: Profiles, schedule: Schedule, state_bytes: int = 0) -> Steps:
+def asked(
+    lowered: Lowered, profiles: Profiles, schedule: Schedule, state_bytes: int = 0, gradients_first: bool = False
+) -> Steps:
     """What steps ask of the allocator, the gradients and outputs of each being dropped after it.
 
     Args:
         state_bytes: the optimizer's state, which the first update of the parameters makes.
+        gradients_first: whether the gradients that are accumulated are there before the first step, and not part of it.
     """
     recorder = _Recorder(lowered, profiles, state_sizes(state_bytes, lowered.gradient_bytes))
+    recorder.before = () if gradients_first else recorder.before
     return recorder.step(schedule), recorder.step(schedule)
 
 
-def footprint(steps: Steps, start: Start, reserve_bytes: int = 0, arena: Arena = ()) -> Footprint:
+def footprint(
+    steps: Steps, start: Start, reserve_bytes: int = 0, arena: Arena = (), gradients: Iterable[int] = ()
+) -> Footprint:
     """Play steps until one needs no more than those before.
 
     Args:
         reserve_bytes: what is set aside on top of both figures.
         arena: what the first step asks for in advance (`passes.run.arena`).
+        gradients: what is there before that.
     """
     allocator = CachingAllocator(
         expandable=start.expandable, segments=start.segments, descending=start.descending,
         range_bytes=start.range_bytes,
     )  # fmt: skip
+    allocator.play(tuple(filter(None, gradients)))
     for size in arena:
         allocator.reserve(size)
     for count in range(MOST_STEPS):
@@ -140,16 +139,10 @@ def footprint(steps: Steps, start: Start, reserve_bytes: int = 0, arena: Arena =
     return Footprint(allocated + reserve_bytes, allocator.peak_reserved_bytes + reserve_bytes)
 
 
-def state_sizes(state_bytes: int, gradient_bytes: Sequence[int]) -> tuple[int, ...]:
-    """The blocks that an optimizer's state is made of: for each parameter, as many of its size as there is room for."""
-    total = sum(gradient_bytes)
-    if not total:
-        return (state_bytes,) if state_bytes else ()
-    copies = state_bytes // total
-    rest = state_bytes - copies * total
-    parts = [g for g in gradient_bytes for _ in range(copies) if g]
-    left = [g * rest // total // GRANULE * GRANULE for g in gradient_bytes]
-    return tuple(size for size in (*parts, *left, rest - sum(left)) if size)
+def larger_of(found: Iterable[Footprint]) -> Footprint:
+    """The larger figures of some."""
+    every = list(found)
+    return Footprint(max(f.allocated_bytes for f in every), max(f.reserved_bytes for f in every))
 
 
 class _Recorder:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from passes._torch import optimizer_hooks_aside
+from passes.allocator import GRANULE
 from passes.errors import Unsupported
 from passes.memory import granule, measure_peak, round_up
 from passes.printable import brief
@@ -222,3 +223,15 @@ def _tensors(held: Any) -> Iterator[torch.Tensor]:
 
 
 _SCALAR = 8  # bytes: a step counter does not grow with its parameter
+
+
+def state_sizes(state_bytes: int, gradient_bytes: Sequence[int]) -> tuple[int, ...]:
+    """The blocks that an optimizer's state is made of: for each parameter, as many of its size as there is room for."""
+    total = sum(gradient_bytes)
+    if not total:
+        return (state_bytes,) if state_bytes else ()
+    copies = state_bytes // total
+    rest = state_bytes - copies * total
+    parts = [g for g in gradient_bytes for _ in range(copies) if g]
+    left = [g * rest // total // GRANULE * GRANULE for g in gradient_bytes]
+    return tuple(size for size in (*parts, *left, rest - sum(left)) if size)

@@ -33,7 +33,7 @@ from solvers.simulate import simulate
 
 from .arena import best_arena
 from .elsewhere import held_bytes, seen_there
-from .footprint import Footprint, Start, Steps, asked, footprint, start_of
+from .footprint import Footprint, Orders, Start, asked, footprint, larger_of, start_of
 from .hints import Hinted, resolve
 from .options import Options
 from .progress import Progress
@@ -142,23 +142,29 @@ class Prepared:
         """What to ask for before the first step (`planner.arena`); nothing where that lowers nothing."""
         if self.start is None:
             return ()
-        limit, steps = self.start.room_bytes if budget_bytes is None else budget_bytes, self._asked(schedule)
-        return best_arena(partial(self._worst, steps), self.start, len(steps[1]), limit)
+        limit, orders = self.start.room_bytes if budget_bytes is None else budget_bytes, self._asked(schedule)
+        length = sum(len(steps[1]) for steps, _ in orders)
+        return best_arena(partial(self._worst, orders), self.start, length, limit, sum(orders[-1][1]))
 
     def worst_footprint(self, schedule: Schedule, arena: Arena = ()) -> Footprint:
         """Where the driver places new segments is its own affair: the larger figures of both ways."""
         return self._worst(self._asked(schedule), arena)
 
-    def _asked(self, schedule: Schedule) -> Steps:
-        return asked(self.lowered, self.profiles, schedule, self.options.update.state_bytes)
+    def _asked(self, schedule: Schedule) -> Orders:
+        """The steps, and what is there before; accumulated gradients may be, or the first step makes them."""
+        lowered, state = self.lowered, self.options.update.state_bytes
+        gradients = tuple(lowered.gradient_bytes) if lowered.accumulated_bytes else ()
+        made = asked(lowered, self.profiles, schedule, state), ()
+        return [made, (asked(lowered, self.profiles, schedule, state, True), gradients)] if gradients else [made]
 
-    def _played(self, steps: Steps, start: Start, arena: Arena) -> Footprint:
-        return footprint(steps, start, self.options.reserve_bytes + self.options.wrapper_bytes, arena)
+    def _played(self, orders: Orders, start: Start, arena: Arena) -> Footprint:
+        held = self.options.reserve_bytes + self.options.wrapper_bytes
+        return larger_of(footprint(steps, start, held, arena, gradients) for steps, gradients in orders)
 
-    def _worst(self, steps: Steps, arena: Arena) -> Footprint:
+    def _worst(self, orders: Orders, arena: Arena) -> Footprint:
         assert self.start is not None
-        both = [self._played(steps, replace(self.start, descending=way), arena) for way in (False, True)]
-        return Footprint(max(f.allocated_bytes for f in both), max(f.reserved_bytes for f in both))
+        ways = (False, True)
+        return larger_of(self._played(orders, replace(self.start, descending=way), arena) for way in ways)
 
 
 @exclusive()

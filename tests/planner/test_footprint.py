@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from passes.allocator import Segment
+from passes.allocator import Segment, unknown_settings
 from passes.lower import Lowered
 from passes.run.arena import Arena
 from planner import BudgetError, auto_checkpoint
 from planner.arena import aimed_bytes, best_arena
 from planner.fit import DEARER, _Search, solve_to_fit
-from planner.footprint import Footprint, Start, asked, footprint, state_sizes, unknown_settings
+from planner.footprint import Footprint, Start, asked, footprint
+from planner.optimizer import state_sizes
 from planner.plan import Plan
 from planner.preference import solve_step
 from planner.prepared import Prepared
@@ -90,6 +91,10 @@ def test_an_optimizers_state_and_gradients_from_before_are_there(plan: Plan) -> 
         assert found.allocated_bytes == own.allocated_bytes + state
     before = footprint(asked(replace(lowered, accumulated_bytes=sum(sizes)), {}, plan.schedule), EMPTY)
     assert before.allocated_bytes == own.allocated_bytes + sum(sizes)
+    there = asked(replace(lowered, accumulated_bytes=sum(sizes)), {}, plan.schedule, gradients_first=True)
+    assert footprint(there, EMPTY, gradients=sizes).allocated_bytes == before.allocated_bytes
+    arena = (sum(sizes) + (64 << 20),)
+    assert footprint(there, EMPTY, 0, arena, sizes).reserved_bytes >= sum(sizes) + sum(arena)
 
 
 @pytest.mark.parametrize("state", [0, 512, 4096, 40960 + 512])

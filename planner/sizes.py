@@ -5,7 +5,6 @@ without tracing, or refused as they were.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
@@ -112,7 +111,7 @@ class Sizes:
             self.first_call, self.first_of = None, key
         # What kernels were seen to lay out in ways of their own is known for single sizes.
         if kind.seen and layouts.keys() <= {BACKWARD_AUTOCAST}:
-            with self._in_place():
+            with remembered(self.first_call):
                 made = kind.made(model, bound, loss_fn, tensors, differentiated, (keep_outputs, keep_inputs), layouts)
             if made is not None:
                 return made
@@ -145,7 +144,7 @@ class Sizes:
         options["may_count"] = self.may_count and not (dist.is_available() and dist.is_initialized())
         while True:
             try:
-                with self._in_place():
+                with remembered(self.first_call):
                     return capture(
                         model, bound, loss_fn, is_first=is_first, may_remember=may_remember, asked=asked,
                         may_ask=may_ask, **options,
@@ -158,12 +157,8 @@ class Sizes:
                 is_first, may_remember, may_ask, asked = False, False, self.may_ask, None
             except Unanswered:
                 may_ask = False
-                with self._in_place():
+                with remembered(self.first_call):
                     asked = sample_answers(model, bound, loss_fn)
-
-    def _in_place(self) -> AbstractContextManager[None]:
-        """The model as its first call leaves it, for the time of the block."""
-        return remembered(() if self.first_call is None else self.first_call.left)
 
     def _check(self, call: Any, model: nn.Module) -> None:
         """Raise what tracing such a call of the model raised, where it never could be traced."""

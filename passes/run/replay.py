@@ -45,6 +45,9 @@ def as_tensor(value: torch.Tensor | int, primal: torch.Tensor) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.full_like(primal, value)
 
 
+DRAWS = "(hooks that draw random numbers)"  # among what was told; parameters have other names
+
+
 class HookDraws:
     """Whether something draws random numbers between the nodes that hand over gradients: hooks of parameters do.
 
@@ -52,7 +55,7 @@ class HookDraws:
 
     Args:
         hooked: names of the parameters with hooks; of one alone the order does not matter.
-        told: whether it was said before.
+        told: what was said before.
     """
 
     def __init__(self, hooked: Sequence[str], devices: Iterable[str], told: set[str]) -> None:
@@ -66,9 +69,9 @@ class HookDraws:
     def look(self) -> None:
         """Say what has happened since they left."""
         left, self.left = self.left, None
-        if left is None or self.told.issuperset(self.hooked) or left == self._states():
+        if left is None or DRAWS in self.told or left == self._states():
             return
-        self.told.update(self.hooked)
+        self.told.add(DRAWS)
         warnings.warn(
             f"random numbers are drawn while gradients leave the planned backward, by hooks of parameters "
             f"({self.hooked[0]} and {len(self.hooked) - 1} others have some). A planned step calls them about in the "

@@ -34,7 +34,7 @@ from .errors import PlannerError
 from .listeners import Listeners, Readers, Taken
 from .mixing import Versions, warn_of_changed_view, watch_sum
 from .random import set_rng_state
-from .replay import HookDraws, as_tensor, copy_generator, old_value
+from .replay import DRAWS, HookDraws, as_tensor, copy_generator, old_value
 from .stale import note_casts
 from .tensors import alone, apart, distinct, is_laid_out, laid_out, nodes_behind, places_of
 
@@ -123,7 +123,8 @@ class Step:
         output_names: what the outputs are called.
         asked: for each of the last outputs, which are answers to the forward's questions about values, where it was
             asked and what the sample's answer was.
-        told: names of primals of which a warning was given that their gradients are summed in another order.
+        told: names of primals of which a warning was given that their gradients are summed in another order, and
+            `DRAWS` where one was given of hooks.
     """
 
     forward: Half
@@ -340,7 +341,7 @@ class _Run:
 
     def _watch_hooks(self) -> None:
         hooked = [i for part in self.owned for i in part if _has_hooks(self.owners[i])]
-        if len(hooked) > 1:
+        if len(hooked) > 1 and DRAWS not in self.step.told:
             devices = (str(self.owners[i].device) for i in hooked)
             self.draws = HookDraws([self.step.names[i] for i in hooked], devices, self.step.told)
             after_backward(self.draws.look)

@@ -71,7 +71,7 @@ from .contexts import private_contexts
 from .custom_backward import used_in_backward
 from .expected import MISSING
 from .failure import Failures, capture_error, value_needed
-from .first_call import FirstCall, Remembers, remembered
+from .first_call import FirstCall, Remembers
 from .given import Changed, Given, Place, Returned, changed_slots, left_alone
 from .guards import Guard
 from .hidden import refuse_hidden
@@ -196,10 +196,6 @@ class Traced:
     @property
     def num_primals(self) -> int:
         return len(self.state) + self.num_inputs
-
-    def in_place(self) -> AbstractContextManager[Any]:
-        """The model as its first call leaves it, for the time of the block."""
-        return remembered(() if self.first_call is None else self.first_call.left)
 
     @property
     def primal_names(self) -> tuple[str, ...]:

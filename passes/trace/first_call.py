@@ -54,13 +54,10 @@ class Remembers:
         if not may_run(model, bound):
             return ()
         with suppress(Exception):
-            return self._prepared(model, bound, loss_fn) if self.evolves else self._left(model, bound, loss_fn)
+            if self.evolves:
+                return prepared(model, bound, loss_fn, self.changed)
+            return self._left(model, bound, loss_fn)
         return ()
-
-    def _prepared(
-        self, model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None
-    ) -> tuple[Change, ...]:
-        return prepared(model, bound, loss_fn, self.changed)
 
     def _left(
         self, model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None
@@ -94,9 +91,9 @@ def remember(changes: Iterable[Change]) -> list[Change]:
 
 
 @contextmanager
-def remembered(changes: Iterable[Change]) -> Iterator[None]:
-    """`remember` for the time of the block."""
-    done = remember(changes)
+def remembered(first: Remembers | None) -> Iterator[None]:
+    """The model as its first call leaves it, for the time of the block; as it is where there is none."""
+    done = remember(() if first is None else first.left)
     try:
         yield
     finally:

@@ -228,7 +228,7 @@ class KnownValues(Listening):
             return
         if not (pairs or wrote):
             return
-        for tensor, known in list(self.known.items()) if wrote else ():
+        for tensor, known in list(self.known.items()) if into else ():
             if known.memory in into:  # a view of what was written may be known as a constant
                 self._know(tensor, replace(known, given=known.given | given))
         first = self._record(func, args, kwargs, len(pairs), writes=wrote)

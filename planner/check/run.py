@@ -50,7 +50,7 @@ def check_step(
         return NOT_RUN
     start, first = time.perf_counter(), planned.prepared.traced.first_call
     try:
-        with remembered(first.left if first is not None and first.made_buffers else ()):
+        with remembered(first if first is not None and first.made_buffers else None):
             return _check(model, planned, bound, loss_fn, check == "auto", start)
     except _CannotRun as error:
         if check == "auto":

@@ -118,7 +118,7 @@ class PlanState:
 
     def _add(self, key: Key, planned: Decided, starts: tuple[str, ...] | None = None) -> Entry:
         """Remember a plan; those used longest ago are dropped when all take too much memory, except for two losses'."""
-        with planned.prepared.traced.in_place():
+        with remembered(planned.prepared.traced.first_call):
             state = state_tensors(self.model, planned.prepared.traced.state)
         starts = starts_of(planned.prepared.traced) if starts is None else starts
         entry = Entry(key, list(map(state_key, state)), planned, starts, sharded=has_sharded(self.model))
@@ -169,7 +169,7 @@ class PlanState:
 
     def after_first_call(self) -> AbstractContextManager[None]:
         """The planned model as its first planned call leaves it, for the time of the block."""
-        return remembered(() if self.first_call is None or self.is_copy else self.first_call.left)
+        return remembered(None if self.is_copy else self.first_call)
 
     def _remember(self, bound: Mapping[str, Any]) -> None:
         """Leave what a plain first call with these arguments would: a length, which need not be the sample's."""

@@ -14,6 +14,7 @@ from passes.run._torch import below_autograd
 from passes.run.step import Step
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import Traced
+from passes.trace.first_call import remembered
 from solvers.problem import Problem
 from solvers.schedule import Schedule
 from solvers.simulate import simulate
@@ -63,7 +64,7 @@ class _Blank:
 
     def __init__(self, model: nn.Module | None, step: Step, traced: Traced) -> None:
         self.step, self.count = step, traced.num_forward_outputs
-        with traced.in_place():
+        with remembered(traced.first_call):
             state = [] if model is None else [t.detach() for t in state_tensors(model, traced.state)]
         primals = traced.placeholders[len(state) : traced.num_primals]
         self.primals = [*state, *(_blank(n, 0) for n in primals)]

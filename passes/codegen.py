@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from ._torch import direct_call, forget_source, refer_weakly
+from .run.arena import Spacers
 
 _CALL = re.compile(r"\btorch\.ops(?:\.\w+){3}(?=\()")
 
@@ -26,16 +28,31 @@ class Handover(NamedTuple):
     outputs: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Spaced:
+    """Where the code of a half has spacers: their sizes, by the name of the node that they are around."""
+
+    ask: Spacers = field(default_factory=Spacers)
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
 class BoxedCodeGen(fx.graph.CodeGen):
     """`forward(self, values)`: takes its inputs out of the list `values`, then frees each after its last use.
 
     A Python caller holds the arguments of a call until it returns; a list can be emptied. Ops are defaults of further
     arguments, so that none is looked up while a step runs.
+
+    Args:
+        spaced: the spacers around nodes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spaced: Spaced | None = None) -> None:
         super().__init__()
         self.ops: dict[str, str] = {}
+        self.spaced = spaced or Spaced()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoxedCodeGen:
+        return BoxedCodeGen(self.spaced)
 
     @property
     def _body_transformer(self) -> Any:  # bound anew each time: a cycle would keep a dropped plan
@@ -46,9 +63,18 @@ class BoxedCodeGen(fx.graph.CodeGen):
         """There is none but `insert`."""
 
     def insert(self, body: list[str]) -> list[str]:
-        """The lines of the code, with names in place of the ops' paths."""
+        """The lines of the code, with names in place of the ops' paths, and with what comes before and after them."""
         self.ops = {}
-        return [_CALL.sub(self._named, line) for line in body]
+        lines = []
+        for line in "".join(_CALL.sub(self._named, line) for line in body).splitlines(keepends=True):
+            name = line.split(" ", 1)[0].rstrip(":")
+            before, after = space(self.spaced.sizes.get(name, ()))
+            lines += [*before, line, *after, *self.after(name)]
+        return lines
+
+    def after(self, name: str) -> list[str]:
+        """What else comes after the line of a node."""
+        return []
 
     def _named(self, found: re.Match[str]) -> str:
         path = found.group()
@@ -63,7 +89,8 @@ class BoxedCodeGen(fx.graph.CodeGen):
         return f"def forward(self, values{ops}){maybe_return_annotation}:\n{unpack}    values.clear()\n"
 
     def additional_globals(self) -> list[tuple[str, Any]]:
-        return [("torch", torch), ("direct_call", direct_call)]
+        spacers = [("SPACERS", self.spaced.ask)] if self.spaced.sizes else []
+        return [("torch", torch), ("direct_call", direct_call), *spacers]
 
     def process_inputs(self, *inputs: Any) -> Any:
         return inputs[0] if len(inputs) == 1 and isinstance(inputs[0], list) else inputs
@@ -75,27 +102,22 @@ class ResumedCodeGen(BoxedCodeGen):
     The outputs of each handover come in a list, those that are in none in a last one; no list holds a None.
     """
 
-    def __init__(self, handovers: Sequence[Handover]) -> None:
-        super().__init__()
+    def __init__(self, handovers: Sequence[Handover], spaced: Spaced | None = None) -> None:
+        super().__init__(spaced)
         self.handovers = tuple(handovers)
         self.outputs: Sequence[Any] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ResumedCodeGen:
-        return ResumedCodeGen(self.handovers)  # a copied graph has outputs of its own
+        return ResumedCodeGen(self.handovers, self.spaced)  # a copied graph has outputs of its own
 
     def generate_output(self, output_args: Any, *args: Any, **kwargs: Any) -> str:
         self.outputs = output_args  # as they are now: a graph may be changed and compiled again
         early = {i for handover in self.handovers for i in handover.outputs}
         return self._hand_over([i for i, v in enumerate(output_args) if v is not None and i not in early])
 
-    def insert(self, body: list[str]) -> list[str]:
-        """The same, with lines between them that hand over."""
-        at = {handover.after: handover.outputs for handover in self.handovers}
-        lines = []
-        for line in "".join(super().insert(body)).splitlines(keepends=True):
-            outputs = at.get(line.split(" ", 1)[0].rstrip(":"))
-            lines += [line] if outputs is None else [line, f"{self._hand_over(outputs)}\n"]
-        return lines
+    def after(self, name: str) -> list[str]:
+        """What hands over."""
+        return [f"{self._hand_over(h.outputs)}\n" for h in self.handovers if h.after == name]
 
     def _hand_over(self, places: Sequence[int]) -> str:
         return hand_over([str(self.outputs[i]) for i in places])
@@ -107,16 +129,29 @@ def hand_over(names: Sequence[str]) -> str:
     return f"handed_over = [{', '.join(names)}]; {dropped and dropped + 'None; '}yield handed_over"
 
 
-def boxed(graph: fx.Graph, root: Any, name: str) -> fx.GraphModule:
+def space(sizes: Sequence[int]) -> tuple[list[str], list[str]]:
+    """The lines that ask for spacers, and those that give them back; none where there are none."""
+    return ([f"spacers = SPACERS({', '.join(map(str, sizes))})\n"], ["spacers = None\n"]) if sizes else ([], [])
+
+
+def boxed(graph: fx.Graph, root: Any, name: str, spaced: Spaced | None = None) -> fx.GraphModule:
     """A GraphModule of `graph` whose `forward` takes one list."""
-    graph.set_codegen(BoxedCodeGen())
+    graph.set_codegen(BoxedCodeGen(spaced))
     return _module(graph, root, name)
 
 
-def resumed(graph: fx.Graph, root: Any, name: str, handovers: Sequence[Handover]) -> fx.GraphModule:
+def resumed(
+    graph: fx.Graph, root: Any, name: str, handovers: Sequence[Handover], spaced: Spaced | None = None
+) -> fx.GraphModule:
     """A GraphModule of `graph` whose `forward` takes one list and yields lists (see `ResumedCodeGen`)."""
-    graph.set_codegen(ResumedCodeGen(handovers))
+    graph.set_codegen(ResumedCodeGen(handovers, spaced))
     return _module(graph, root, name)
+
+
+def spaced_in(half: fx.GraphModule) -> Mapping[str, tuple[int, ...]]:
+    """The sizes of the spacers around a half's nodes, by their names."""
+    code = half.graph._codegen
+    return code.spaced.sizes if isinstance(code, BoxedCodeGen) else {}
 
 
 def _module(graph: fx.Graph, root: Any, name: str) -> fx.GraphModule:

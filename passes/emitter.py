@@ -11,13 +11,14 @@ from solvers.replay import Moment
 from solvers.schedule import Schedule, freed_after
 
 from .alias import Aliases, Storage, device_of, is_view
-from .codegen import Handover
+from .codegen import Handover, Spaced
 from .errors import VerificationError
 from .exclusive import interrupt_point
 from .fuse.match import item
 from .fuse.normal_form import shortest
 from .lower import Lowered
 from .ops import donations, is_random
+from .run.arena import Spacers, Spacing
 from .run.random import get_rng_state, run_with_rng_state
 
 Leaving = dict[int, tuple[tuple[int, fx.Node], ...]]  # after a step of the schedule: gradients, by primal
@@ -45,6 +46,7 @@ class Emitter:
         self.static: dict[fx.Node, fx.Node] = {}
         self.views: dict[tuple[Any, ...], fx.Node] = {}
         self.marks: list[tuple[fx.Node, tuple[int, ...]]] = []
+        self.computed: dict[int, fx.Node] = {}  # by the place of the step in the schedule
 
     def placeholder(self, node: fx.Node) -> None:
         new = self._copy_meta(self.graph.placeholder(node.name), node)
@@ -69,7 +71,7 @@ class Emitter:
         for position in positions:
             interrupt_point()
             if schedule[position].kind == "compute":
-                self._compute(moments[position], freed_after(schedule, position))
+                self._compute(position, moments[position], freed_after(schedule, position))
             if position in leaving:
                 for _, gradient in leaving[position]:
                     self.resolve(gradient)
@@ -126,13 +128,19 @@ class Emitter:
             self.views[key] = self._copy_meta(self.graph.node_copy(node, lambda a: mapping[a]), node)
         return self.views[key]
 
-    def _compute(self, moment: Moment, dropped: frozenset[int]) -> None:
+    def spaced(self, spacing: Spacing | None, ask: Spacers) -> Spaced:
+        """Where the half has spacers, by the names of its nodes."""
+        names = {place: node.name for place, node in self.computed.items()}
+        return Spaced(ask, {names[place]: sizes for place, sizes in (spacing.at if spacing else ()) if place in names})
+
+    def _compute(self, position: int, moment: Moment, dropped: frozenset[int]) -> None:
         i, again = moment.step.index, moment.again
         node = self.lowered.nodes[i]
         if node is None:
             self._special(i)
             return
         new = self._replay(i, node) if again and is_random(node) else self.graph.node_copy(node, self.resolve)
+        self.computed[position] = new
         if moment.donated is not None:
             self._write_over(moment.donated, node, new)
         self._copy_meta(new, node)

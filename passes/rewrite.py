@@ -10,7 +10,7 @@ results is the same. So are the halves of a convolution's backward where there i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -24,6 +24,7 @@ from .emitter import Emitter, Leaving
 from .errors import VerificationError
 from .fuse.rules import join_batch_norms, join_convolutions
 from .lower import Lowered
+from .run.arena import Spacers, Spacing
 from .trace.capture import Traced
 
 
@@ -39,6 +40,7 @@ class Rewritten:
         saved_names: what is saved, by the graph's names.
         saved_primals: which primals the backward reads.
         handovers: which gradients leave before the backward's end, and where.
+        spacers: what asks for the halves' spacers.
     """
 
     forward: fx.GraphModule
@@ -47,6 +49,7 @@ class Rewritten:
     saved_names: tuple[str, ...]
     saved_primals: tuple[int, ...]
     handovers: tuple[Handover, ...] = ()
+    spacers: Spacers = field(default_factory=Spacers, compare=False)
 
     @property
     def leaves(self) -> tuple[tuple[int, ...], ...]:
@@ -59,7 +62,7 @@ class Rewritten:
 
 def rewrite(
     traced: Traced, aliases: Aliases, lowered: Lowered, schedule: Schedule, peak_bytes: int | None = None,
-    *, as_scheduled: bool = False,
+    *, as_scheduled: bool = False, spacing: Spacing | None = None,
 ) -> Rewritten:  # fmt: skip
     """Emit `schedule` as two GraphModules.
 
@@ -67,6 +70,7 @@ def rewrite(
         peak_bytes: what may be held at once, by the count of `lowered`; as much as the schedule holds, if not given.
         as_scheduled: the halves of a convolution's backward are not joined, so that a caching allocator is asked for
             what the schedule says, in that order.
+        spacing: where the halves have spacers.
     """
     boundary = schedule.index(Step("compute", lowered.tangent_op))
     moments = list(replay(lowered.problem, schedule))
@@ -95,14 +99,15 @@ def rewrite(
     if not as_scheduled:
         join_convolutions(backward.graph, peak_bytes or max(moment.moment_bytes for moment in moments))
     handovers = backward.handovers()
-    root = traced.graph_module
+    root, ask = traced.graph_module, Spacers(spacing.growth, spacing.workspaces) if spacing else Spacers()
     return Rewritten(
-        forward=boxed(forward.graph, root, "Forward"),
-        backward=resumed(backward.graph, root, "Backward", handovers),
+        forward=boxed(forward.graph, root, "Forward", forward.spaced(spacing, ask)),
+        backward=resumed(backward.graph, root, "Backward", handovers, backward.spaced(spacing, ask)),
         num_forward_outputs=traced.num_forward_outputs,
         saved_names=tuple(lowered.problem.tensors[t].name for t in saved),
         saved_primals=tuple(read_primals),
         handovers=handovers,
+        spacers=ask,
     )
 
 

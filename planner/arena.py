@@ -11,13 +11,28 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from passes.allocator import OWN_SEGMENT, SMALL_SEGMENT
 from passes.device import round_up
-from passes.run.arena import Arena, least_arena
+from passes.run.arena import Arena, Spacing, least_arena
 
 from .footprint import Footprint, Start
 
+
+class Reservation(NamedTuple):
+    """What the device's caching allocator is asked for besides what the step needs.
+
+    Attributes:
+        arena: segments, before the first step.
+        spacing: where there are spacers around ops, and cuBLAS's workspaces before the arena; None where not.
+    """
+
+    arena: Arena = ()
+    spacing: Spacing | None = None
+
+
+NOTHING = Reservation()
 ENOUGH = 1.02  # reserved over allocated; there is less to gain than a segment is large
 EVENTS, FEWEST, MOST = 600_000, 9, 72  # of steps that are played in all, and how often one is, in either search
 SEGMENTS = 5
@@ -46,16 +61,27 @@ def best_arena(
         gradient_bytes: what may be there when the arena is asked for, besides what is now.
     """
     plain = measure(())
-    blocks = [block for segment in start.segments for block in segment.blocks]
-    there, used = sum(size for size, _ in blocks), sum(size for size, used in blocks if used)
+    there, used = there_and_used(start)
     high, low = plain.reserved_bytes - there, plain.allocated_bytes - there
-    least = max(OWN_SEGMENT, least_arena(there - used + OWN_SEGMENT))  # somewhat more may lie idle when the step runs
+    least = least_to_ask_for(start)
     fits = plain.allocated_bytes <= limit_bytes and plain.reserved_bytes <= ENOUGH * plain.allocated_bytes
     if fits or low < 2 * OWN_SEGMENT or limit_bytes - used < 2 * OWN_SEGMENT or least > high:
         return ()
     tries = min(MOST, max(FEWEST, EVENTS // length))
     search = _Search(measure, plain, limit_bytes, used - start.others_bytes + gradient_bytes)
     return search.between(least, max(least, low), high, tries)
+
+
+def there_and_used(start: Start) -> tuple[int, int]:
+    """Bytes that are reserved before the step, and how many of them are in use."""
+    blocks = [block for segment in start.segments for block in segment.blocks]
+    return sum(size for size, _ in blocks), sum(size for size, used in blocks if used)
+
+
+def least_to_ask_for(start: Start) -> int:
+    """Bytes of the smallest arena that a step asks for: somewhat more may lie idle when it runs."""
+    there, used = there_and_used(start)
+    return max(OWN_SEGMENT, least_arena(there - used + OWN_SEGMENT))
 
 
 class _Search:

@@ -18,7 +18,6 @@ from torch import nn
 from passes._torch import local_parts
 from passes.leaves import cast_often
 from passes.rewrite import Rewritten
-from passes.run.arena import Arena
 from passes.run.step import Fallback, Step
 from passes.trace.given import deliver
 from passes.trace.settings import set_again
@@ -27,6 +26,7 @@ from solvers.problem import Problem
 from solvers.schedule import Schedule, computes, plain_order, with_frees
 from solvers.solution import Solution
 
+from .arena import NOTHING, Reservation
 from .check.record import NOT_RUN, Checked
 from .footprint import Footprint
 from .hints import hint_notes
@@ -61,7 +61,7 @@ class Decided:
         checked: what was compared with the plain model by running both, over how many steps, or why nothing was.
         runs: the runs of regions, each decided and proved; none where the step is planned as a whole.
         compiled: whether Inductor made what runs the halves (`Plan.compile`).
-        arena: what the device's caching allocator is asked for before the first step by regions; see `Step`.
+        reservation: what the device's caching allocator is asked for besides what the step needs.
         plain: whether regions run as they are, as nothing is computed again and the plain step holds no more.
     """
 
@@ -73,7 +73,7 @@ class Decided:
     checked: Checked = NOT_RUN
     runs: tuple[PlannedRun, ...] = ()
     compiled: bool = False
-    arena: Arena = ()
+    reservation: Reservation = NOTHING
     plain: bool = False
 
     @property
@@ -126,7 +126,7 @@ class Decided:
     @cached_property
     def footprint(self) -> Footprint | None:
         """What the device's caching allocator makes of the schedule."""
-        return self.prepared.footprint(self.schedule, self.halves[1].arena if self.halves else self.arena)
+        return self.prepared.footprint(self.schedule, self.reservation)
 
     @property
     def baseline_peak_bytes(self) -> int:

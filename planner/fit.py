@@ -162,7 +162,6 @@ class _Search:
         self.room_bytes = prepared.start.room_bytes
         self.limit_bytes = self.room_bytes if budget_bytes is None else min(self.room_bytes, budget_bytes)
         self.fitting: list[_Try] = []  # of those that were found on the way
-        self.least: dict[Schedule, Footprint] = {}  # of those that an arena was looked for, which takes long
 
     def attempt(self, asked_bytes: int | None, share: float = 1.0) -> _Try:
         """Args: share: of the time limit."""
@@ -221,10 +220,12 @@ class _Search:
         """
         assert self.prepared.start is not None
         problem, expandable = self.prepared.problem, self.prepared.start.expandable
-        needed = self._needed(best.found.schedule)  # an arena, which takes long to find, comes next
-        little = needed.reserved_bytes <= aimed_bytes(needed.allocated_bytes, expandable)
-        if little or self.budget_bytes is None or not _cost(best):
+        if self.budget_bytes is None or not _cost(best):
             return best
+        for needs in (self._needed, self._least):  # what to ask for takes long to find
+            needed = needs(best.found.schedule)
+            if needed.reserved_bytes <= aimed_bytes(needed.allocated_bytes, expandable):
+                return best
         dearest = _cost(best) + DEARER * problem.step_cost
         known = [(self._least(t.found.schedule), t) for t in self.fitting or [best] if _cost(t) <= dearest]
         needed, best = min(known, key=lambda pair: pair[0].reserved_bytes)
@@ -284,16 +285,14 @@ class _Search:
         return over if self.budget_bytes is None else max(over, needed.allocated_bytes - self.budget_bytes)
 
     def _needed(self, schedule: Schedule) -> Footprint:
-        """Without what is asked for in advance, where that fits."""
+        """Without what is asked for besides, where that fits."""
         plain = self.prepared.worst_footprint(schedule)
         return plain if self._over(plain) <= 0 else self._least(schedule)
 
     def _least(self, schedule: Schedule) -> Footprint:
-        """With what is asked for in advance."""
-        if schedule not in self.least:
-            arena = self.prepared.arena(schedule, self.budget_bytes)
-            self.least[schedule] = self.prepared.worst_footprint(schedule, arena)
-        return self.least[schedule]
+        """With what is asked for besides."""
+        reservation = self.prepared.reservation(schedule, self.budget_bytes)
+        return self.prepared.worst_footprint(schedule, reservation)
 
 
 def _cost(tried: _Try) -> int:

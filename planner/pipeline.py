@@ -180,15 +180,16 @@ def emit(
     """
     if prepared.regions is not None:
         return _emit_regions(prepared, prepared.regions, solution, budget_bytes, progress)
+    reservation = prepared.reservation(solution.schedule, budget_bytes)
     with progress.stage("rewrite"):
         rewritten = rewrite(
             prepared.traced, prepared.aliases, prepared.lowered, solution.schedule, peak_bytes,
-            as_scheduled=kind_of(prepared.device).caches,
+            as_scheduled=kind_of(prepared.device).caches, spacing=reservation.spacing,
         )  # fmt: skip
     with progress.stage("verify"):
         verify(prepared.traced, rewritten)
-    step = bind_step(prepared, rewritten, prepared.arena(solution.schedule, budget_bytes))
-    return Decided(prepared, solution, (rewritten, step), budget_bytes, dict(progress.seconds))
+    halves = rewritten, bind_step(prepared, rewritten, reservation.arena)
+    return Decided(prepared, solution, halves, budget_bytes, dict(progress.seconds), reservation=reservation)
 
 
 def _emit_regions(
@@ -198,8 +199,8 @@ def _emit_regions(
         regions, found.schedule,
         lambda part, own, peak: emit(part, solution(part.problem, own, found.solver), None, progress, peak),
     )  # fmt: skip
-    arena = prepared.arena(found.schedule, budget_bytes)
-    return Decided(prepared, found, None, budget_bytes, dict(progress.seconds), runs=runs, arena=arena)
+    reservation = prepared.reservation(found.schedule, budget_bytes)
+    return Decided(prepared, found, None, budget_bytes, dict(progress.seconds), runs=runs, reservation=reservation)
 
 
 def planned_runs(
@@ -261,6 +262,7 @@ def bind_step(prepared: Prepared, rewritten: Rewritten, arena: Arena = ()) -> St
         autocast=traced.backward_autocast,
         others=tuple(without) if elsewhere else (),
         arena=arena,
+        spacers=rewritten.spacers,
         again=any(n.meta.get("recompute_of") for n in rewritten.backward.graph.nodes),
         draws=any(is_random(n) and not n.meta.get("recompute_of") for n in rewritten.backward.graph.nodes),
         uncounted=uncounted(traced),

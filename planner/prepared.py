@@ -18,7 +18,6 @@ from passes.memory import granule, round_up
 from passes.ops import VARIES
 from passes.printable import printable
 from passes.profile import Measured, OpProfile, profile
-from passes.run.arena import Arena
 from passes.run.step import refuse_transform
 from passes.trace.capture import Traced
 from passes.trace.compiled import refuse_compiled
@@ -31,15 +30,16 @@ from solvers.problem import Problem
 from solvers.schedule import Schedule, plain_order, with_frees
 from solvers.simulate import simulate
 
-from .arena import best_arena
+from .arena import NOTHING, Reservation
 from .elsewhere import held_bytes, seen_there
-from .footprint import Footprint, Orders, Start, asked, footprint, larger_of, start_of
+from .footprint import Footprint, Start, start_of
 from .hints import Hinted, resolve
 from .options import Options
 from .progress import Progress
 from .ranks.flight import Around, flight_peak, with_loss
 from .regions.compose import Composed
 from .regions.hollow import Crossings
+from .reservation import Played, played
 from .sizes import Sizes
 
 
@@ -74,6 +74,9 @@ class Regions:
         return tuple((run.path, run.number) for run in self.crossings.runs)
 
 
+Reservations = dict[tuple[Schedule, int | None], Reservation]  # by schedule and budget
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A step that is captured, profiled and lowered, before any decision.
@@ -86,6 +89,7 @@ class Prepared:
         start: the device's caching allocator before the step; None where it has none or the model is on no device.
         regions: the runs of regions that the step is made of (`planner.regions`); None for a step planned as a whole.
         sizes: the traces of the step, or of its regions, at other sizes; one object for all plans of a model.
+        reservations: those found so far, which takes seconds.
     """
 
     traced: Traced
@@ -101,6 +105,7 @@ class Prepared:
     start: Start | None = None
     regions: Regions | None = None
     sizes: Sizes = field(default_factory=partial(Sizes, is_first=False))
+    reservations: Reservations = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def problem(self) -> Problem:
@@ -134,37 +139,30 @@ class Prepared:
         around = Around(size, outputs, lowered.accumulated_bytes, lowered.arriving)
         return flight_peak(problem, schedule, flight, around) - simulate(problem, schedule).peak_bytes
 
-    def footprint(self, schedule: Schedule, arena: Arena = ()) -> Footprint | None:
+    def footprint(self, schedule: Schedule, reservation: Reservation = NOTHING) -> Footprint | None:
         """What the device's caching allocator makes of a schedule; None where there is none."""
-        return None if self.start is None else self._played(self._asked(schedule), self.start, arena)
+        return None if self.start is None else self._played(schedule).footprint([self.start], reservation)
 
-    def arena(self, schedule: Schedule, budget_bytes: int | None) -> Arena:
-        """What to ask for before the first step (`planner.arena`); nothing where that lowers nothing."""
-        if self.start is None:
-            return ()
-        limit, orders = self.start.room_bytes if budget_bytes is None else budget_bytes, self._asked(schedule)
-        length = sum(len(steps[1]) for steps, _ in orders)
-        return best_arena(partial(self._worst, orders), self.start, length, limit, sum(orders[-1][1]))
-
-    def worst_footprint(self, schedule: Schedule, arena: Arena = ()) -> Footprint:
+    def worst_footprint(self, schedule: Schedule, reservation: Reservation = NOTHING) -> Footprint:
         """Where the driver places new segments is its own affair: the larger figures of both ways."""
-        return self._worst(self._asked(schedule), arena)
+        return self._played(schedule).worst(reservation)
 
-    def _asked(self, schedule: Schedule) -> Orders:
-        """The steps, and what is there before; accumulated gradients may be, or the first step makes them."""
-        lowered, state = self.lowered, self.options.update.state_bytes
-        gradients = tuple(lowered.gradient_bytes) if lowered.accumulated_bytes else ()
-        made = asked(lowered, self.profiles, schedule, state), ()
-        return [made, (asked(lowered, self.profiles, schedule, state, True), gradients)] if gradients else [made]
+    def reservation(self, schedule: Schedule, budget_bytes: int | None) -> Reservation:
+        """What to ask for before the first step and around ops; nothing where that lowers nothing.
 
-    def _played(self, orders: Orders, start: Start, arena: Arena) -> Footprint:
-        held = self.options.reserve_bytes + self.options.wrapper_bytes
-        return larger_of(footprint(steps, start, held, arena, gradients) for steps, gradients in orders)
+        Ops of regions, whose code several runs may share, have no spacers around them.
+        """
+        if self.start is None:
+            return NOTHING
+        found = self.reservations.get((schedule, budget_bytes))
+        if found is None:
+            limit = self.start.room_bytes if budget_bytes is None else budget_bytes
+            found = self._played(schedule).reservation(limit, may_space=self.regions is None)
+        return self.reservations.setdefault((schedule, budget_bytes), found)
 
-    def _worst(self, orders: Orders, arena: Arena) -> Footprint:
+    def _played(self, schedule: Schedule) -> Played:
         assert self.start is not None
-        ways = (False, True)
-        return larger_of(self._played(orders, replace(self.start, descending=way), arena) for way in ways)
+        return played(self.lowered, self.profiles, schedule, self.start, self.options)
 
 
 @exclusive()

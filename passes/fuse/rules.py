@@ -148,6 +148,11 @@ def join_batch_norms(graph: fx.Graph) -> None:
             _join(found, normal)
 
 
+def may_be_joined(node: fx.Node) -> bool:
+    """Whether `join_batch_norms` may make one op of this and another one."""
+    return node.target in STATISTICS or functional_form(node)[0] in NORMALIZE
+
+
 def _normalizes(normal: fx.Node, found: fx.Node) -> bool:
     """Whether `normal` normalizes the values whose statistics are `found`."""
     if functional_form(normal)[0] not in NORMALIZE or normal.args[0] is not found.args[0]:

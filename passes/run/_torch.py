@@ -14,7 +14,7 @@ from torch.utils._pytree import register_pytree_node
 
 __all__ = [
     "DEFAULTS", "TORCH_VERSION", "Autocast", "active_autocast", "active_saving_hooks", "after_backward",
-    "backward_number", "bare", "below_autograd", "is_wanted", "kernel_settings", "listen_first",
+    "backward_number", "bare", "below_autograd", "is_wanted", "kernel_settings", "listen_first", "make_workspaces",
     "num_owners", "overwrite", "own_part", "passed_back", "register_pytree_node", "run_below_autograd",
     "segments_that_do_not_grow", "torch_defaults", "under_autocast", "under_transform", "with_autograd",
     "within_autocast",
@@ -209,6 +209,14 @@ def active_saving_hooks() -> str:
         return ""
     module, name = hooks[0].__module__, getattr(hooks[0], "__qualname__", type(hooks[0]).__name__).partition(".")[0]
     return module if module == "torch.utils.checkpoint" else f"{module}.{name}"
+
+
+def make_workspaces(device: torch.device) -> None:
+    """Have the workspaces that cuBLAS keeps allocated: this thread's, and that of autograd's for the device."""
+    unseen = getattr(_C, "_DisableTorchDispatch", contextlib.nullcontext)
+    with torch.enable_grad(), _no_autocast(), _C.DisableTorchFunction(), unseen(), contextlib.suppress(RuntimeError):
+        matrix = torch.zeros(16, 16, device=device, requires_grad=True)
+        torch.mm(matrix, matrix).sum().backward()
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ._torch import DEFAULTS, TORCH_VERSION, Autocast, active_autocast, active_saving_hooks, torch_defaults
+from .arena import SPACERS
 from .errors import PlannerError as ExportError
 from .step import Step
 from .structures import build, signature_of, take
@@ -63,7 +64,8 @@ class _Exported:
         known: dict[str, Any] = {name: _tuples(self.spec[name]) for name in STEP_FIELDS}
         starts = tuple(leaf["path"] or "the output" for leaf in self.spec["outputs_at"] if leaf["differentiated"])
         autocast = _autocast(self.spec["backward_autocast"])
-        return Step(forward, backward, starts=starts, autocast=autocast, **known)(primals, None)
+        SPACERS.growth, SPACERS.workspaces = self.spec["spacers"]
+        return Step(forward, backward, starts=starts, autocast=autocast, spacers=SPACERS, **known)(primals, None)
 
     def notice_hooks(self) -> None:
         """Say once that hooks on saved tensors have no effect here."""

@@ -29,7 +29,7 @@ from ._torch import (
     run_below_autograd,
     under_transform,
 )
-from .arena import Arena, ask_for
+from .arena import Arena, Spacers, ask_for
 from .errors import PlannerError
 from .listeners import Listeners, Readers, Taken
 from .mixing import Versions, warn_of_changed_view, watch_sum
@@ -115,6 +115,7 @@ class Step:
         exact: whether gradients are the plain step's bit for bit; if not, those that the backward takes are copied into
             the planned layout instead of replaying it.
         arena: bytes of the segments that CUDA's caching allocator is asked for before the first step.
+        spacers: what asks for the spacers that the halves have.
         again: whether the backward runs ops of the forward again.
         draws: whether the backward draws random numbers of its own.
         uncounted: those of `mutated` whose change eager does not count as one: a plain batch norm's running statistics.
@@ -156,6 +157,7 @@ class Step:
     output_names: tuple[str, ...] = ()
     asked: tuple[tuple[str, bool], ...] = ()
     told: set[str] = field(default_factory=set, compare=False)
+    spacers: Spacers = field(default_factory=Spacers, compare=False)
 
     def __call__(
         self, primals: Sequence[torch.Tensor], fallback: Fallback | None,
@@ -238,7 +240,7 @@ class _Run:
         self.others = tuple(i for i in step.others if not _has_listener(owners[i]))
         self.owned = (*step.leaves[:-1], (*step.leaves[-1], *self.others))
         self.token = torch.empty(0, device=next((p.device for p in owners if p.requires_grad), None))
-        ask_for(step.arena, self.token.device, step.forward)
+        ask_for(step.arena, self.token.device, step.spacers)
         self.versions = [p._version for p in sources]
         self.settings = kernel_settings() if step.again else {}
         self.given: Sequence[torch.Tensor] = [p.detach() for p in primals]

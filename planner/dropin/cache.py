@@ -310,7 +310,7 @@ class PlanState:
         self.notices.gradients(entry.planned, state)
         regions = self._regions(entry)
         self.last = entry
-        ask_for(entry.planned.arena, entry.planned.prepared.device, entry.planned)
+        ask_for(entry.planned.reservation.arena, entry.planned.prepared.device, entry.planned)
         try:
             with running_regions(regions):
                 output = plain(bound)

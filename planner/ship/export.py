@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import fx, nn
 
+from passes.codegen import spaced_in
 from passes.printable import brief, few
 from passes.run import (
     _torch,
@@ -201,7 +202,7 @@ def _halves(plan: Decided) -> tuple[Half, Half]:
         inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
         names = {n: labels[n.name][0] for n in inputs if n.name in labels}
         remarks = {n: labels[n.name][1] if n.name in labels else _saved_remark(n) for n in inputs}
-        halves.append(Half(name, module.graph, names, remarks, doc, handovers))
+        halves.append(Half(name, module.graph, names, remarks, doc, handovers, spaced_in(module)))
     return halves[0], halves[1]
 
 

@@ -7,14 +7,14 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
 from passes._torch import OpOverload
-from passes.codegen import Handover, hand_over
+from passes.codegen import Handover, hand_over, space
 from passes.fuse.records import FUSED
 from passes.printable import printable
 from passes.run import gradients, random
@@ -48,7 +48,7 @@ HELPERS: dict[Any, Callable[..., Any]] = {
 }
 # Names that the source itself uses.
 RESERVED = frozenset({
-    "torch", "aten", "values", "constants", "complex", "float", "slice", "handed_over",
+    "torch", "aten", "values", "constants", "complex", "float", "slice", "handed_over", "spacers", "SPACERS",
     *(f.__name__ for f in HELPERS.values()),
 })  # fmt: skip
 
@@ -63,6 +63,7 @@ class Half:
         remarks: what to say beside a placeholder, by its node.
         doc: docstring of the file.
         handovers: which results it yields before its end; None where it returns them all.
+        spaced: the spacers around nodes, by their names.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Half:
     remarks: Mapping[fx.Node, str]
     doc: str
     handovers: tuple[Handover, ...] | None = None
+    spaced: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def write_half(half: Half) -> str:
@@ -82,6 +84,7 @@ def write_half(half: Half) -> str:
     body = "\n".join(_body(half))
     called = {f for f in HELPERS.values() if re.search(rf"\b{f.__name__}\b[(,]", body)}
     lines = sorted(f"from .{f.__module__.rpartition('.')[2]} import {f.__name__}\n" for f in called)
+    lines = ["from .arena import SPACERS\n", *lines] if half.spaced else lines
     imports = f"\n{''.join(lines)}" if lines else ""
     return (
         f'{docstring(half.doc)}\n\nimport torch\n{imports}\naten = torch.ops.aten\n\n\n'
@@ -156,7 +159,10 @@ def _body(half: Half) -> Iterator[str]:
             if here != place and node.target is not operator.getitem:
                 yield f"\n    # {here[0] or '(top level)'}{', recomputed' if again else ''}"
                 place = here
+            before, after = space(half.spaced.get(node.name, ()))
+            yield from (f"    {line.rstrip()}" for line in before)
             yield _statement(node, names, dead.get(node, ()), again)
+            yield from (f"    {line.rstrip()}" for line in after)
         elif node.op == "output" and half.handovers is None:
             yield from _return(node, names)
         if left := leaving.get(node.name):

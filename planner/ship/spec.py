@@ -52,6 +52,7 @@ def spec_of(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tenso
         "looked_up": sorted({read.name for read in traced.reads.by_object.get(0, ())} - {"forward"}),
         "constants": [_described(name, value, "constant") for name, value in constants.items()],
         **{name: getattr(plan.step, name) for name in exported.STEP_FIELDS},
+        "spacers": [plan.step.spacers.growth, plan.step.spacers.workspaces],
         "answers": [] if traced.guard is None else list(traced.guard.answers),
         "defaults": exported.plain_defaults(state.first.key.defaults),
         "autocast": _autocast(state.first.key.autocast),

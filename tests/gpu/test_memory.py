@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +18,10 @@ from torch import nn
 from passes.allocator import GRANULE
 from passes.device import empty_cache, round_up
 from passes.run.arena import ask_for
-from planner.footprint import asked
-from tests.gpu.device import CUDA, HOLLOW, MIB, ON_A_GPU, measure, on_device, plan_for
+from planner.events import Order
+from tests.gpu.device import CUDA, HOLLOW, MIB, ON_A_GPU, is_expandable, measure, on_device, plan_for
 from tests.gpu.table import most_reserved
+from tests.planner.test_hostile import imported
 from tests.zoo.compare import differences, forward_backward, run_step
 from tests.zoo.table import ENTRIES
 
@@ -36,10 +40,22 @@ def test_the_prediction_is_what_torch_counts(name: str, share: int | None) -> No
     assert found.reserved_bytes == pytest.approx(plan.reserved_bytes, rel=0.02)
 
 
+def unequal() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    """Large tensors of sizes that no gaps of the others fit, of which the allocator takes the wrong ones."""
+    layers = [nn.Linear(300, 900), nn.Mish(), nn.LayerNorm(900), nn.Linear(900, 900), nn.CELU(), nn.Linear(900, 300)]
+    layers += [nn.Tanh(), nn.Linear(300, 900), nn.SiLU(), nn.Linear(900, 7), Mean()]
+    return nn.Sequential(*layers).double(), (torch.randn(8000, 300, dtype=torch.double),)
+
+
 @pytest.mark.parametrize("share", [None, 60])
-def test_the_allocator_is_asked_for_what_is_predicted_event_by_event(share: int | None) -> None:
-    model, sample = on_device(convolutions)
+@pytest.mark.parametrize("make", [lambda: convolutions(), unequal])
+def test_the_allocator_is_asked_for_what_is_predicted_event_by_event(
+    make: Callable[[], tuple[nn.Module, tuple[torch.Tensor]]], share: int | None
+) -> None:
+    model, sample = on_device(make)
     plan = plan_for(model, sample, share)
+    has_spacers = make is unequal and share is not None and not is_expandable()
+    assert bool(plan.reservation.spacing and plan.reservation.spacing.at) or not has_spacers
     for _ in range(2):  # what the first steps alone do
         plan.module(*sample).backward()
         model.zero_grad()
@@ -53,8 +69,50 @@ def test_the_allocator_is_asked_for_what_is_predicted_event_by_event(share: int 
     events = [(e["action"], round_up(e["size"], GRANULE)) for e in trace]
     found = [size if action == "alloc" else FREED for action, size in events if action in ("alloc", "free_requested")]
     prepared = plan.prepared
-    predicted = asked(prepared.lowered, prepared.profiles, plan.schedule)[1]
+    predicted = Order(prepared.lowered, prepared.profiles, plan.schedule).asked(plan.reservation.spacing)[0][1]
     assert found == [FREED if size < 0 else round_up(size, GRANULE) for size in predicted]
+
+
+def test_spacers_keep_what_is_reserved_low(tmp_path: Path) -> None:
+    model, sample = on_device(unequal)
+    plan = plan_for(model, sample, 60)
+    found = measure(plan, model, sample)
+    assert plan.reserved_bytes == found.reserved_bytes <= 1.1 * found.allocated_bytes
+    assert 0.999 * plan.peak_bytes <= found.allocated_bytes <= plan.peak_bytes and found.retries == 0
+    if plan.reservation.spacing is None:
+        return
+    assert plan.step.spacers.device == torch.device("cuda", 0)
+    exported = imported(plan.export(tmp_path / "with_spacers")).load(str(CUDA))
+    del plan
+    gc.collect()
+    empty_cache(CUDA)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    for _ in range(3):
+        exported(*sample).backward()
+        exported.zero_grad()
+    held = torch.cuda.memory_reserved() - before
+    assert held <= found.reserved_bytes + 4 * MIB  # beside the planned model's own parameters, which stay
+
+
+def test_more_than_foreseen_turns_spacers_off() -> None:
+    """Where others allocate, a spacer could take memory that nothing else needs."""
+    model, sample = on_device(unequal)
+    plan = plan_for(model, sample, 60)
+    if plan.reservation.spacing is None:
+        pytest.skip("this allocator reserves little without spacers")
+    plan.module(*sample).backward()
+    assert plan.step.spacers.device is not None
+    kept = torch.empty(200 * MIB, dtype=torch.uint8, device=CUDA)  # in the arena
+    for _ in range(2):
+        model.zero_grad()
+        plan.module(*sample).backward()
+    assert plan.step.spacers.device is None
+    del kept
+    model.zero_grad()
+    empty_cache(CUDA)
+    plan.module(*sample).backward()  # asked for anew
+    assert plan.step.spacers.device is not None
 
 
 def convolutions() -> tuple[nn.Module, tuple[torch.Tensor]]:

@@ -14,8 +14,9 @@ from passes.lower import Lowered
 from passes.run.arena import Arena
 from planner import BudgetError, auto_checkpoint
 from planner.arena import aimed_bytes, best_arena
+from planner.events import Order
 from planner.fit import DEARER, _Search, solve_to_fit
-from planner.footprint import Footprint, Start, asked, footprint
+from planner.footprint import Footprint, Start, footprint
 from planner.optimizer import state_sizes
 from planner.plan import Plan
 from planner.preference import solve_step
@@ -60,7 +61,7 @@ def test_where_every_block_is_split_the_peak_is_that_of_the_referee(plan: Plan) 
     assert plan.recomputed
     lowered = _larger(plan.prepared.lowered)
     for schedule in (plan.schedule, with_frees(plan.problem, plain_order(plan.problem))):
-        found = footprint(asked(lowered, {}, schedule), EMPTY)
+        found = footprint(Order(lowered, {}, schedule).steps, EMPTY)
         assert found.allocated_bytes == simulate(lowered.problem, schedule).peak_bytes
         assert found.reserved_bytes >= found.allocated_bytes
 
@@ -69,11 +70,11 @@ def test_what_is_reserved_decides_whether_a_plan_fits(plan: Plan) -> None:
     lowered = _larger(plan.prepared.lowered)
     prepared = replace(plan.prepared, lowered=lowered, profiles={}, start=EMPTY)
     plain = solve_to_fit(prepared, None)
-    needed = prepared.worst_footprint(plain.schedule, prepared.arena(plain.schedule, None))
+    needed = prepared.worst_footprint(plain.schedule, prepared.reservation(plain.schedule, None))
     assert not plain.added_cost
     small = replace(EMPTY, room_bytes=needed.reserved_bytes - 4 * MIB)
     found = solve_to_fit(replace(prepared, start=small), None)
-    smaller = prepared.worst_footprint(found.schedule, prepared.arena(found.schedule, None))
+    smaller = prepared.worst_footprint(found.schedule, prepared.reservation(found.schedule, None))
     assert smaller.reserved_bytes <= small.room_bytes
     assert found.added_cost and "planned to reserve" in found.notes[-1]
     with pytest.raises(BudgetError, match="reserves"):
@@ -82,17 +83,18 @@ def test_what_is_reserved_decides_whether_a_plan_fits(plan: Plan) -> None:
 
 def test_an_optimizers_state_and_gradients_from_before_are_there(plan: Plan) -> None:
     lowered = _larger(plan.prepared.lowered)
-    own, sizes = footprint(asked(lowered, {}, plan.schedule), EMPTY), tuple(EIGHT * g for g in lowered.gradient_bytes)
+    own = footprint(Order(lowered, {}, plan.schedule).steps, EMPTY)
+    sizes = tuple(EIGHT * g for g in lowered.gradient_bytes)
     trained = sum(p.numel() * p.element_size() for p in plan.module.parameters())
     assert EIGHT * trained == sum(sizes)
     lowered = replace(lowered, gradient_bytes=sizes)
     for state in (sum(sizes) // 2, 2 * sum(sizes), 2 * sum(sizes) + 512 * 3):
-        found = footprint(asked(lowered, {}, plan.schedule, state), EMPTY)
+        found = footprint(Order(lowered, {}, plan.schedule, state).steps, EMPTY)
         assert found.allocated_bytes == own.allocated_bytes + state
-    before = footprint(asked(replace(lowered, accumulated_bytes=sum(sizes)), {}, plan.schedule), EMPTY)
+    before = footprint(Order(replace(lowered, accumulated_bytes=sum(sizes)), {}, plan.schedule).steps, EMPTY)
     assert before.allocated_bytes == own.allocated_bytes + sum(sizes)
-    there = asked(replace(lowered, accumulated_bytes=sum(sizes)), {}, plan.schedule, gradients_first=True)
-    assert footprint(there, EMPTY, gradients=sizes).allocated_bytes == before.allocated_bytes
+    there = Order(replace(lowered, accumulated_bytes=sum(sizes)), {}, plan.schedule, before=sizes).steps
+    assert footprint(there, EMPTY, before=sizes).allocated_bytes == before.allocated_bytes
     arena = (sum(sizes) + (64 << 20),)
     assert footprint(there, EMPTY, 0, arena, sizes).reserved_bytes >= sum(sizes) + sum(arena)
 
@@ -107,7 +109,7 @@ def test_the_blocks_of_a_state_add_up(state: int) -> None:
 @pytest.mark.parametrize("expandable", [False, True])
 def test_an_arena_lowers_what_is_reserved_within_what_may_be_allocated(mixed: Plan, expandable: bool) -> None:
     start = replace(EMPTY, expandable=expandable)
-    steps = asked(_larger(mixed.prepared.lowered, 40 if expandable else 160), {}, mixed.schedule)
+    steps = Order(_larger(mixed.prepared.lowered, 40 if expandable else 160), {}, mixed.schedule).steps
 
     def measure(arena: Arena) -> Footprint:
         return footprint(steps, start, arena=arena)
@@ -129,8 +131,8 @@ def test_what_is_reserved_fits_once_it_is_asked_for_at_once(mixed: Plan) -> None
     start = replace(EMPTY, expandable=False)
     prepared = replace(mixed.prepared, lowered=lowered, profiles={}, start=start)
     schedule = with_frees(lowered.problem, plain_order(lowered.problem))
-    arena = prepared.arena(schedule, None)
-    left_alone, asked_for = prepared.footprint(schedule), prepared.worst_footprint(schedule, arena)
+    reservation = prepared.reservation(schedule, None)
+    left_alone, asked_for = prepared.footprint(schedule), prepared.worst_footprint(schedule, reservation)
     assert left_alone is not None
     assert asked_for.reserved_bytes < left_alone.reserved_bytes - 2 * MIB
     room = replace(start, room_bytes=asked_for.reserved_bytes)
@@ -154,7 +156,7 @@ def test_of_schedules_that_cost_about_as_much_one_reserves_less(fragmented: tupl
         budget = plain_bytes * share // 100
         cheapest, found = solve_step(prepared, budget), solve_to_fit(prepared, budget)
         schedules = cheapest.schedule, found.schedule
-        before, after = (prepared.worst_footprint(s, prepared.arena(s, budget)) for s in schedules)
+        before, after = (prepared.worst_footprint(s, prepared.reservation(s, budget)) for s in schedules)
         if lower or before.reserved_bytes <= aimed_bytes(before.allocated_bytes, expandable=False):
             continue
         assert after.allocated_bytes <= budget and after.reserved_bytes <= before.reserved_bytes

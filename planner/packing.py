@@ -15,7 +15,7 @@ from passes.allocator import ENDLESS, GRANULE, LARGEST_SMALL, CachingAllocator
 from passes.device import round_up
 
 FAR = ENDLESS  # where the last gap lies, which has no end
-PAIRS = 8_000_000  # of blocks that are compared in all
+PAIRS = 12_000_000  # of blocks that are compared in all
 
 
 class Held(NamedTuple):

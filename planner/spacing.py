@@ -10,6 +10,7 @@ and spacers that change nothing are dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from passes.allocator import ENDLESS, GRANULE, LARGEST_SMALL, OWN_SEGMENT, SMALL_SEGMENT, Block, CachingAllocator
 from passes.device import round_up
@@ -23,12 +24,12 @@ from .packing import FAR, Gap, Held, Packer, gaps_of, held_blocks, meet
 RESTS: tuple[Arena, ...] = ((), (OWN_SEGMENT,), (2 * OWN_SEGMENT,))  # segments beside it
 MORE = (0, 1, 2, 3, 4, 6, 8, 12)  # how much larger than packed it may be, in units of 2 MiB
 WAYS, TRIED, ANEW = 30, 6, 60  # ways to pack that are compared, and that are tried; how often one try packs anew
-EVENTS = 500_000  # that are played in all
+EVENTS = 600_000  # that are played in all
 SINGLE = 2  # how many of an op's blocks are tried one by one
 LASTING = 1000  # how much more it counts where a block lies that outlives its op
 # Spacers that there may be for each op: where no more is reserved than aimed at, and elsewhere.
 FEW, MANY = 0.1, 0.5
-DROPS = 600_000  # events that are played to see which spacers change nothing
+DROPS = 900_000  # events that are played to see which spacers change nothing
 
 
 def spaced(
@@ -74,7 +75,9 @@ class _Search:
             self._attempt(arena, way)
         if self.found is given:
             return given
-        return self.found if self._drop_idle_ones() <= share * len(self.apart.runs[1]) else given
+        self._drop_idle_ones()
+        count = sum(len(sizes) for _, sizes in self.found.spacing.at) if self.found.spacing else 0
+        return self.found if count <= share * len(self.apart.runs[1]) else given
 
     def _arenas(self) -> Iterator[tuple[Arena, int]]:
         """Arenas that the step might fit into, each with a way to pack it that says so: the closest ways first."""
@@ -102,35 +105,47 @@ class _Search:
         if placing.run(self.needed.reserved_bytes):
             self._consider(arena, placing.spacers)
 
-    def _consider(self, arena: Arena, at: Mapping[int, tuple[int, ...]], equal: bool = False) -> bool:
+    def _consider(self, arena: Arena, at: Mapping[int, tuple[int, ...]], equal: bool = False) -> None:
         spacing = Spacing(tuple(sorted(at.items())), workspaces=bool(self.apart.workspaces))
         needed = self.measure(Reservation(arena, spacing))
         self.events -= 6 * self.length
-        if needed.allocated_bytes > self.most_bytes or needed.reserved_bytes >= self.needed.reserved_bytes + equal:
-            return False
-        growth = max(0, needed.reserved_bytes - ready(self.start, arena, self.before).reserved_bytes)
-        self.found, self.needed = Reservation(arena, spacing._replace(growth=growth)), needed
-        return True
+        if needed.allocated_bytes <= self.most_bytes and needed.reserved_bytes < self.needed.reserved_bytes + equal:
+            growth = max(0, needed.reserved_bytes - ready(self.start, arena, self.before).reserved_bytes)
+            self.found, self.needed = Reservation(arena, spacing._replace(growth=growth)), needed
 
-    def _drop_idle_ones(self) -> int:
-        """Drop spacers that change nothing, many at once, then fewer; the number of those left."""
+    def _drop_idle_ones(self) -> None:
+        """Drop spacers that change nothing, many at once, then fewer."""
         assert self.found.spacing is not None
-        arena, self.events = self.found.arena, DROPS
         left = [(place, size) for place, sizes in self.found.spacing.at for size in sizes]
-        part = len(left)
+        part, self.events = len(left), DROPS
         while part and self.events > 0:
             k = 0
             while k < len(left) and self.events > 0:
                 fewer = [*left[:k], *left[k + part :]]
-                at: dict[int, tuple[int, ...]] = {}
-                for place, size in fewer:
-                    at[place] = (*at.get(place, ()), size)
-                if self._consider(arena, at, equal=True):
+                if self._is_as_good(_by_place(fewer)):
                     left = fewer
                 else:
                     k += part
             part //= 2
-        return len(left)
+        self._consider(self.found.arena, _by_place(left), equal=True)
+
+    def _is_as_good(self, at: Mapping[int, tuple[int, ...]]) -> bool:
+        """In two steps, wherever the driver places new segments."""
+        for descending in (False, True):
+            allocator = ready(replace(self.start, descending=descending), self.found.arena, self.before)
+            for events in self.apart.spaced(at):
+                allocator.play(events)
+                self.events -= len(events)
+            if allocator.peak_reserved_bytes > self.needed.reserved_bytes:
+                return False
+        return allocator.peak_allocated_bytes <= self.limit_bytes
+
+
+def _by_place(spacers: Sequence[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+    found: dict[int, tuple[int, ...]] = {}
+    for place, size in spacers:
+        found[place] = (*found.get(place, ()), size)
+    return found
 
 
 class _Placing:

@@ -25,7 +25,7 @@ from passes._torch import (
     profiler_runs,
     saving_hooks_aside,
 )
-from passes.device import kind_of
+from passes.device import empty_cache, kind_of
 from passes.errors import CaptureError, ForwardFailed, InputMismatch, NoBackward, StateChanged, Unsupported
 from passes.exclusive import turn
 from passes.printable import brief, describe_kind
@@ -179,6 +179,7 @@ class PlanState:
             with saving_hooks_aside(), self.set_aside(), gathered_aside(self.model):
                 left = first.of(self.model, bound, self.loss_fn)
             remember(left)
+            empty_cache(self.first.planned.prepared.device)  # the step finds the allocator as planned for
 
     def _unplanned(self, bound: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> Any:
         note_plain(self.model)

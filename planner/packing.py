@@ -112,3 +112,22 @@ def meet(address: int, block: Held, other_address: int, other: Held) -> bool:
     """Whether two blocks are held at one time and would lie upon each other."""
     in_time = other.born < block.dies and block.born < other.dies
     return in_time and other_address < address + block.size and address < other_address + other.size
+
+
+def any_in(gap: Gap, addresses: Collection[int]) -> bool:
+    """Whether an address is in a gap."""
+    return any(gap.address <= a < gap.address + gap.size for a in addresses)
+
+
+def spacer_in(gap: Gap, least: int, gaps: Sequence[Gap]) -> int:
+    """The smallest size that is served from a gap and leaves less than `least` bytes of it."""
+    smaller = max((g.size for g in gaps if g.size < gap.size), default=0)
+    return min(gap.size, max(gap.size - least, smaller, LARGEST_SMALL) + GRANULE)
+
+
+def by_place(spacers: Sequence[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+    """Sizes, each given with its place, by place."""
+    found: dict[int, tuple[int, ...]] = {}
+    for place, size in spacers:
+        found[place] = (*found.get(place, ()), size)
+    return found

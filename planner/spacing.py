@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from passes.allocator import ENDLESS, GRANULE, LARGEST_SMALL, OWN_SEGMENT, SMALL_SEGMENT, Block, CachingAllocator
+from passes.allocator import ENDLESS, LARGEST_SMALL, OWN_SEGMENT, SMALL_SEGMENT, Block, CachingAllocator
 from passes.device import round_up
 from passes.run.arena import Arena, Spacing
 
 from .arena import ENOUGH, Reservation, aimed_bytes, least_to_ask_for
 from .events import Apart, Order, Run
 from .footprint import Footprint, Start, ready
-from .packing import FAR, Gap, Held, Packer, gaps_of, held_blocks, meet
+from .packing import FAR, Gap, Held, Packer, any_in, by_place, gaps_of, held_blocks, meet, spacer_in
 
 RESTS: tuple[Arena, ...] = ((), (OWN_SEGMENT,), (2 * OWN_SEGMENT,))  # segments beside it
 MORE = (0, 1, 2, 3, 4, 6, 8, 12)  # how much larger than packed it may be, in units of 2 MiB
@@ -122,12 +122,12 @@ class _Search:
             k = 0
             while k < len(left) and self.events > 0:
                 fewer = [*left[:k], *left[k + part :]]
-                if self._is_as_good(_by_place(fewer)):
+                if self._is_as_good(by_place(fewer)):
                     left = fewer
                 else:
                     k += part
             part //= 2
-        self._consider(self.found.arena, _by_place(left), equal=True)
+        self._consider(self.found.arena, by_place(left), equal=True)
 
     def _is_as_good(self, at: Mapping[int, tuple[int, ...]]) -> bool:
         """In two steps, wherever the driver places new segments."""
@@ -139,13 +139,6 @@ class _Search:
             if allocator.peak_reserved_bytes > self.needed.reserved_bytes:
                 return False
         return allocator.peak_allocated_bytes <= self.limit_bytes
-
-
-def _by_place(spacers: Sequence[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
-    found: dict[int, tuple[int, ...]] = {}
-    for place, size in spacers:
-        found[place] = (*found.get(place, ()), size)
-    return found
 
 
 class _Placing:
@@ -243,8 +236,8 @@ class _Placing:
             if front <= LARGEST_SMALL or any(own.address <= a < address for a in targets):
                 front = 0
             least = min(size, front) if front else size
-            others = [g for g in gaps if least <= g.size and g < own and not _any_in(g, targets)]
-            needed = [_spacer(gap, least, gaps) if tight else gap.size for gap in others]
+            others = [g for g in gaps if least <= g.size and g < own and not any_in(g, targets)]
+            needed = [spacer_in(gap, least, gaps) if tight else gap.size for gap in others]
             needed += [front] if front else []
             for size in dict.fromkeys(needed):
                 sizes += [size] * (needed.count(size) - sizes.count(size))
@@ -296,13 +289,3 @@ class _Placing:
                 inside = self.shift + FAR <= block.address < self.end
                 address = block.address - self.shift if inside else block.address
                 self.lying[n] = address, Held(block.size, held.born, held.dies)
-
-
-def _any_in(gap: Gap, addresses: Collection[int]) -> bool:
-    return any(gap.address <= a < gap.address + gap.size for a in addresses)
-
-
-def _spacer(gap: Gap, least: int, gaps: Sequence[Gap]) -> int:
-    """The smallest size that is served from a gap and leaves less than `least` bytes of it."""
-    smaller = max((g.size for g in gaps if g.size < gap.size), default=0)
-    return min(gap.size, max(gap.size - least, smaller, LARGEST_SMALL) + GRANULE)

@@ -38,6 +38,18 @@ class Missing:
 MISSING = Missing()
 
 
+def stood_for(value: Any) -> Any:
+    """What forward means by `value`: where that is of a class with `runs_plan`, what it `stands_for`."""
+    while getattr(type(value), "runs_plan", False):
+        value = value.stands_for()
+    return value
+
+
+def unless_none(previous: Any) -> Any:
+    """What a stand-in for an instance's own `forward` stands for: None is for an instance that has none."""
+    return MISSING if previous is None else previous
+
+
 @dataclass(frozen=True)
 class Literal:
     """A number, string, dtype, ...: of this type and value."""

@@ -29,6 +29,7 @@ from .expected import (
     describe,
     parts_of,
     same_value,
+    stood_for,
 )
 from .reads import (
     NAMES,
@@ -45,6 +46,7 @@ from .reads import (
     of_compiled,
     of_hooks,
     of_parameters,
+    of_stood_for,
 )
 from .refuse import refuse_untracked
 
@@ -209,7 +211,8 @@ class _Matching:
             return lambda name, default: default
 
     def _check(self, read: Read, getter: Getter, label: str, looked: Looked) -> None:
-        value = getter(read.name, MISSING)
+        value = stood_for(found := getter(read.name, MISSING))
+        getter = getter if value is found else of_stood_for(getter)
         matched = self.matched
         if isinstance(read.expected, State) and read.getter in (of_parameters, of_buffers):
             pass  # looked up with the state
@@ -223,8 +226,6 @@ class _Matching:
         if read.late:
             matched.late.append((read, getter, value))
         known = len(matched.contents)
-        if getattr(type(value), "runs_plan", False):
-            value = MISSING if value.previous is None else value.previous
         if not self.agrees(read.expected, value):
             raise Differs("(read by forward)", *self._told(read, label, value))
         if read.late:
@@ -232,7 +233,7 @@ class _Matching:
 
     def agrees(self, expected: Expected, value: Any) -> bool:
         """Whether `value` can stand for what was found there while tracing."""
-        return expected is None or _AGREES[type(expected)](self, expected, value)
+        return expected is None or _AGREES[type(expected)](self, expected, stood_for(value))
 
     def _same_whole(self, expected: Whole, value: Any) -> bool:
         self.matched.contents.append((value, expected.items))

@@ -24,7 +24,7 @@ from passes.printable import shown
 
 from .arguments import StateEntry
 from .closures import remembered_by
-from .expected import LITERALS, MISSING, Expected, Literal, apart, holds_these, same_value
+from .expected import LITERALS, MISSING, Expected, Literal, apart, holds_these, same_value, stood_for
 
 Getter = Callable[[str, Any], Any]
 
@@ -124,6 +124,11 @@ def of_buffers(holder: nn.Module) -> Getter:
 
 def of_children(holder: nn.Module) -> Getter:
     return _table(holder, "_modules").get
+
+
+def of_stood_for(getter: Getter) -> Getter:
+    """The same getter, of a place where something stands that runs a plan: of what that stands for."""
+    return lambda name, default: stood_for(getter(name, default))
 
 
 REGISTERED: dict[str, Callable[[nn.Module], Getter]] = {
@@ -256,7 +261,7 @@ class Matched:
     def changed_since(self) -> str:
         """What the backward reads and is not what it was as the forward ran, in words; "" where all is."""
         for read, get, then in self.late:
-            if not same_value(now := get(read.name, MISSING), then):
+            if not same_value(now := stood_for(get(read.name, MISSING)), then):
                 is_now, was = apart(shown(now), shown(then))
                 return f"{read.label} with {read.name}={is_now}, in the forward {was}"
         for read, container, items in self.late_contents:

@@ -51,6 +51,7 @@ from .expected import (
     compared_in,
     has_attributes,
     parts_of,
+    stood_for,
 )
 from .nodes import kept_by_torch, same
 from .places import OUR_FOLDERS, is_users, is_users_file
@@ -249,6 +250,7 @@ class Recorder:
 
     def snapshot(self, value: Any, path: str, depth: int = 0) -> Expected:
         """What a later call has to find in the place of `value`."""
+        value = stood_for(value)
         if type(value) in LITERALS or (isinstance(value, numpy.generic) and not isinstance(value, numpy.void)):
             return Literal(value)
         if value is sys.modules:  # any import adds to it

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from passes.trace.arguments import refuse_repeated_hooks, run_model, set_forward
+from passes.trace.expected import unless_none
 from planner.errors import NotAFunction
 
 from .cache import OPAQUE, PlanState
@@ -42,6 +43,10 @@ class StandIn:
     def copied(self, model: nn.Module, memo: dict[int, Any]) -> StandIn:
         """The same for a copy of the model."""
         raise NotImplementedError
+
+    def stands_for(self) -> Any:
+        """What it is for guards (`stood_for`)."""
+        return unless_none(self.previous)
 
     @property
     def original(self) -> Callable[..., Any]:

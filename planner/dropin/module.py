@@ -91,6 +91,11 @@ class PlannedModule(fx.GraphModule):
         state.in_eval()
         return state.notices.of_eval(state.plain(state.bind(args, kwargs)))
 
+    def stands_for(self) -> nn.Module:
+        """What it is for guards (`stood_for`)."""
+        found: nn.Module = self.__dict__["_plan_model"]
+        return found
+
     def __prepare_scriptable__(self) -> Any:
         """Refuse `torch.jit.script`, which asks for this."""
         raise PlannerError("torch.jit.script cannot look into a planned step: give it the original model.")

@@ -14,6 +14,7 @@ from passes._torch import dispatch_modes, function_modes, global_hooks, is_compi
 from passes.run._torch import Autocast, active_saving_hooks, under_transform
 from passes.trace.arguments import call_signature, set_forward
 from passes.trace.binding import binder, call_bound
+from passes.trace.expected import unless_none
 from passes.trace.matching import Differs, match
 from passes.trace.reads import Matched, Reads
 from passes.trace.structure import flatten
@@ -98,6 +99,10 @@ class RegionForward:
     def original(self) -> Callable[..., Any]:
         """The forward that the region has while no plan runs."""
         return self.previous or type(self.model).forward.__get__(self.model)
+
+    def stands_for(self) -> Any:
+        """What it is for guards (`stood_for`)."""
+        return unless_none(self.previous)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # something around it was compiled since it was planned

@@ -19,6 +19,7 @@ from passes.run.mixing import Versions
 from passes.run.tensors import overlapping
 from passes.trace.arguments import call_signature, repeated_hook, set_forward, state_tensors
 from passes.trace.binding import bind_call, call_bound
+from passes.trace.expected import unless_none
 from passes.trace.given import Given, all_outputs, deliver, left_alone, targets_of
 from passes.trace.settings import set_again
 from passes.trace.structure import flatten, held_objects
@@ -47,6 +48,10 @@ class HollowForward:
     @property
     def original(self) -> Callable[..., Any]:
         return self.previous or type(self.module).forward.__get__(self.module)
+
+    def stands_for(self) -> Any:
+        """What it is for guards (`stood_for`)."""
+        return unless_none(self.previous)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hollow, path = self.hollow, self.path

@@ -41,13 +41,16 @@ _calls, _lock, _users = _Calls(), threading.Lock(), [0]
 
 
 class _LookedAt:
-    """The function, for as long as calls of it are looked at; for guards it is the plain one."""
+    """The function, for as long as calls of it are looked at."""
 
     runs_plan = True
-    previous = staticmethod(_plain)
 
     def __init__(self) -> None:
         functools.update_wrapper(self, _plain)
+
+    def stands_for(self) -> Any:
+        """What it is for guards (`stood_for`)."""
+        return _plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = args[0] if args else kwargs.get("input")

@@ -126,14 +126,15 @@ def decide_step(
             error.args = (f"{error}. The step is planned by regions, as the whole model is not: {why.rstrip('.')}",)
         if budget_bytes is None or not prepared.options.patterns or has_sharded(model):
             raise
-        refusal = error
+        refusals = [error]
     for larger in _larger(model, arguments, prepared, budget_bytes, progress):
         try:
             return decide(larger, budget_bytes, progress, starts)
         except BudgetError as error:
-            refusal = min(refusal, error, key=lambda e: e.minimum_bytes or math.inf)
-    refusal.args = (f"{refusal} by these regions, and larger ones do not fit either",)
-    raise refusal
+            refusals.append(error)
+    refusals = [min(refusals, key=lambda e: e.minimum_bytes or math.inf)]
+    refusals[0].args = (f"{refusals[0]} by these regions, and larger ones do not fit either",)
+    raise refusals.pop()  # no frame of its own traceback keeps it
 
 
 def plain_if_as_good(model: nn.Module, arguments: Mapping[str, Any], decided: Decided) -> Decided:

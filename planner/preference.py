@@ -55,8 +55,9 @@ def solve_step(
     try:
         found = solve_preferring(problem, preferred, budget_bytes, options, report, warm_starts)
     except BudgetError as error:
-        told = _under_hints(_below_update(error, prepared), prepared)
-        raise told from (error if told is not error else error.__cause__)
+        _tell_of_update(error, prepared)
+        _tell_of_hints(error, prepared)
+        raise error from error.__cause__
     found = placed_within(prepared, found, budget_bytes)
     binding = options.hints.binding
     if binding and found.bound is not None and found.added_cost:
@@ -212,34 +213,28 @@ def _first_read(live: Live, i: int) -> int | None:
     return min(slots, default=None)
 
 
-def _below_update(error: BudgetError, prepared: Prepared) -> BudgetError:
+def _tell_of_update(error: BudgetError, prepared: Prepared) -> None:
     """Say that updating the parameters alone takes more than the budget, where it does."""
     needed = prepared.update_peak_bytes
     if error.budget_bytes is None or error.budget_bytes >= needed:
-        return error
-    message = (
+        return
+    error.args = (
         f"{error}. optimizer.step() alone peaks at {needed / MIB:.3f} MiB (parameters, gradients, the optimizer's "
         f"state and {prepared.options.update.step_bytes / MIB:.3f} MiB of temporaries), which no recompute lowers: an "
-        "optimizer with foreach=False or fused=True may need less."
-    )
-    return BudgetError(
-        message, budget_bytes=error.budget_bytes, minimum_bytes=error.minimum_bytes, floor_bytes=error.floor_bytes
+        "optimizer with foreach=False or fused=True may need less.",
     )
 
 
-def _under_hints(error: BudgetError, prepared: Prepared) -> BudgetError:
+def _tell_of_hints(error: BudgetError, prepared: Prepared) -> None:
     """Say that the hints narrow the budget, and what works without them."""
     options = prepared.options
     binding = options.hints.binding
     if not binding:
-        return error
+        return
     unhinted = lower_step(prepared.traced, prepared.aliases, prepared.profiles, prepared.device, options)
     free = minimum_budget(unhinted.problem, time_limit=SHARE_WITHOUT * options.time_limit)
     held = sum(1 for hint in prepared.hinted.values() if hint.once)
-    message = (
+    error.args = (
         f"{error}. The hints {binding} keep {held} ops from being recomputed; without them the smallest budget known "
-        f"to work is {shown_minimum(free.minimum_bytes)}. Raise the budget, or loosen them."
-    )
-    return BudgetError(
-        message, budget_bytes=error.budget_bytes, minimum_bytes=error.minimum_bytes, floor_bytes=error.floor_bytes
+        f"to work is {shown_minimum(free.minimum_bytes)}. Raise the budget, or loosen them.",
     )

@@ -430,9 +430,9 @@ class PlanState:
         return self.on_new_shape in ("replan", BUCKET)
 
     def _may_plan(self, key: Key, inputs: Sequence[torch.Tensor], bound: Mapping[str, Any]) -> bool:
-        mismatch = self.difference(key, inputs, bound)
         if self.on_new_shape == "error":
-            raise mismatch
+            raise self.difference(key, inputs, bound)
+        mismatch = self.difference(key, inputs, bound)
         self.replans[mismatch.argument] += 1
         if _is_number(mismatch.got.rpartition("=")[2]):
             self.numbers.add(mismatch.argument)

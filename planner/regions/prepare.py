@@ -33,7 +33,7 @@ from planner.options import Options
 from planner.prepared import Prepared, Regions, lower_step, model_device
 from planner.progress import Progress
 from planner.sizes import Sizes
-from solvers.errors import BudgetError
+from solvers.errors import BudgetError, PlannerError
 from solvers.order import plain_peak
 from solvers.problem import Problem
 from solvers.schedule import plain_order, with_frees
@@ -45,7 +45,7 @@ from .hollow import Hollow
 from .losses import LOSS
 from .part import Part
 from .parts import NO_GRADIENT, Parts
-from .refusals import Refusal, first_of, stopped, with_regions_tried
+from .refusals import Refusal, again, first_of, stopped, with_regions_tried
 from .sample import Sample
 from .settle import settled_run
 from .together import Together
@@ -112,13 +112,14 @@ def prepare_regions(
     device = model_device(model)
     meta = any(p.device.type == "meta" for p in model.parameters())
     if options.target(device).type != device.type and not meta:
-        raise why or RegionError(
+        raise again(why) if why else RegionError(
             f"device={options.device!r} with regions: what runs between them is measured, and that only on the "
             'model\'s own device. Plan there, with a model on the meta device, or with regions="whole".'
         )
     options = options.priced_on(device)
     if any(map(is_quantized_weight, (*model.parameters(), *model.buffers()))):
-        raise why or RegionError("regions of a model with quantized weights (tensor subclasses) are not planned.")
+        quantized = "regions of a model with quantized weights (tensor subclasses) are not planned."
+        raise again(why) if why else RegionError(quantized)
     if any(t.requires_grad and storage_kind(t) for t in (*model.parameters(), *flatten(dict(arguments))[0])):
         raise RegionError("a sparse tensor requires a gradient: make it dense (to_dense()), or detach() it.")
     parts = Parts({} if layouts is None else layouts, progress, options.keep_outputs, sizes)
@@ -138,14 +139,14 @@ def prepare_regions(
             f"({str(error).partition('.')[0]}). Take a smaller batch, or free memory there."
         ) from error
     except Exception as error:
-        if (said := stopped(error, why, meta)) is error:
+        if why is None and isinstance(error, PlannerError):
             raise
-        raise said from error
+        raise stopped(error, why, meta) from error
     if not hollow.runs and why is None and set(parts.refused.values()) == {NO_GRADIENT}:
         raise NothingTrained(f"no region can be planned: {first_of(parts.refused)}. Check requires_grad.")
     if not hollow.runs:
-        whole = with_regions_tried(why, chosen, parts.refused)
-        raise whole or RegionError(f"no region can be planned: {first_of(parts.refused)}")
+        none = f"no region can be planned: {first_of(parts.refused)}"
+        raise with_regions_tried(why, chosen, parts.refused) or RegionError(none)
     if glue_cost is None:
         sample.run(chosen, parts, counting := Counting(options.cost_function(device)))
         glue_cost = counting.total

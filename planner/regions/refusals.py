@@ -14,6 +14,14 @@ from .losses import LOSS
 Refusal = CaptureError | Unsupported
 
 
+def again(why: Refusal) -> Refusal:
+    """The same refusal, to be raised: frames of the traceback keep `why` itself, which would be a cycle."""
+    new = type(why).__new__(type(why), *why.args)
+    vars(new).update(vars(why))
+    new.__cause__ = why.__cause__
+    return new
+
+
 def stopped(error: Exception, why: Refusal | None, meta: bool) -> Exception:
     """What to raise for the error that stops a run of the step by regions; `ForwardFailed` for one of forward's own.
 
@@ -27,7 +35,7 @@ def stopped(error: Exception, why: Refusal | None, meta: bool) -> Exception:
         return error
     if why is None:
         return _without_data(error) if meta else capture_error(error)
-    found: Refusal = why
+    found = again(why)
     own = None if isinstance(error, PlannerError) else capture_error(error)
     if isinstance(why, CaptureError) and isinstance(own, ForwardFailed):
         found = ForwardFailed(str(why), location=own.location, construct=own.construct)
@@ -53,6 +61,7 @@ def with_regions_tried(why: Refusal | None, chosen: Candidates, refused: Mapping
     """Why the model is not planned as a whole, with why no region is; None where only regions were asked for."""
     if why is None:
         return None
+    why = again(why)
     if refused:
         why.args = (f"{why} No region can be planned instead: {first_of(refused).rstrip('.')}.",)
     elif not set(chosen.chosen) - {LOSS}:

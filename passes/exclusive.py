@@ -1,7 +1,8 @@
-"""One thread at a time captures or measures, and Ctrl-C waits for a moment at which torch is whole.
+"""One thread at a time captures or measures, and signals wait for a moment at which torch is whole.
 
 torch's tracer changes what all threads of a process share (kernels registered for tracing, flags, loggers, patched
-methods), and puts it back in code that an interrupt may cut short. Both go on under `exclusive`.
+methods), and puts it back in code that an exception may cut short: Ctrl-C's, or that of another signal's handler in
+Python (the alarm of a test's time limit, a batch system's SIGTERM). Both go on under `exclusive`.
 
 What changes one model for a while (a trace puts other tensors into it, a step by regions other forwards) goes on in
 its `turn`.
@@ -27,10 +28,11 @@ from solvers.errors import PlannerError
 from .casts import casts_aside
 
 PATIENCE_SECONDS = 2.0
+SIGNALS = sorted(set(signal.Signals) & signal.valid_signals())  # those with names: to ask for each takes time
 
 _lock = threading.RLock()
 _turns = WeakKeyDictionary[Any, Any]()  # a `_Turn` per model
-_later: _Later | None = None  # what hears of Ctrl-C in the main thread's block
+_later: dict[int, _Later] = {}  # what hears of each signal in the main thread's block
 _cut_short = False  # a block was, since the garbage was last collected
 
 
@@ -46,10 +48,10 @@ os.register_at_fork(after_in_child=_renew)
 
 @contextmanager
 def exclusive() -> Iterator[None]:
-    """Wait until no other thread is in such a block; in the main thread Ctrl-C then waits for `interrupt_point`.
+    """Wait until no other thread is in such a block; in the main thread signals then wait for `interrupt_point`.
 
-    Blocks may be nested. Ctrl-C still works at once while this waits, and where a second one comes
-    `PATIENCE_SECONDS` after the first.
+    Blocks may be nested. A signal (Ctrl-C, or another one with a handler in Python) still works at once while this
+    waits, and where a second one of it comes `PATIENCE_SECONDS` after the first.
 
     What autocast's cache holds of the caller's is out of reach in the block (`casts_aside`).
 
@@ -58,7 +60,7 @@ def exclusive() -> Iterator[None]:
     """
     global _cut_short
     try:
-        with _lock, _interrupts_deferred(), casts_aside():
+        with _lock, _signals_deferred(), casts_aside():
             yield
     except BaseException:
         _cut_short = True
@@ -110,63 +112,93 @@ def _waits_for_work(thread: threading.Thread) -> bool:
 
 
 def interrupt_point() -> None:
-    """Raise here what Ctrl-C asked for since the last such point."""
-    if _later is not None and _in_main_thread():
-        _later.deliver()
+    """Raise here what Ctrl-C, or another signal, asked for since the last such point."""
+    if _later and _in_main_thread():
+        _deliver(iter(_later.values()))
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Within an `exclusive` block: Ctrl-C works at once in here, as nothing of torch's is half done."""
-    later = signal.getsignal(signal.SIGINT)
-    if not isinstance(later, _Later) or not _in_main_thread():
+    """Within an `exclusive` block: signals work at once in here, as nothing of torch's is half done."""
+    global _later
+    if not _in_main_thread():
         yield
         return
-    later.deliver()
+    within = _later
     try:
-        signal.signal(signal.SIGINT, later.previous)
+        _later = {}
+        _deliver(iter(within.values()))
         yield
     finally:
-        signal.signal(signal.SIGINT, later)
+        _later = within
 
 
 class _Later:
-    """A handler of SIGINT that remembers it for the handler that it stands in for."""
+    """A handler of a signal that remembers it for the handler that it stands in for, while `_later` has it."""
 
-    def __init__(self, previous: Callable[[int, FrameType | None], Any]) -> None:
-        self.previous = previous
+    def __init__(self, number: int, previous: Callable[[int, FrameType | None], Any]) -> None:
+        self.number, self.previous = number, previous
         self.asked_at: float | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.asked_at is None:
+        if _later.get(number) is not self:
+            self.previous(number, frame)
+        elif self.asked_at is None:
             self.asked_at = time.monotonic()
         elif time.monotonic() - self.asked_at > PATIENCE_SECONDS:
             self.deliver()
 
     def deliver(self) -> None:
-        if self.asked_at is not None:
-            self.asked_at = None
-            self.previous(signal.SIGINT, sys._getframe(1))
+        if self.asked_at is None:
+            return
+        self.asked_at = None
+        try:
+            self.previous(self.number, sys._getframe(1))
+        except Exception as error:
+            if _later.get(self.number) is not self:
+                raise
+            raise _Heard([error]) from None
+
+
+class _Heard(BaseException):
+    """Brings an exception of a signal's handler to the end of the block, past code that catches what forward raises."""
+
+
+def _deliver(each: Iterator[_Later]) -> None:
+    """Call the handlers of all signals that came, also where one raises."""
+    for later in each:
+        try:
+            later.deliver()
+        finally:
+            _deliver(each)
 
 
 @contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    previous = signal.getsignal(signal.SIGINT)
-    if not _in_main_thread() or not callable(previous) or isinstance(previous, _Later):
+def _signals_deferred() -> Iterator[None]:
+    global _later
+    if _later or not _in_main_thread():
         yield
         return
-    global _later
-    before, _later = _later, (later := _Later(previous))
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+    within = {number: _Later(number, handler) for number, handler in handlers.items() if callable(handler)}
     try:
-        signal.signal(signal.SIGINT, later)
+        _later = within
+        for number, later in within.items():
+            signal.signal(number, later)
         _collect()
         yield
         _collect()
+    except _Heard as heard:
+        raise heard.args[0].pop() from None
     finally:
-        if signal.getsignal(signal.SIGINT) is later:
-            signal.signal(signal.SIGINT, previous)
-        _later = before
-        later.deliver()
+        try:
+            for number, later in within.items():
+                current: Any = signal.getsignal(number)
+                if current is later:
+                    signal.signal(number, later.previous)
+        finally:
+            _later = {}
+            _deliver(iter(within.values()))
 
 
 def _collect() -> None:

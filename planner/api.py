@@ -53,7 +53,7 @@ def auto_checkpoint(
     draws are theirs alone. Calls of one planned model (`plan.module`) from several threads take turns, and wait while
     it is planned anew. Other uses of a model that is being planned do not (its own calls, `zero_grad`, `plan.apply`):
     keep them out of other threads meanwhile. Ctrl-C is heard within about a second, at a moment at which torch and the
-    model are as before; pressed again after two seconds, at once.
+    model are as before; pressed again after two seconds, at once. So is any signal with a handler in Python (an alarm).
 
     Args:
         model: any `nn.Module`; it is not changed.

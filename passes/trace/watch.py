@@ -119,7 +119,8 @@ class Watch(TorchFunctionMode):
         finally:
             self.stop()
             super().__exit__(*error)
-        if refused is not None and not isinstance(error[1], KeyboardInterrupt):
+        cut_short = error[1] is not None and not isinstance(error[1], Exception)  # by Ctrl-C, say
+        if refused is not None and not cut_short:
             raise refused  # also where the forward caught it
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

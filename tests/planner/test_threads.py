@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import gc
 import linecache
@@ -254,6 +255,93 @@ def test_a_second_interrupt_after_a_while_does_not_wait(heard: list[int], monkey
         interrupt()
         assert heard == [signal.SIGINT]
     assert heard == [signal.SIGINT]
+
+
+class TimeIsUp(Exception):
+    pass
+
+
+@pytest.fixture
+def timed() -> Iterator[list[int]]:
+    """SIGTERMs that reached their handler, and SIGALRMs, whose handler raises as a test's time limit does."""
+    numbers: list[int] = []
+
+    def hear(number: int, _: Any) -> None:
+        numbers.append(number)
+        if number == signal.SIGALRM:
+            raise TimeIsUp
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGALRM)}
+    yield numbers
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_other_signals_wait_too_and_what_one_raises_loses_none(heard: list[int], timed: list[int]) -> None:
+    handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1)]
+
+    def signalled() -> None:
+        for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+
+    def work() -> None:
+        assert signal.getsignal(signal.SIGUSR1) is handlers[2]
+        signalled()
+        assert heard == timed == []
+        with contextlib.suppress(Exception):  # as what forward raises is caught
+            interrupt_point()
+        raise AssertionError("what the handler raised was caught")
+
+    with pytest.raises(TimeIsUp), exclusive(), exclusive():
+        work()
+    assert heard == [signal.SIGINT] and sorted(timed) == [signal.SIGALRM, signal.SIGTERM]
+    with pytest.raises(TimeIsUp), exclusive():
+        signalled()
+    assert len(heard) == 2 and len(timed) == 4
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1)] == handlers
+
+
+def test_a_second_signal_after_a_while_does_not_wait(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferral, "PATIENCE_SECONDS", 0.05)
+    with exclusive():
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.06)
+        with deferral.interruptible():
+            assert timed == [signal.SIGTERM]
+            signal.raise_signal(signal.SIGTERM)
+            assert timed == [signal.SIGTERM] * 2
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.06)
+        assert len(timed) == 2
+        signal.raise_signal(signal.SIGTERM)
+        assert len(timed) == 3
+    assert len(timed) == 3
+
+
+class Alarming(nn.Module):
+    """Its forward is interrupted by an alarm, and goes on."""
+
+    rings = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(linear(), nn.GELU(), linear())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rings:
+            signal.raise_signal(signal.SIGALRM)
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("regions", ["whole", "auto", ["layers"]])
+def test_an_alarm_while_planning_is_raised_and_leaves_nothing_behind(timed: list[int], regions: Any) -> None:
+    model, x = Alarming(), batch()
+    before = state(model)
+    with pytest.raises(TimeIsUp):
+        plan(model, x, regions=regions)
+    assert left_behind(model, before) == [] and len(timed) == 1
+    model.rings = False
+    plan(model, x, regions=regions).module(x).square().sum().backward()
 
 
 def test_threads_and_ignored_interrupts_are_left_alone(heard: list[int]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from passes.alias import device_of
 from passes.device import kind_of
-from passes.errors import CaptureError, NoBackward, Unsupported
+from passes.errors import CaptureError, NoBackward, Unsupported, VerificationError
 from passes.exclusive import exclusive
 from passes.leaves import casts, read_views, sums, uncounted
 from passes.lower import kept_primals
@@ -22,6 +22,7 @@ from passes.run.arena import Arena
 from passes.run.step import Step
 from passes.trace.capture import Traced
 from passes.trace.layouts import Layouts
+from passes.trace.once import refuse_failing
 from passes.trace.refuse import has_sharded
 from passes.trace.templates import argument_path
 from passes.verify import verify
@@ -117,9 +118,13 @@ def decide_step(
 
     Raises:
         BudgetError: nothing found fits, whatever the regions.
+        ForwardFailed: what was found cannot be proved, and the plain forward fails on these arguments.
     """
     try:
         return plain_if_as_good(model, arguments, decide(prepared, budget_bytes, progress, starts))
+    except VerificationError:
+        refuse_failing(model, arguments, prepared.options.loss_fn)
+        raise
     except BudgetError as error:
         why = prepared.regions.eager.get("") if prepared.regions is not None else None
         if why:

@@ -16,6 +16,7 @@ from ..exclusive import alone, exclusive
 from ..ops import COLLECTIVES
 from .arguments import call_signature, run_model
 from .binding import names_given
+from .failure import capture_error
 from .given import left_alone
 from .isolate import isolated
 from .nodes import twin
@@ -28,6 +29,22 @@ def may_run(model: nn.Module, bound: Mapping[str, Any]) -> bool:
     """Whether a forward can run now: with data, and while no other thread does, which would draw the same numbers."""
     given = (*model.parameters(), *model.buffers(), *flatten(dict(bound))[0])
     return alone() and not any(t.is_meta for t in given)
+
+
+def refuse_failing(model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None) -> None:
+    """Run a forward on a sample that could be traced: types that a kernel does not take are no matter to a trace.
+
+    Raises:
+        ForwardFailed: it raises.
+    """
+    if not may_run(model, bound) or (dist.is_available() and dist.is_initialized()):
+        return
+    buffers = {name: twin(buffer) for name, buffer in model.named_buffers()}
+    with once(model, bound, loss_fn, buffers) as (_, run, _):
+        try:
+            run()
+        except Exception as error:
+            raise capture_error(error) from error
 
 
 @contextmanager

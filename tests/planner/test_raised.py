@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from passes.errors import ForwardFailed, VerificationError
 from planner import Plan
 from planner.dropin import raised
 from tests.planner.steps import assert_same_gradients, assert_same_state, conv_net, plan, tight
@@ -341,3 +342,33 @@ def test_collectives_are_not_called_a_second_time(
     with pytest.raises(ValueError, match="not now .*collectives a second time.* are as before this call"):
         planned[1].module(planned[2])
     assert len(op_calls) == 1
+
+
+def normed() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("regions", ["whole", ["*"]])
+def test_a_type_that_no_kernel_takes_is_the_forwards_error(regions: Any) -> None:
+    """A trace takes it; what recompute changes there cannot be proved, which is no defect of the proof."""
+    model, x = normed(), torch.randn(4, 8)
+    with pytest.raises(ForwardFailed, match="must have the same dtype"):
+        plan(model, x.double(), regions=regions, recompute=["*"])
+    chosen = plan(model, x, regions=regions, recompute=["*"])
+    expected = "mat1 and mat2 must have the same dtype"
+    with pytest.warns(UserWarning, match="planned step not used"), pytest.raises(RuntimeError, match=expected):
+        chosen.module(x.double())
+    assert model[1].num_batches_tracked == 0  # type: ignore[comparison-overlap]
+
+
+def test_what_is_not_proved_of_a_model_that_runs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = normed(), torch.randn(4, 8)
+    before = copy.deepcopy(model)
+
+    def unproved(*_: Any) -> None:
+        raise VerificationError("not proved")
+
+    monkeypatch.setattr("planner.pipeline.verify", unproved)
+    with pytest.raises(VerificationError, match="not proved"):
+        plan(model, x)
+    assert_same_state(model, before)

@@ -185,6 +185,10 @@ class ExportedModule(nn.Module):
         leaves = [primals[o["input"]] if o["input"] is not None else results[o["index"]] for o in places]
         return build(step.spec["outputs"], leaves)
 
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse `torch.jit.script`, which asks for this."""
+        raise ExportError("torch.jit.script cannot look into an exported step: give it the original model.")
+
     def extra_repr(self) -> str:
         spec = self.__dict__[STEP].spec
         return f"planned training step of {spec['class']}, {len(spec['state'])} parameters and buffers"
@@ -199,7 +203,7 @@ def load(
         spec = json.loads((root / "spec.json").read_text(encoding="utf-8"))
         if not isinstance(spec, dict) or spec.get("digest") != digest(spec):
             raise ValueError("spec.json is not what was exported")
-        where = device or spec["device"]
+        where = _with_data(device or spec["device"])
         tensors = load_file(root / "weights.safetensors", device=where)
         constants = load_file(root / "constants.safetensors", device=where) if spec["constants"] else {}
     except (OSError, ValueError, SafetensorError) as error:
@@ -209,6 +213,16 @@ def load(
     step: _Exported = module.__dict__[STEP]
     step.constants.update({e["name"]: _make(e, constants.get(e["name"])) for e in spec["constants"]})
     return module
+
+
+def _with_data(device: str) -> str:
+    try:
+        usable = not torch.empty(1, device=device).is_meta
+    except (RuntimeError, AssertionError) as error:  # no such device here, or torch was built without it
+        raise ExportError(f"device {device!r} cannot be used here: {str(error).partition(chr(10))[0]}") from error
+    if not usable:
+        raise ExportError("device 'meta' has no data, and an exported step runs on the weights of its folder.")
+    return device
 
 
 def digest(spec: dict[str, Any]) -> str:

@@ -508,6 +508,19 @@ def test_a_damaged_folder_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.
             package.load()
 
 
+def test_a_device_that_cannot_be_used_is_said_to_be_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load(plan_at((Told(), torch.randn(4, 8))), tmp_path, monkeypatch, "elsewhere")
+    package = importlib.import_module("elsewhere")
+    devices = {"foo": "cannot be used here: Expected one of cpu", "meta": "has no data"}
+    if not torch.cuda.is_available():
+        devices["cuda"] = "cannot be used here"
+    for device, told in devices.items():
+        with pytest.raises(package.ExportError, match=f"device '{device}' {told}"):
+            package.load(device)
+    with pytest.raises(package.ExportError, match=r"torch.jit.script cannot look into an exported step"):
+        torch.jit.script(module)
+
+
 def test_an_edit_of_the_spec_and_another_torch_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(plan_at((Told(), torch.randn(4, 8))), tmp_path, monkeypatch, "edited")
     package, path = importlib.import_module("edited"), tmp_path / "edited" / "spec.json"

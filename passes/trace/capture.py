@@ -90,6 +90,7 @@ from .leaks import Remembered
 from .modules import fill_forward_paths, module_path, module_paths
 from .notice import Left, Rerun, check_backward, judged, notice, say_what_is_left
 from .overlaps import Overlaps, overlaps
+from .pieces import Pieces
 from .readers import readers
 from .reads import Reads
 from .recorder import Recorder
@@ -400,6 +401,7 @@ class StepTracer:
         self.keeps_casts = torch.is_autocast_cache_enabled()
         self.within: list[int] = []
         self.spread: dict[int, Any] = {}
+        self.pieces = Pieces()  # of the latest run
         self.in_backward = ExitStack()  # what holds while torch traces the backward
 
     def __call__(self, *parts: torch.Tensor) -> list[torch.Tensor]:
@@ -446,6 +448,8 @@ class StepTracer:
             returned.append(answer)
         if self.runs:  # torch goes on with the backward
             self.recorder.follow_backward()
+            if self.pieces.stale:
+                self.in_backward.enter_context(self.pieces)
             if self.watch.custom_backward:
                 self.watch.start()
                 used = used_in_backward(self.model, self.entries, flat, self.given)
@@ -457,11 +461,12 @@ class StepTracer:
         """What forward returns, and changes in its arguments, for these parameters, buffers and inputs."""
         state = {e.name: t for e, t in zip(self.entries, flat, strict=False)}
         bound = Bound(unflatten(self.input_template, flat[len(self.entries) :]), self.by_name)
-        known, failures = self._known_values(flat), Failures()
+        known, failures, self.pieces = self._known_values(flat), Failures(), Pieces()
         with left_alone(bound) as given, ExitStack() as stack:
             first = (casts_kept(self.keeps_casts), swapped_state(self.model, state), *self.below)
             entered: list[AbstractContextManager[Any]] = [
-                *first, known, self.constants.asking(known.counted), failures, EagerLayouts(self.remembered), *modes,
+                *first, known, self.constants.asking(known.counted), failures, EagerLayouts(self.remembered),
+                self.pieces, *modes,
             ]  # fmt: skip
             for mode in entered:
                 stack.enter_context(mode)
@@ -483,6 +488,7 @@ class StepTracer:
             self.settings = self.recorder.settings()
             result = given.returned(value, self.written)
             refuse_returned(replaced, result.tensors)
+            self.pieces.check((*flat, *result.tensors))
             self._refuse_attributes(flat, usual, result.tensors)
             for i, before in enumerate(hooks):
                 if _hooks_of(flat[i]) != before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,24 +130,26 @@ def is_custom(node: fx.Node) -> bool:
 
 def is_random(node: fx.Node) -> bool:
     """Whether the op draws from a random number generator."""
-    target = node.target
+    return draws(node.target, node.args, node.kwargs)
+
+
+def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an op draws from a random number generator."""
     if not isinstance(target, OpOverload):
         return False
-    if target is aten.native_dropout.default and len(node.args) > 2 and node.args[2] is False:
+    if target is aten.native_dropout.default and len(args) > 2 and args[2] is False:
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     # Attention kernels carry the tag whether or not dropout is on.
-    probability = _dropout_probability(node)
+    probability = _dropout_probability(target, args, kwargs)
     return probability is None or probability > 0
 
 
-def _dropout_probability(node: fx.Node) -> float | None:
-    schema = node.target._schema  # type: ignore[union-attr]
-    for position, argument in enumerate(schema.arguments):
+def _dropout_probability(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
+    for position, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
-            value = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-            return float(value)  # type: ignore[arg-type]
+            return float(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
     return None
 
 

@@ -528,7 +528,7 @@ class StepTracer:
         given = self.given_now  # the tracer itself would be a reference cycle
         count = len(self.entries)
         watch = Watch(lambda: changes() | given[0].changed(), flat[:count], flat[count:])
-        result = self._run(flat, watch)
+        result = self._run(flat, watch.drawn, watch)
         filled = watch.fills_containers
         refuse_hidden(result.template, "the output")
         steady = frozenset(name for name, count in changes().items() if count == counts[name])

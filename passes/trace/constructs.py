@@ -58,6 +58,11 @@ REENTRANT = Construct(
     "its backward runs the forward's Python again, which cannot be traced",
     "Pass use_reentrant=False, or leave the checkpoint out: the plan decides what is recomputed.",
 )
+REDRAWN = Construct(
+    "random numbers within a torch.utils.checkpoint with preserve_rng_state=False",
+    "the plain step draws others when it recomputes in the backward, and a planned step draws once",
+    "Leave preserve_rng_state out, or the checkpoint: the plan decides what is recomputed.",
+)
 DATA = Construct(
     "a tensor's data replaced in forward",
     "the assignment would run once, while tracing, and not in the planned steps",

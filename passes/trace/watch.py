@@ -25,6 +25,7 @@ from .constructs import (
     HISTORY,
     MEMORY,
     OF_ARGUMENT,
+    REDRAWN,
     REENTRANT,
     SAVED,
     TYPES,
@@ -32,6 +33,7 @@ from .constructs import (
     of_builtin,
     python_call,
 )
+from .drawn import Drawn
 from .places import (
     compares_types_of_tensors,
     is_users,
@@ -65,6 +67,7 @@ class Watch(TorchFunctionMode):
         codes: the user's code objects that ran.
         held: the containers that its globals name, as they were before it ran, and their lengths then.
         checkpoints: per call of `torch.utils.checkpoint` in which buffers changed, its place and their names.
+        drawn: a mode for the block, which counts what draws.
     """
 
     def __init__(
@@ -85,7 +88,8 @@ class Watch(TorchFunctionMode):
         self._running = self.custom_backward = False
         self.notes: tuple[str, ...] = ()
         self.updates, self.checkpoints = updates, list[tuple[str, tuple[str, ...]]]()
-        self._open: list[tuple[types.FrameType, str, dict[str, Any]]] = []
+        self.drawn = Drawn()
+        self._open: list[tuple[types.FrameType, str, dict[str, Any], int]] = []
 
     def start(self) -> None:
         """Watch from here on, whatever runs; nothing if it does."""
@@ -164,10 +168,12 @@ class Watch(TorchFunctionMode):
             elif python_call(code) is not None or code in _WATCHED:
                 self._python_call(frame, code)
         elif event == "return" and self._open and self._open[-1][0] is frame:
-            _, where, before = self._open.pop()
+            _, where, before, drawn = self._open.pop()
             changed = tuple(name for name, value in self.updates().items() if value != before.get(name))
             if changed:
                 self.checkpoints.append((where, changed))
+            if self.drawn.count != drawn and _draws_anew(frame):
+                self.error = REDRAWN.at(where)
 
     def _note_containers(self, frame: types.FrameType) -> None:
         named: Iterable[Any] = map(frame.f_globals.get, frame.f_code.co_names)
@@ -192,7 +198,7 @@ class Watch(TorchFunctionMode):
             self._refuse(SAVED, caller)
         elif code is _CHECKPOINT:
             self.notes += (CHECKPOINTED,)
-            self._open.append((frame, place(user_frame(frame)), self.updates()))
+            self._open.append((frame, place(user_frame(frame)), self.updates(), self.drawn.count))
 
     def _refuse(self, found: Construct, frame: types.FrameType | None) -> None:
         if frame is not None:
@@ -224,6 +230,12 @@ def _keeps_values(hooks: torch.autograd.graph.saved_tensors_hooks) -> bool:
     """Whether these are torch's own (`save_on_cpu`, those of a checkpoint), which give back what they were given."""
     kind = type(hooks)
     return kind is not torch.autograd.graph.saved_tensors_hooks and kind.__module__.partition(".")[0] == "torch"
+
+
+def _draws_anew(checkpoint: types.FrameType) -> bool:
+    """Whether what `torch.utils.checkpoint` recomputes in the backward draws other random numbers."""
+    named = checkpoint.f_locals  # with `preserve`, which it takes from its `kwargs`
+    return not named.get("preserve", named.get("preserve_rng_state", True)) and torch.is_grad_enabled()
 
 
 def _sets(func: Any, name: str, accessor: str = "__set__") -> bool:

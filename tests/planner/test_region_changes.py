@@ -243,6 +243,22 @@ def test_a_region_under_a_checkpoint_stays_eager(reentrant: bool) -> None:
         auto_checkpoint(model, torch.randn(8, 16), regions=["blocks.*"], progress=False)
 
 
+class Redrawn(Block):
+    """Draws other numbers when its checkpoint recomputes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False, preserve_rng_state=False)
+
+
+def test_a_module_whose_checkpoint_draws_anew_stays_eager() -> None:
+    model, x = Net(), torch.randn(8, 16)
+    model.blocks[1] = Redrawn()
+    plan = auto_checkpoint(model, x, regions="auto", progress=False)
+    planned = [region.path for region in plan.regions if not region.eager]
+    assert "blocks.0" in planned and "blocks.2" in planned and "blocks.1" not in planned
+    assert differences(run_step(model, model, (x,)), run_step(plan.module, model, (x,))) == []
+
+
 def test_a_step_that_fails_while_it_is_planned_leaves_the_gradients() -> None:
     model, x = Net(), torch.randn(8, 16)
     plan = frugal(model, x)

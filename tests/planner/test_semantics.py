@@ -293,6 +293,32 @@ def checkpoint_forks_by_itself(self: Any, x: torch.Tensor) -> Any:
 
 
 @case("A.2", "refused")
+def checkpoint_that_draws_anew(self: Any, x: torch.Tensor) -> Any:
+    y = self.layer(x)
+    return checkpoint(lambda t: F.dropout(t).tanh(), y, use_reentrant=False, preserve_rng_state=False)  # <<
+
+
+@case("A.2", "refused", cell=lambda: nn.LSTM(8, 8, 2, dropout=0.5))
+def checkpoint_that_draws_anew_in_a_checkpoint(self: Any, x: torch.Tensor) -> Any:
+    def outer(t: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda t: self.cell(t)[0], t, use_reentrant=False, preserve_rng_state=False)  # <<
+
+    return checkpoint(outer, self.layer(x), use_reentrant=False)
+
+
+@case("A.2", "same")
+def checkpoint_that_does_not_draw(self: Any, x: torch.Tensor) -> Any:
+    def step(t: torch.Tensor) -> torch.Tensor:
+        t = F.scaled_dot_product_attention(t[None], t[None], t[None])[0]
+        return self.layer(F.dropout(t, training=False)).tanh()
+
+    y = checkpoint(step, x, use_reentrant=False, preserve_rng_state=False)
+    with torch.no_grad():  # nothing is recomputed
+        z = checkpoint(F.dropout, y, use_reentrant=False, preserve_rng_state=False)
+    return F.dropout(y) + z
+
+
+@case("A.2", "refused")
 def a_random_answer_from_a_constant(self: Any, x: torch.Tensor) -> Any:
     if torch.rand_like(torch.ones(())) < 0.5:  # <<
         return self.layer(x)

@@ -325,7 +325,7 @@ class _Run:
                 f"what the backward reads was changed between forward and backward: {changed}. A planned step has read "
                 "it in the forward. Change it after the backward, or before the forward."
             )
-        if step.draws and not all(is_wanted(p) for p in self.owners if p.requires_grad):
+        if step.draws and not all(is_wanted(self.owners[i]) for part in step.leaves for i in part):
             raise PlannerError(
                 "the backward of the planned step draws random numbers, and torch.autograd.grad (or inputs=) asks for "
                 "some gradients alone: the plain model draws for those, the planned step for all. Call "

@@ -11,6 +11,7 @@ from torch import nn
 
 from passes.errors import Unsupported
 from planner import PlannerError, auto_checkpoint
+from tests.zoo.compare import differences, run_step
 
 from .steps import assert_same_gradients, twins
 
@@ -154,5 +155,35 @@ def test_a_backward_that_draws_random_numbers_is_for_all_gradients(regions: str)
                 torch.autograd.grad(loss, parameters)
             found.append([*(p.grad for p in parameters), torch.get_rng_state()])
         assert all(map(torch.equal, *found))
+    with pytest.raises(PlannerError, match=r"draws random numbers, and torch.autograd.grad"):
+        torch.autograd.grad(plan.module(x).sum(), model[0].plain.weight)
+
+
+class Partly(Noisy):
+    """Has a parameter that gets no gradient."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.gate = how, nn.Parameter(torch.rand(8), requires_grad=how != "frozen")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = super().forward(x)
+        return {"unused": h, "frozen": h * self.gate, "detached": h * self.gate.detach()}[self.how]
+
+
+@pytest.mark.every(1)
+@pytest.mark.parametrize("how", ["unused", "frozen", "detached"])
+@pytest.mark.parametrize("regions", ["whole", "0"])
+def test_a_backward_that_draws_needs_no_gradient_of_what_gets_none(regions: str, how: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Partly(how), nn.Linear(8, 4)), torch.randn(4, 8)
+    plan = auto_checkpoint(model, x, progress=False, regions=regions)
+    assert differences(run_step(model, model, x), run_step(plan.module, model, x)) == []
+    trained = [p for p in model.parameters() if p is not model[0].gate]
+    found = []
+    for module in (model, plan.module):
+        torch.manual_seed(1)
+        found.append([*torch.autograd.grad(module(x).sum(), trained), torch.get_rng_state()])
+    assert all(map(torch.equal, *found))
     with pytest.raises(PlannerError, match=r"draws random numbers, and torch.autograd.grad"):
         torch.autograd.grad(plan.module(x).sum(), model[0].plain.weight)

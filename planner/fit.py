@@ -18,16 +18,14 @@ from passes.device import kind_of, room_bytes
 from solvers import Report
 from solvers.errors import MIB, BudgetError, shown_minimum
 from solvers.live import Live
-from solvers.minimum import Minimum, minimum_budget
 from solvers.schedule import Schedule
-from solvers.simulate import simulate
 from solvers.solution import Solution, solution
 from solvers.unneeded import drop_unneeded
 
 from .arena import aimed_bytes
 from .footprint import Footprint
 from .options import BUCKET
-from .preference import AS_OFTEN, paid_for, placed, placed_within, solve_step
+from .preference import AS_OFTEN, paid_for, placed_within, smallest_placed, solve_step
 from .prepared import Prepared
 
 # Where a schedule is too large: how many others are tried, and how many of these once one fits. What fits is enough
@@ -85,7 +83,7 @@ def _in_flight(
     prepared: Prepared, budget_bytes: int, report: Report | None, warm_starts: tuple[Schedule, ...]
 ) -> Solution:
     """What one micro-batch may take so that it fits with those that wait, which hold less where it saves less."""
-    smallest = minimum_schedule(prepared)
+    smallest = smallest_placed(prepared)
     low, high = smallest.minimum_bytes, budget_bytes
     best = solution(prepared.problem, smallest.schedule, "minimum")
     needed = best.peak_bytes + prepared.others_bytes(best.schedule)
@@ -144,15 +142,6 @@ def trimmed_to_fit(prepared: Prepared, live: Live, budget_bytes: int) -> Solutio
     return found if over <= 0 else None
 
 
-def minimum_schedule(prepared: Prepared) -> Minimum:
-    """The schedule of the smallest peak known."""
-    found = minimum_budget(prepared.problem, time_limit=prepared.options.time_limit)
-    schedule = placed(prepared, found.schedule)
-    if schedule == found.schedule:
-        return found
-    return replace(found, schedule=schedule, minimum_bytes=simulate(prepared.problem, schedule).peak_bytes)
-
-
 class _Search:
     def __init__(
         self, prepared: Prepared, budget_bytes: int | None, report: Report | None, warm_starts: tuple[Schedule, ...]
@@ -178,7 +167,7 @@ class _Search:
         try:
             return self.attempt(self.budget_bytes)
         except BudgetError as error:
-            needed = self.prepared.footprint(minimum_schedule(self.prepared).schedule)
+            needed = self.prepared.footprint(smallest_placed(self.prepared).schedule)
             if needed is None or error.minimum_bytes is None or needed.allocated_bytes <= error.minimum_bytes:
                 raise
             taken = f"With the blocks that torch's allocator does not split it takes {needed.allocated_bytes} bytes."
@@ -252,7 +241,7 @@ class _Search:
         Raises:
             BudgetError: not even that fits.
         """
-        minimum = minimum_schedule(self.prepared)
+        minimum = smallest_placed(self.prepared)
         found = solution(self.prepared.problem, minimum.schedule, "minimum")
         tried = self.measured(minimum.minimum_bytes, found)
         if tried.over_bytes <= 0:

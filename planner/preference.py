@@ -12,6 +12,7 @@ family which the answer names.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -20,8 +21,9 @@ from dataclasses import replace
 from solvers import Report, minimum_budget, solve
 from solvers.bounds import floor_bytes
 from solvers.errors import MIB, BudgetError, shown_minimum
+from solvers.known import RUNS, fallbacks, remember
 from solvers.live import Live
-from solvers.minimum import budget_error
+from solvers.minimum import Minimum, budget_error
 from solvers.problem import Problem
 from solvers.schedule import Schedule, computes, recomputes_of, with_frees
 from solvers.simulate import simulate
@@ -35,6 +37,7 @@ AS_OFTEN = "all schedules that run the ops of the recompute hints at least as of
 PREFERRED_SHARE = 0.6
 LEAST_SHARE = 0.1  # of the time limit, for the plain question, however long the other took
 SHARE_WITHOUT = 0.25
+SMALLEST = "what the search found does not fit where it can run; this plan has the smallest peak known"
 
 
 def solve_step(
@@ -55,10 +58,17 @@ def solve_step(
     try:
         found = solve_preferring(problem, preferred, budget_bytes, options, report, warm_starts)
     except BudgetError as error:
-        _tell_of_update(error, prepared)
-        _tell_of_hints(error, prepared)
-        raise error from error.__cause__
-    found = placed_within(prepared, found, budget_bytes)
+        smallest = _smallest_within(prepared, budget_bytes, error, error.minimum_bytes)
+        if smallest is None:
+            raise error from error.__cause__
+        found = smallest
+    try:
+        found = placed_within(prepared, found, budget_bytes)
+    except BudgetError as error:
+        smallest = _smallest_within(prepared, budget_bytes, error, budget_bytes)
+        if smallest is None:
+            raise error from error.__cause__
+        found = smallest
     binding = options.hints.binding
     if binding and found.bound is not None and found.added_cost:
         found = replace(found, family=f"{found.family}, under {binding}")
@@ -102,8 +112,48 @@ def placed_within(prepared: Prepared, found: Solution, budget_bytes: int | None)
         prepared.problem, schedule, found.solver, bound=found.bound, family=found.family, notes=found.notes
     )
     if budget_bytes is not None and moved.peak_bytes > budget_bytes:
+        remember(prepared.problem, schedule, RUNS)
         raise budget_error(budget_bytes, moved.peak_bytes, floor_bytes(prepared.problem))
     return moved
+
+
+def smallest_placed(prepared: Prepared) -> Minimum:
+    """The schedule of the smallest peak known, its recomputes where they can run."""
+    problem = prepared.problem
+    found = minimum_budget(problem, time_limit=prepared.options.time_limit)
+    best = min(_placed_ones(prepared, found.schedule), key=lambda each: each.peak_bytes)
+    remember(problem, best.schedule, RUNS)
+    return replace(found, schedule=best.schedule, minimum_bytes=best.peak_bytes)
+
+
+def _placed_ones(prepared: Prepared, *schedules: Schedule) -> list[Solution]:
+    """These and all that is known, where they can run: one that cannot may peak lower."""
+    every = (*schedules, *fallbacks(prepared.problem, math.inf))
+    return [solution(prepared.problem, placed(prepared, each), "minimum", notes=(SMALLEST,)) for each in every]
+
+
+def _smallest_within(
+    prepared: Prepared, budget_bytes: int | None, error: BudgetError, enough_bytes: int | None
+) -> Solution | None:
+    """What is left where a search has found nothing, or what it found does not fit where it can run; the error names
+    what can, where nothing does.
+
+    Args:
+        enough_bytes: where what is known reaches this, no smaller peak is looked for.
+    """
+    known = _placed_ones(prepared)
+    if enough_bytes is None or all(each.peak_bytes > enough_bytes for each in known):
+        known = _placed_ones(prepared, smallest_placed(prepared).schedule)
+    fits = [each for each in known if budget_bytes is not None and each.peak_bytes <= budget_bytes]
+    if fits:
+        return min(fits, key=lambda each: each.added_cost)
+    works = min(each.peak_bytes for each in known)
+    if error.minimum_bytes is not None and error.minimum_bytes != works:
+        error.args = (str(error).replace(shown_minimum(error.minimum_bytes), shown_minimum(works)),)
+        error.minimum_bytes = works
+    _tell_of_update(error, prepared)
+    _tell_of_hints(error, prepared)
+    return None
 
 
 def solve_preferring(

@@ -18,13 +18,12 @@ from solvers.schedule import Schedule
 from solvers.solution import Solution
 
 from .budget import reserve_to_bytes
-from .fit import minimum_schedule
 from .hints import make_hints
 from .optimizer import measure_update
 from .options import Options
 from .pipeline import decide_step, prepare_step
 from .plan import Plan
-from .preference import solve_step
+from .preference import smallest_placed, solve_step
 from .prepared import Prepared, check_model, model_device
 from .progress import Progress
 from .ranks.flight import flight_of
@@ -60,7 +59,7 @@ class Session:
     def minimum(self) -> Minimum:
         """The smallest peak known to work, and the proved floor."""
         with self.progress.stage("minimum"):
-            found = minimum_schedule(self.prepared)
+            found = smallest_placed(self.prepared)
         needed, others = self.prepared.footprint(found.schedule), self.prepared.others_bytes(found.schedule)
         own = found.minimum_bytes if needed is None else needed.allocated_bytes
         return replace(found, minimum_bytes=own + others)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from .known import remember
+from .known import FALLBACK, remember
 from .problem import Problem
 from .schedule import Schedule
 from .solution import Solution, plain_solution
@@ -71,7 +71,7 @@ class Solver(ABC):
         if plain.peak_bytes <= budget_bytes:
             return plain
         found = self.search(problem, budget_bytes, plain, effort)
-        remember(problem, found.schedule, fallback=True)
+        remember(problem, found.schedule, FALLBACK)
         return found
 
     def check(self, problem: Problem) -> None:  # noqa: B027  # most solvers take any problem

@@ -18,7 +18,7 @@ import networkx as nx
 
 from .base import CLOCK, Effort, Solver
 from .bounds import floor_bytes
-from .known import remember
+from .known import FALLBACK, remember
 from .live import Live
 from .minimum import KNOWN_SHARE, budget_error
 from .problem import LARGE, Problem
@@ -54,7 +54,7 @@ class Chen(Solver):
         if found is None:
             smallest = plain.peak_bytes if lowest is None else min(plain.peak_bytes, lowest.peak_bytes)
             if lowest is not None:
-                remember(problem, lowest.schedule(), fallback=True)
+                remember(problem, lowest.schedule(), FALLBACK)
             raise budget_error(budget_bytes, smallest, floor_bytes(problem), hurried=bool(notes))
         return replace(found, notes=notes)
 

@@ -6,7 +6,8 @@ about is still there; for every budget above, too, lest a larger one cost more. 
 differ in them alone are the same here.
 
 What was planned, and what searches that found nothing came down to, is kept beside them, for where a search finds
-nothing: no refusal names more than that, and it is the answer where it fits.
+nothing: no refusal names more than that, and it is the answer where it fits. So is the smallest of which a caller has
+found that it can run as it is, where a schedule cannot run in every order that the Problem allows.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ from .schedule import Schedule
 from .simulate import peak_and_cost
 
 MOST = 128
+STATED, FALLBACK, RUNS = "stated", "fallback", "runs"
 
-Key = tuple[bool, bytes]
+Key = tuple[str, bytes]
 
 _schedules: OrderedDict[Key, tuple[int, Schedule]] = OrderedDict()  # with their peaks
 
 
-def remember(problem: Problem, schedule: Schedule, *, fallback: bool = False) -> None:
+def remember(problem: Problem, schedule: Schedule, kind: str = STATED) -> None:
     """Keep a schedule whose peak is about to be stated, unless a lower one is known.
 
     Args:
-        fallback: it is for where a search finds nothing.
+        kind: FALLBACK where it is for where a search finds nothing, RUNS where it can run as it is.
     """
     peak, _ = peak_and_cost(problem, schedule)
-    key = fallback, problem.digest
+    key = kind, problem.digest
     if not _within(key, peak):
         _schedules[key] = peak, schedule
     _schedules.move_to_end(key)
@@ -42,7 +44,7 @@ def remember(problem: Problem, schedule: Schedule, *, fallback: bool = False) ->
 
 def recalled(problem: Problem, budget_bytes: float) -> tuple[Schedule, ...]:
     """The schedule of the smallest peak stated, where it is within the budget."""
-    return tuple(schedule for _, schedule in _within((False, problem.digest), budget_bytes))
+    return tuple(schedule for _, schedule in _within((STATED, problem.digest), budget_bytes))
 
 
 def fallbacks(problem: Problem, budget_bytes: float) -> tuple[Schedule, ...]:
@@ -56,7 +58,7 @@ def lowest_known(problem: Problem) -> float:
 
 
 def _all_within(problem: Problem, budget_bytes: float) -> list[tuple[int, Schedule]]:
-    return [found for fallback in (False, True) for found in _within((fallback, problem.digest), budget_bytes)]
+    return [found for kind in (STATED, FALLBACK, RUNS) for found in _within((kind, problem.digest), budget_bytes)]
 
 
 def _within(key: Key, budget_bytes: float) -> tuple[tuple[int, Schedule], ...]:

@@ -17,7 +17,7 @@ from .bounds import floor_bytes
 from .descent import KEEP_RATIOS, Reached, Taste, descend
 from .errors import MIB, BudgetError, shown_minimum
 from .exact import exact_schedule
-from .known import fallbacks, lowest_known, remember
+from .known import FALLBACK, fallbacks, lowest_known, remember
 from .live import Live
 from .problem import LARGE, Problem
 from .schedule import Schedule
@@ -131,7 +131,7 @@ def recall_or_refuse(
         return replace(kept, notes=(RECALLED,))
     named = int(min(minimum_bytes, reached.known_bytes, lowest_known(problem)))
     if reached.live is not None:
-        remember(problem, reached.live.schedule(), fallback=True)
+        remember(problem, reached.live.schedule(), FALLBACK)
     raise budget_error(budget_bytes, named, floor, hurried=hurried)
 
 

@@ -36,6 +36,7 @@ from passes._torch import (
 
 from .answers import YES_OR_NO, Answers, Asked, Listening, is_question
 from .guards import Call, Guard, Ref, leading, mapped, tensors_in, writes
+from .masks import at_places
 
 LARGEST = 1 << 22  # elements
 LARGEST_OF_STATE = 1 << 10
@@ -131,6 +132,7 @@ class KnownValues(Listening):
         for tensor in known if self.may_count else ():
             if isinstance(tensor, FunctionalTensor):
                 self._know(behind_functional(tensor), self.known[tensor])  # `counted` is asked for that
+        args, kwargs = at_places(func, args, kwargs, known if self.may_count else ())
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:

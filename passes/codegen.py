@@ -65,16 +65,16 @@ class BoxedCodeGen(fx.graph.CodeGen):
     def insert(self, body: list[str]) -> list[str]:
         """The lines of the code, with names in place of the ops' paths, and with what comes before and after them."""
         self.ops = {}
-        lines = []
+        lines, following = [], self.following()
         for line in "".join(_CALL.sub(self._named, line) for line in body).splitlines(keepends=True):
             name = line.split(" ", 1)[0].rstrip(":")
             before, after = space(self.spaced.sizes.get(name, ()))
-            lines += [*before, line, *after, *self.after(name)]
+            lines += [*before, line, *after, *following.get(name, ())]
         return lines
 
-    def after(self, name: str) -> list[str]:
-        """What else comes after the line of a node."""
-        return []
+    def following(self) -> dict[str, list[str]]:
+        """What else comes after the lines of nodes, by their names."""
+        return {}
 
     def _named(self, found: re.Match[str]) -> str:
         path = found.group()
@@ -115,9 +115,9 @@ class ResumedCodeGen(BoxedCodeGen):
         early = {i for handover in self.handovers for i in handover.outputs}
         return self._hand_over([i for i, v in enumerate(output_args) if v is not None and i not in early])
 
-    def after(self, name: str) -> list[str]:
+    def following(self) -> dict[str, list[str]]:
         """What hands over."""
-        return [f"{self._hand_over(h.outputs)}\n" for h in self.handovers if h.after == name]
+        return {handover.after: [f"{self._hand_over(handover.outputs)}\n"] for handover in self.handovers}
 
     def _hand_over(self, places: Sequence[int]) -> str:
         return hand_over([str(self.outputs[i]) for i in places])

@@ -43,10 +43,10 @@ def spaced(
         most_bytes: what may be allocated.
         aside_bytes: what the footprint counts besides what the allocator does.
     """
-    apart, needed = order.apart, measure(found)
+    needed = measure(found)
     if needed.allocated_bytes > most_bytes or _is_enough(needed):
         return found
-    search = _Search(apart, start, measure, order.before, needed, found, start.others_bytes - aside_bytes)
+    search = _Search(order.apart, start, measure, order.before, needed, found, start.others_bytes - aside_bytes)
     return search.best()
 
 
@@ -213,7 +213,7 @@ class _Placing:
         least, best = float(ENDLESS), tuple[int, ...]()
         ways = [(which, tight) for tight in (True, False) for which in (wanted, lasting, *([n] for n in single))]
         for sizes in dict.fromkeys([*(self._in_the_way(*way) for way in ways), ()]):
-            if (wrong := self._wrong(sizes, run)) < least or not (sizes or wrong > least):
+            if (wrong := self._wrong(sizes, run)) < least or (not sizes and wrong == least):
                 least, best = wrong, sizes
             if not wrong:
                 break
@@ -225,7 +225,7 @@ class _Placing:
         Args:
             tight: whether they leave what is too small, or fill gaps.
         """
-        gaps = [Gap(size, address) for size, address, _ in self.allocator.large.free]
+        gaps = gaps_of(self.allocator)
         targets, sizes = {self._address(n) for n in which}, list[int]()
         for n in which:
             address, size = self._address(n), self.blocks[n].size
@@ -239,8 +239,8 @@ class _Placing:
             others = [g for g in gaps if least <= g.size and g < own and not any_in(g, targets)]
             needed = [spacer_in(gap, least, gaps) if tight else gap.size for gap in others]
             needed += [front] if front else []
-            for size in dict.fromkeys(needed):
-                sizes += [size] * (needed.count(size) - sizes.count(size))
+            for each in dict.fromkeys(needed):
+                sizes += [each] * (needed.count(each) - sizes.count(each))
         return tuple(sizes)
 
     def _address(self, n: int) -> int:

@@ -3,8 +3,8 @@
 torch's caching allocator takes the smallest free block that is large enough, and knows nothing of what comes next. What
 comes next is known here: how long each block of a step is held. Packed by that, blocks waste next to nothing. Where the
 allocator would take other memory than that, spacers are in its way while the op runs, each as small as it can be; there
-are none where more would be allocated for them than without. Around what still lies elsewhere the rest is packed anew,
-and spacers that change nothing are dropped.
+are none where more than may be would be allocated for them, or over .1 % more than without. Around what still lies
+elsewhere the rest is packed anew, and spacers that change nothing are dropped.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ MORE = (0, 1, 2, 3, 4, 6, 8, 12)  # how much larger than packed it may be, in un
 WAYS, TRIED, ANEW = 30, 6, 60  # ways to pack that are compared, and that are tried; how often one try packs anew
 EVENTS = 600_000  # that are played in all
 SINGLE = 2  # how many of an op's blocks are tried one by one
+SLACK = 1.001  # allocated with spacers over without: where blocks lie decides which are given out with their rest
 LASTING = 1000  # how much more it counts where a block lies that outlives its op
 # Spacers that there may be for each op: where no more is reserved than aimed at, and elsewhere.
 FEW, MANY = 0.1, 0.5
@@ -46,7 +47,9 @@ def spaced(
     needed = measure(found)
     if needed.allocated_bytes > most_bytes or _is_enough(needed):
         return found
-    search = _Search(order.apart, start, measure, order.before, needed, found, start.others_bytes - aside_bytes)
+    most_bytes = max(needed.allocated_bytes, min(most_bytes, int(SLACK * needed.allocated_bytes)))
+    besides_bytes = start.others_bytes - aside_bytes
+    search = _Search(order.apart, start, measure, order.before, needed, found, most_bytes, besides_bytes)
     return search.best()
 
 
@@ -57,11 +60,11 @@ def _is_enough(needed: Footprint) -> bool:
 class _Search:
     def __init__(
         self, apart: Apart, start: Start, measure: Callable[[Reservation], Footprint], before: tuple[int, ...],
-        needed: Footprint, found: Reservation, besides_bytes: int,
+        needed: Footprint, found: Reservation, most_bytes: int, besides_bytes: int,
     ) -> None:  # fmt: skip
         self.apart, self.start, self.measure, self.before = apart, start, measure, (*before, *apart.workspaces)
         self.needed, self.found = needed, found
-        self.most_bytes, self.limit_bytes = needed.allocated_bytes, needed.allocated_bytes + besides_bytes
+        self.most_bytes, self.limit_bytes = most_bytes, most_bytes + besides_bytes
         self.length = len(apart.steps[1])
         self.events = EVENTS
         self.packer = Packer(held_blocks(apart.steps[1]))

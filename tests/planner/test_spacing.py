@@ -97,7 +97,7 @@ def _asks(each: Any) -> bool:
     return isinstance(each, tuple) and each[0] >= MIB
 
 
-def test_less_is_reserved_for_it_and_no_more_allocated() -> None:
+def test_less_is_reserved_for_it_and_little_more_allocated() -> None:
     """On steps whose blocks do not fit together in the order in which they come."""
     gained = []
     for seed in range(12):
@@ -106,9 +106,10 @@ def test_less_is_reserved_for_it_and_no_more_allocated() -> None:
         most = plain.allocated_bytes
         arena = Reservation((max(12 * MIB, -(-most // (2 * MIB)) * 2 * MIB),))
         before = min((given.measure(r) for r in (Reservation(), arena)), key=lambda f: f.reserved_bytes)
-        found: Any = spaced(given, EMPTY, given.measure, 1 << 50, 0, Reservation())  # type: ignore[arg-type]
+        may = most if seed % 2 else 1 << 50
+        found: Any = spaced(given, EMPTY, given.measure, may, 0, Reservation())  # type: ignore[arg-type]
         after = given.measure(found)
-        assert after.allocated_bytes <= most and after.reserved_bytes <= plain.reserved_bytes
+        assert after.allocated_bytes <= min(may, 1.001 * most) and after.reserved_bytes <= plain.reserved_bytes
         if found.spacing is not None:
             grown = CachingAllocator()
             for size in found.arena:

@@ -586,6 +586,7 @@ class PlanState:
                 own["forward"] = current
 
 
+@torch.compiler.disable(reason=OPAQUE)
 def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A forward pre-hook of a model and of `plan.module`, which runs the model's hooks as well."""
     state: PlanState | None = module.__dict__.get("_plan_state")

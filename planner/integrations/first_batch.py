@@ -125,6 +125,7 @@ class FirstBatch:
             raise PlannerError("fully_shard was called on what is to be planned on its first batch: call it before.")
         self._plan(args, kwargs)
 
+    @torch.compiler.disable
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_trained(model, args, kwargs):
             self.stop()

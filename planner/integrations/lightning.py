@@ -6,6 +6,7 @@ import warnings
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from planner.api import check_names
@@ -90,6 +91,7 @@ class PlanCallback(Callback):
                 self.watched.append(network.model.register_forward_pre_hook(self._outside(other)))
 
     def _outside(self, other: str) -> Any:
+        @torch.compiler.disable
         def called(module: nn.Module, args: Any) -> None:
             if module.training and other not in self.said:
                 self.said.add(other)

@@ -344,6 +344,22 @@ def test_a_wrapped_model_compiled_under_a_budget_trains_as_uncompiled(way: str) 
         assert peak(compiled) + resident <= 0.8 * (peak(unplanned) + resident)
 
 
+@pytest.mark.every(1)
+@pytest.mark.parametrize("way", ["applied", "in place", "first batch"])
+def test_a_sharded_model_compiled_after_apply_runs_the_planned_step(way: str) -> None:
+    """Dynamo looks into neither the step nor the hooks that look for its plan before the model's own hooks."""
+    torch._dynamo.reset()
+    (model, plain), x = (sharded() for _ in range(2)), torch.randn(64, 16)
+    if way == "first batch":
+        plan_on_first_batch(model, "95%", **QUICK)
+    else:
+        planned(model, x).apply(model)
+    if way == "in place":
+        model.compile(backend="eager")
+    compiled: Any = model if way == "in place" else torch.compile(model, backend="eager")
+    assert_same_training(compiled, model, plain, [x, torch.randn(64, 16)])
+
+
 @pytest.mark.every(8)
 @pytest.mark.parametrize("first", range(150_346, 150_358, 3))
 @pytest.mark.parametrize("way", RANKS)

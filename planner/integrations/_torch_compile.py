@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from passes._torch import check_in_the_kernels, checks_kept, symbolic
+from passes._torch import FakeTensor, check_in_the_kernels, checks_kept, symbolic
 from passes.run._torch import active_autocast, under_autocast
 from solvers.errors import PlannerError
 
@@ -132,7 +132,18 @@ def check_inductor(options: Any) -> None:
 def traced_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """What stands for the inputs in Dynamo's own trace: sizes without data, good for compiling once more later."""
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    return [n.meta.get("example_value", given) for n, given in zip(placeholders, inputs, strict=True)]
+    return [_traced(n.meta.get("example_value", given)) for n, given in zip(placeholders, inputs, strict=True)]
+
+
+def _traced(value: Any) -> Any:
+    """The same in the mode that AOT autograd traces in, which would forget which symbol the item of a tensor is."""
+    context = TracingContext.try_get()
+    mode = None if context is None else context.fake_mode
+    if mode is None or not isinstance(value, FakeTensor) or value.item_memo is None:
+        return value
+    moved = mode.from_tensor(value)
+    moved.item_memo = value.item_memo
+    return moved
 
 
 def opaque(function: Callable[..., Any]) -> Callable[..., Any]:

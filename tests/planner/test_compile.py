@@ -7,6 +7,7 @@ import random
 import re
 import warnings
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -450,6 +451,39 @@ def test_sizes_that_vary_are_planned_for_in_ranges_without_recompiling_in_dynamo
     assert graphs[1:] == [graphs[1]] * 9
     planned = [p.sizes for p in plans(options)]
     assert len(planned) == len({str(s) for s in planned}) <= 6
+
+
+class Tempered(Net):
+    def forward(self, x: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (self.norm(x) * temperature).exp().mean()
+
+
+@pytest.mark.every(1)
+@pytest.mark.parametrize(
+    ("inner", "dynamic"), [("eager", None), ("eager", True), pytest.param("inductor", True, marks=pytest.mark.slow)]
+)
+def test_numbers_that_are_inputs_are_planned_for_once(inner: str, dynamic: bool | None) -> None:
+    """An argument that changes, and with dynamic=True what a layer norm adds to the variance."""
+    torch.manual_seed(0)
+    model, twin, temperatures = Tempered(), Tempered(), (0.5, 0.6, 0.7, 0.8, 0.9)
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(512, 32)
+
+    def train(module: nn.Module, **options: Any) -> tuple[list[torch.Tensor], int]:
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, **options)
+        steps = [[_step(compiled, x, t), *_gradients(module)] for t in temperatures]  # type: ignore[arg-type]
+        return [value for step in steps for value in step], counters["stats"]["unique_graphs"]
+
+    options = {"budget_mb": "70%", "inner": inner, "time_limit": 0.5}  # of the whole step's, so that it is planned anew
+    expected, fewest = train(twin, backend="aot_eager")
+    found, graphs = train(model, backend=checkpoint_planner, options=options)
+    equal = torch.equal if inner == "eager" else partial(torch.allclose, atol=1e-6)
+    assert all(map(equal, found, expected)) and graphs == fewest == len(plans(options))
+    assert all(program.overhead for program in plans(options)[-1:])
 
 
 class Wide(Net):

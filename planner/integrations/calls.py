@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from passes._torch import StorageWeakRef, pytree
+from passes.memory import granule, round_up
 
 from .partition import Figures
 from .program import Program
@@ -77,9 +78,10 @@ def node_of(result: Any) -> weakref.ref[Any] | None:
 
 
 def storages_of(values: Any) -> Iterator[tuple[int, int]]:
+    """Where the memory of each tensor lies, and its bytes as the allocator rounds them."""
     for tensor in tensors_of(values):
         storage = tensor.untyped_storage()
-        yield storage.data_ptr(), storage.nbytes()
+        yield storage.data_ptr(), round_up(storage.nbytes(), granule(tensor.device))
 
 
 def tensors_of(values: Any) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from solvers.errors import MIB, BudgetError
+from solvers.errors import MIB, BudgetError, shown_minimum
 from solvers.schedule import Schedule
 
 from .calls import gradient_bytes, held, storages_made
@@ -169,23 +169,25 @@ class Share(RunningStep):
         sequence = [call.program for call in self.sequence]
         kept = [p for p in dict.fromkeys(sequence) if p.kept and p.count_outputs(True)]
         self._note_plain_peak()
-        budget = self._budget()
+        budget, static = self._budget(), sum(self.leaves.values())
         peak = self.peak(self.figures(lambda p: _there(p.figures)))
-        self.lowest = min(self.lowest or peak, peak) if not kept else peak
+        told = self.peak(self.figures(lambda p: _there(p.predicted)))
+        above = max(peak, told) - static  # steps begin with other gradients and inputs
+        self.lowest = above if kept else min(self.lowest or above, above)
         if budget is None or not sequence:
             self.watching = False
         elif peak <= budget and not kept:
             self.watching = self._use_what_was_dropped(sequence, budget)
         elif self.attempts >= ATTEMPTS or self.exhausted:
+            lowest, budget = (size + self.settings.reserve_bytes for size in (static + self.lowest, budget))
             raise BudgetError(
-                f"of {self.attempts + 1} programs of the compiled step the lowest was measured to hold "
-                f"{self.lowest / MIB:,.3f} MiB; the budget is {budget / MIB:,.3f} MiB: ask for more, or for a smaller "
-                "batch",
-                budget_bytes=budget, minimum_bytes=self.lowest,
+                f"of {self.attempts + 1} programs of the compiled step the lowest needs {shown_minimum(lowest)}; the "
+                f"budget is {budget / MIB:,.3f} MiB: ask for more, or for a smaller batch",
+                budget_bytes=budget, minimum_bytes=lowest,
             )  # fmt: skip
         else:
             self.attempts += 1
-            self.target = self._lower_target(peak, budget, self.peak(self.figures(lambda p: _there(p.predicted))))
+            self.target = self._lower_target(peak, budget, told)
             if _count_as_dropped(sequence) or kept:
                 self.target = budget  # foretold anew
             self._plan_together(sequence, self.target)
@@ -209,7 +211,7 @@ class Share(RunningStep):
         if self._foretold(found) > budget or cost - _recompute(distinct, found) < WORTH:
             _put_back(before)
             return False
-        self.attempts, self.target = 1, budget
+        self.attempts, self.target, self.lowest = 1, budget, 0
         self._compile(found)
         return True
 
@@ -296,5 +298,3 @@ def _recompute(programs: Sequence[Program], found: Mapping[Program, Schedule] | 
     cost = {p: _there(p.problem).step_cost for p in programs}
     added = sum(cost[p] * (_there(p.ready).overhead(found[p]) if found else p.overhead) for p in programs)
     return added / (sum(cost.values()) or 1.0)
-
-

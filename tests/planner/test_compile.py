@@ -435,6 +435,29 @@ def test_gradients_from_before_the_step_count() -> None:
     assert program.overhead > 0
 
 
+@pytest.mark.every(1)
+@pytest.mark.parametrize(("micro_batches", "reserve_mb"), [(1, 0), (4, 0.2)])
+def test_a_refusal_names_a_budget_above_the_given_one_that_works(micro_batches: int, reserve_mb: float) -> None:
+    """Whether or not steps begin with gradients, and with a buffer that takes more than its eight bytes."""
+
+    def train(budget: float | str) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Net()
+        options = {"budget_mb": budget, "inner": "eager", "time_limit": 0.5, "reserve_mb": reserve_mb}
+        compiled = torch.compile(model, backend=checkpoint_planner, options=options)
+        for _ in range(3):
+            model.zero_grad()
+            for part in torch.randn(64, 32).chunk(micro_batches):
+                _step(compiled, part)
+
+    with pytest.raises(BudgetError) as raised:
+        train("75%" if micro_batches > 1 else "20%")
+    refused = raised.value
+    assert refused.minimum_bytes and refused.budget_bytes and refused.minimum_bytes > refused.budget_bytes
+    train(refused.minimum_bytes / MIB)
+
+
 def test_sizes_that_vary_are_planned_for_in_ranges_without_recompiling_in_dynamo() -> None:
     torch.manual_seed(0)
     model, twin = Net(blocks=2), Net(blocks=2)

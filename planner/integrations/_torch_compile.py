@@ -157,6 +157,11 @@ def is_profiling() -> bool:
     return bool(torch.autograd._profiler_enabled())
 
 
+def keeps_graph() -> bool:
+    """Whether the backward that is running keeps its graph, with all that was saved for it."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def symbol_name(value: Any) -> str:
     """The symbol that an input of a graph is; "" for what is not one."""
     if not isinstance(value, torch.SymInt):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,10 +20,20 @@ from passes.lower import lower
 from passes.memory import granule, round_up
 from passes.profile import OpProfile
 from planner.budget import Budget
+from planner.dropin.notices import user_frame
 from solvers.problem import Problem
 from solvers.schedule import Schedule
 
-from ._torch_compile import Ambient, Halves, compile_eager, compile_inductor, is_profiling, reentered, tracing_context
+from ._torch_compile import (
+    Ambient,
+    Halves,
+    compile_eager,
+    compile_inductor,
+    is_profiling,
+    keeps_graph,
+    reentered,
+    tracing_context,
+)
 from .halves import make_halves
 from .joint import read_joint
 from .partition import Figures, Ready, ready_for
@@ -67,7 +78,7 @@ class Program:
         self.measured: Figures | None = None
         self.watching = self.keeps_outputs = True
         self.kept: bool | None = None
-        self.held_after_all = False
+        self.held_after_all = self.noted_kept_graph = False
         self._left = 0  # what the latest forward left, measured
         self.returned: list[tuple[StorageWeakRef, int]] = []
         self.backward_ran: Callable[[], None] = lambda: None
@@ -159,6 +170,7 @@ class Program:
         def run(values: list[Any]) -> Any:
             if is_backward:
                 self.backward_ran()
+                self._note_kept_graph()
             result = self._measure(half, values, is_backward) if self.watching else half(values)
             if is_backward and self.watching:
                 self.kept = self.held_after_all or self._is_held()
@@ -168,6 +180,16 @@ class Program:
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
+
+    def _note_kept_graph(self) -> None:
+        """Say, once, that a backward frees less on its way than was planned."""
+        if not self.noted_kept_graph and self.settings.budget.value is not None and keeps_graph():
+            self.noted_kept_graph = True
+            warnings.warn(
+                "this backward of a compiled step keeps its graph (retain_graph=True): what was saved is held until "
+                "its end, which the budget does not count. Add the losses and call backward once, or make room with "
+                "reserve_mb.", stacklevel=user_frame(),
+            )  # fmt: skip
 
     def _is_held(self) -> bool:
         """Whether somebody holds what the latest call returned."""

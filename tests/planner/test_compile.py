@@ -458,6 +458,25 @@ def test_a_refusal_names_a_budget_above_the_given_one_that_works(micro_batches: 
     train(refused.minimum_bytes / MIB)
 
 
+def test_a_backward_that_keeps_its_graph_is_right_and_said_to_hold_more() -> None:
+    torch.manual_seed(0)
+    model, twin, x = Net(), Net(), torch.randn(64, 32)
+    twin.load_state_dict(model.state_dict())
+    options = {"budget_mb": "90%", "inner": "eager", "time_limit": 0.5}
+    ours: Any = torch.compile(model, backend=checkpoint_planner, options=options)
+    for run in (ours, torch.compile(twin, backend="aot_eager")):
+        loss = run(x)
+        with warnings.catch_warnings(record=True) as said:
+            loss.backward(retain_graph=True)
+            loss.backward()
+        names = [w.filename for w in said if re.search("retain_graph=True.*reserve_mb", str(w.message))]
+        assert names == [__file__] * (run is ours)
+    assert all(map(torch.equal, _gradients(model), _gradients(twin)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours(x).backward()
+
+
 def test_sizes_that_vary_are_planned_for_in_ranges_without_recompiling_in_dynamo() -> None:
     torch.manual_seed(0)
     model, twin = Net(blocks=2), Net(blocks=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -60,19 +61,37 @@ def scattered(model: nn.Module) -> Iterator[None]:
     for state in _states(model):
         for group in _groups_of(state) if state._is_root is None else ():
             group.lazy_init()
-    with _resharded(_groups(model)):
+    with _resharded(model):
         yield
 
 
 @contextmanager
-def _resharded(groups: Sequence[Any]) -> Iterator[None]:
+def _resharded(model: nn.Module) -> Iterator[None]:
+    groups = _groups(model)
     for group in groups:
         group.reshard()
+    before = _progress(model)
     try:
         yield
     finally:
+        for place, name, value in before:  # a step that was cut short does not end by itself
+            place[name] = value
         for group in groups:
             group.reshard()
+
+
+def _progress(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """How far sharded modules are within a step: each attribute that tells, and its value."""
+    states, groups = _states(model), _groups(model)
+    places = (*states, *(s._state_ctx for s in states), *groups, *(group.comm_ctx for group in groups))
+    found = [(vars(place), name) for place in places for name in _OF_A_STEP if name in vars(place)]
+    return [(held, name, copy(value) if isinstance(value := held[name], list) else value) for held, name in found]
+
+
+_OF_A_STEP = (
+    "_training_state", "iter_forward_root", "post_backward_final_callback_queued", "post_forward_order",
+    "_post_forward_indices", "_all_gather_result", "all_gather_state", "reduce_scatter_state", "reduce_scatter_states",
+)  # fmt: skip
 
 
 @contextmanager
@@ -89,7 +108,7 @@ def gathered_aside(model: nn.Module) -> Iterator[None]:
             parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
             vars(parameter).pop("_unsharded_param", None)
     try:
-        with _resharded(groups):
+        with _resharded(model):
             yield
     finally:
         for place, held in before:

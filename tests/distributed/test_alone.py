@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from passes._torch import local_part
-from passes.errors import Unsupported
+from passes.errors import CaptureError, Unsupported
 from passes.memory import measure_peak
 from passes.run.step import ChangedInPlace
 from planner import Plan, auto_checkpoint
@@ -86,6 +86,44 @@ def test_planning_steps_no_optimizer_in_the_backward() -> None:
     assert called == [] and all(map(torch.equal, before, parts(model)))
     plan.module(x).square().mean().backward()
     assert len(called) == len(before)
+
+
+class CutShort(nn.Module):
+    """Between blocks: raises in the forward, or in the backward, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where, self.error = "", BaseException()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.where == "forward":
+            raise self.error
+        if self.where == "backward" and x.requires_grad:
+            x.register_hook(self._raise)
+        return x * 2.0
+
+    def _raise(self, gradient: torch.Tensor) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no")], ids=["interrupted", "failed"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.every(1)
+def test_a_planning_step_that_is_cut_short_leaves_a_model_that_trains(where: str, error: BaseException) -> None:
+    def model() -> nn.Sequential:
+        model = blocks()
+        model.insert(1, CutShort()).append(nn.Linear(16, 16))  # the root has parameters of its own
+        for i in (0, 2, 3):
+            fully_shard(model[i], mesh=init_device_mesh("cpu", (1,)))
+        return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+    (cut, plain), x = (model() for _ in range(2)), torch.randn(64, 16)
+    cut[1].where, cut[1].error = where, error
+    with pytest.raises((type(error), CaptureError)):
+        auto_checkpoint(cut, x, "95%", **QUICK)
+    cut[1].where = ""
+    assert_same_training(cut, cut, plain, [x, x])
+    assert_same_training(planned(cut, x).module, cut, plain, [x, x])
 
 
 @pytest.mark.parametrize("reshard", [True, False])

@@ -60,7 +60,7 @@ def exclusive() -> Iterator[None]:
     """
     global _cut_short
     try:
-        with _lock, _signals_deferred(), casts_aside():
+        with _lock, signals_deferred(), casts_aside():
             yield
     except BaseException:
         _cut_short = True
@@ -119,7 +119,7 @@ def interrupt_point() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Within an `exclusive` block: signals work at once in here, as nothing of torch's is half done."""
+    """Within such a block: signals work at once in here, as nothing is half done."""
     global _later
     if not _in_main_thread():
         yield
@@ -174,7 +174,8 @@ def _deliver(each: Iterator[_Later]) -> None:
 
 
 @contextmanager
-def _signals_deferred() -> Iterator[None]:
+def signals_deferred() -> Iterator[None]:
+    """What `exclusive` does about signals, for a block of which no other thread need keep out."""
     global _later
     if _later or not _in_main_thread():
         yield

@@ -132,7 +132,6 @@ def auto_checkpoint(
         HintError: a hint names no op of the step (the nearest names are told), or contradicts another one.
         RankError: another rank of `group` cannot plan, ended, or has another step.
     """
-    budget = Budget(budget_mb)
 
     def opened() -> Session:
         return open_session(
@@ -144,8 +143,8 @@ def auto_checkpoint(
 
     ranks = group_of(model) if group is None else group
     if ranks is not None:
-        return plan_together(ranks, opened, budget)
-    session = opened()
+        return plan_together(ranks, opened, budget_mb)
+    budget, session = Budget(budget_mb), opened()
     return session.plan(budget.to_bytes(session.plain_peak_bytes))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from passes.exclusive import signals_deferred
 from passes.ops import is_collective
 from passes.printable import brief
 from passes.trace.refuse import has_sharded
@@ -32,17 +33,21 @@ REMEDY = (
 )
 
 
-def plan_together(group: Any, open_session: Callable[[], Session], budget: Budget) -> Plan:
+@signals_deferred()
+def plan_together(group: Any, open_session: Callable[[], Session], budget_mb: Any) -> Plan:
     """The plan of this rank's step, with the decisions of the first rank of `group`.
 
-    The budget is the smallest of what the ranks ask for.
+    The budget is the smallest of what the ranks ask for. Signals are heard while this rank works, so that the others
+    hear of it; while it talks they wait.
 
     Raises:
+        BudgetError: `budget_mb` is not a budget; another rank's is a `RankError` here.
         RankError: another rank cannot plan, ended, or has another step; all ranks raise.
     """
     ranks = Ranks(group)
 
     def opened() -> tuple[Session, Message]:
+        budget = Budget(budget_mb)
         session = open_session()
         return session, {**_outline(session), "budget": budget.to_bytes(session.plain_peak_bytes)}
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from passes.exclusive import interruptible
 from passes.printable import brief, shown
 from planner.errors import RankError
 from solvers.errors import PlannerError
@@ -47,9 +48,10 @@ class Ranks:
             RankError: another rank failed or cannot be reached. An error of this rank's own is raised as it is.
         """
         try:
-            result, message = work()
-        except Exception as error:
-            self._tell({FAILED: f"{type(error).__name__}: {error}"})
+            with interruptible():
+                result, message = work()
+        except BaseException as error:  # Ctrl-C, too
+            self._tell({FAILED: f"{type(error).__name__}: {error}".rstrip(": ")})
             raise
         said = self._tell(message)
         for rank, words in enumerate(said):

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 from planner import RankError, auto_checkpoint
+from planner.ranks.talk import Ranks
 
 from . import cases, models
 from .harness import Failed, run_ranks, try_ranks
@@ -169,6 +171,36 @@ def test_a_budget_that_nothing_fits_is_an_error_on_all() -> None:
     first, second = try_ranks(fail, "no budget")
     assert first[0] == "BudgetError" and second[0] == RankError.__name__
     assert "smallest budget known to work" in second[1] and second[2] < 30
+
+
+def interrupt(rank: int, when: str) -> tuple[str, bool]:
+    """What planning raises where one rank gets Ctrl-C or a wrong budget; and whether they plan together afterwards."""
+    model, batch = DistributedDataParallel(models.language()), models.tokens(rank)
+    asked, report = "nonsense" if when == "budget" and rank else "80%", Ranks._report
+
+    def interrupted(*args: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return report(*args)
+
+    handle = model.module.words.register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+    if when != "working" or not rank:
+        handle.remove()
+    try:
+        with patch.object(Ranks, "_report", interrupted if when == "talking" else report):
+            auto_checkpoint(model, (batch, batch), asked, **cases.QUICK)
+        said = ""
+    except BaseException as error:  # noqa: BLE001
+        said = f"{type(error).__name__}: {error}"
+    handle.remove()
+    return said, auto_checkpoint(model, (batch, batch), "80%", **cases.QUICK).overhead > 0
+
+
+@pytest.mark.parametrize("when", ["working", "talking", "budget"])
+@pytest.mark.every(1)
+def test_a_rank_that_is_interrupted_or_has_a_wrong_budget_is_an_error_on_the_others(when: str) -> None:
+    (first, planned), (second, _) = run_ranks(interrupt, when, seconds=60.0)
+    assert second.startswith("BudgetError" if when == "budget" else "KeyboardInterrupt")
+    assert first.startswith("RankError: rank 1 of 2") and second[:11] in first and planned
 
 
 def test_a_killed_rank_is_an_error_on_the_others() -> None:

@@ -1,8 +1,9 @@
 """One plan for all ranks: the first rank's, after all have compared the steps that they captured.
 
 Every rank captures, profiles, rewrites, proves and checks by itself; what to save and what to recompute is decided
-once. Steps by regions that talk to no other rank may differ in what values say (which rows an expert gets): there each
-rank decides for itself. Ranks talk after each of these, so that one that fails is heard of by all others.
+once. Steps may differ in what a rank or its values say (which rows an expert gets, which place of a gathered list is
+the rank's own), where they talk to others in the same order: there each rank decides for itself. Ranks talk after
+each of these, so that one that fails is heard of by all others.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from .talk import Message, Ranks
 
 REMEDY = (
     "Ranks that train one model share a plan: give all of them a sample of the same shapes (drop_last=True; padding "
-    "to one length), and the same model and options."
+    "to one length), and the same model and options. Where their code is to differ around collectives, plan the "
+    'submodules that are alike: regions=["blocks.*"].'
 )
 
 
@@ -77,14 +79,27 @@ def _outline(session: Session) -> Message:
     step only the ops and the shapes are compared.
     """
     prepared = session.prepared
-    traced, lines, regions = prepared.traced, op_lines(prepared), prepared.regions
+    traced, lines, options = prepared.traced, op_lines(prepared), prepared.options
     shared = any(map(is_collective, traced.graph_module.graph.nodes))
+    asked = {kind: getattr(options, kind) for kind in ("gradients", "keep_outputs", "regions")}
     return {
         "fingerprint": "" if shared else fingerprint(traced), "tensors": list(tensor_lines(traced)),
         "ops": [f"{o.name} = {o.aten} -> {o.result}{'' if shared else f' [{o.id}]'}" for o in lines],
-        "alone": regions is not None and not shared and not regions.talks and not has_sharded(session.model),
-        "options": {"gradients": prepared.options.gradients, "keep_outputs": prepared.options.keep_outputs},
+        "sent": None if has_sharded(session.model) else _sent(prepared),
+        "options": [f"{kind}={value!r}" for kind, value in {**asked, **options.hints.to_dict()}.items()],
     }  # fmt: skip
+
+
+def _sent(prepared: Prepared) -> list[str] | None:
+    """The collectives of the forward, in their order; None where others go on among the gradients, or are not known.
+
+    Wrappers send gradients while the backward runs: between which of its collectives depends on what is recomputed.
+    """
+    nodes, begin = prepared.lowered.nodes, prepared.problem.num_forward
+    talks = [node is not None and is_collective(node) for node in nodes]
+    if any(talks[begin:]) or (prepared.regions is not None and prepared.regions.talks):
+        return None
+    return [f"{line.aten} -> {line.result}" for line, sent in zip(op_lines(prepared), talks, strict=True) if sent]
 
 
 def _are_equal(said: list[Message]) -> bool:
@@ -94,13 +109,15 @@ def _are_equal(said: list[Message]) -> bool:
         RankError: on every rank the same about the first rank whose step is not that of rank 0, and has to be.
     """
     first = said[0]
-    if all(w["alone"] and (w["tensors"], w["options"]) == (first["tensors"], first["options"]) for w in said):
+    alike = all(words[key] == first[key] for key in ("tensors", "options", "sent") for words in said)
+    if alike and first["sent"] is not None:
         return all(words["ops"] == first["ops"] for words in said)
     for rank, words in enumerate(said):
         if all(words[key] == first[key] for key in first if key != "budget"):
             continue
-        lines = zip((*words["tensors"], *words["ops"]), (*first["tensors"], *first["ops"]), strict=False)
-        other = next((pair for pair in lines if pair[0] != pair[1]), ("other constants or options", "those asked for"))
+        lines = (zip(words[key], first[key], strict=False) for key in ("options", "tensors", "ops"))
+        others = (pair for pairs in lines for pair in pairs if pair[0] != pair[1])
+        other = next(others, ("other constants, or more ops", "those asked for"))
         differs = f"rank {rank} has {brief(other[0], 200)}, rank 0 has {brief(other[1], 200)}"
         raise RankError(f"the ranks' steps differ: {differs}. {REMEDY}", rank=rank)
     return True

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
@@ -103,14 +104,45 @@ class Routed(nn.Module):
         return hidden.square().mean()
 
 
-def route(rank: int) -> tuple[bool, int, int]:
+class Contrasted(nn.Module):
+    """Rows of all ranks are compared, in a list in which each rank puts its own, with their gradient, in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(models.Block(32) for _ in range(2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.blocks(x)
+        gathered = [torch.zeros_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, rows)
+        gathered[dist.get_rank()] = rows
+        return (rows @ torch.cat(gathered).T).softmax(-1).diagonal().square().mean()
+
+
+class Skipping(nn.Module):
+    """Another block on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(models.Block(32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in range(2 + dist.get_rank()):
+            x = self.blocks[i](x)
+        return x.square().mean()
+
+
+def route(rank: int, kind: type[nn.Module]) -> tuple[bool, int, int]:
     """Whether losses and parameters are the plain ones, the peak, and the plain one's."""
     x = torch.randn(256, 32, generator=torch.Generator().manual_seed(rank))
-    kinds = [DistributedDataParallel(Routed()) for _ in range(2)]
+    kinds = [DistributedDataParallel(kind(), find_unused_parameters=kind is Skipping) for _ in range(2)]
     plan = auto_checkpoint(kinds[1], x, "90%", **cases.QUICK)
     plan.apply(kinds[1])
     losses = []
     for model in kinds:
+        torch.manual_seed(5)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(3):
             optimizer.zero_grad()
@@ -121,10 +153,12 @@ def route(rank: int) -> tuple[bool, int, int]:
     return all(torch.equal(a, b) for a, b in pairs), plan.peak_bytes, plan.baseline_peak_bytes
 
 
-def test_ranks_whose_values_choose_otherwise_each_plan_their_own_step() -> None:
-    (same, peak, plain), other = run_ranks(route)
+@pytest.mark.parametrize("kind", [Routed, Contrasted, Skipping])
+@pytest.mark.every(1)
+def test_ranks_whose_steps_are_to_differ_each_plan_their_own(kind: type[nn.Module]) -> None:
+    (same, peak, plain), other = run_ranks(route, kind)
     assert same and other[0]
-    assert peak < plain and other[1] < other[2] and plain != other[2]
+    assert peak < plain and other[1] < other[2] and (plain != other[2] or kind is Contrasted)
 
 
 # Ranks that cannot go on ----------------------------------------------------------------------------------------------
@@ -134,7 +168,7 @@ class BrokenOnOneRank(models.Language):
     """A model that one rank cannot run."""
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if torch.distributed.get_rank() == 1:
+        if dist.get_rank() == 1:
             raise ValueError("there is no such table")
         return super().forward(tokens, labels)
 
@@ -146,9 +180,10 @@ def fail(rank: int, how: str) -> tuple[str, str, float]:
     if rank == {"killed": 1, "first killed": 0}.get(how):
         time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGKILL)
+    options = {**cases.QUICK, "save": [f"blocks.{rank}"]} if how == "other hints" else cases.QUICK
     begin = time.monotonic()
     try:
-        auto_checkpoint(model, (batch, batch), "1%" if how == "no budget" else "80%", **cases.QUICK)
+        auto_checkpoint(model, (batch, batch), "1%" if how == "no budget" else "80%", **options)
     except Exception as error:  # noqa: BLE001
         return type(error).__name__, str(error), time.monotonic() - begin
     return "", "", 0.0
@@ -159,6 +194,11 @@ def test_a_rank_with_another_batch_shape_says_so_on_all() -> None:
         assert name == RankError.__name__
         assert "rank 1 has input ['tokens']: i64[4, 32], rank 0 has input ['tokens']: i64[8, 32]" in text
         assert "drop_last" in text and seconds < 30
+
+
+def test_a_rank_with_other_hints_says_so_on_all() -> None:
+    for name, text, _ in try_ranks(fail, "other hints"):
+        assert name == RankError.__name__ and "rank 1 has save=['blocks.1'], rank 0 has save=['blocks.0']" in text
 
 
 def test_a_rank_that_fails_to_plan_is_heard_of_by_the_others() -> None:

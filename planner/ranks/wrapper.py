@@ -71,8 +71,15 @@ def check_wrapper(model: nn.Module) -> None:
     """Refuse a wrapper that changes what the forward computes with.
 
     Raises:
-        Unsupported: the wrapper casts parameters and inputs.
+        Unsupported: the wrapper casts parameters and inputs, or hooks make `DTensor`s of parameters.
     """
+    for name, module in model.named_modules():
+        if any(getattr(h, "__name__", "") == "_reconstruct_dtensor" for h in module._forward_pre_hooks.values()):
+            raise Unsupported(
+                "tensor parallel within DistributedDataParallel (_pre_dp_module_transform)", name or "the model itself",
+                "its hooks put DTensors in the places of parameters while the step runs, and others back",
+                "Use one of the two: parallelize_module over all ranks, or DistributedDataParallel.",
+            )  # fmt: skip
     if getattr(model, "mixed_precision", None) is not None and isinstance(model, DistributedDataParallel):
         raise Unsupported(
             "DistributedDataParallel(mixed_precision=...)", "the model itself", "it casts parameters and inputs in "

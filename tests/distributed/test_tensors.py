@@ -11,8 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from torch.nn.parallel import DistributedDataParallel
 
 from passes._torch import local_part
+from passes.errors import Unsupported
 from passes.memory import measure_peak
 from planner import CaptureError, auto_checkpoint
 
@@ -43,6 +46,13 @@ def test_gradients_are_spread_over_the_ranks_as_those_of_the_plain_step() -> Non
     for mine, own in pairs:
         assert torch.equal(local_part(mine.grad), local_part(own.grad))
         assert getattr(mine.grad, "placements", None) == getattr(own.grad, "placements", None)
+
+
+def test_tensor_parallel_within_data_parallel_is_refused_by_name() -> None:
+    model, batch = models.spread(models.language(2)), models.tokens(0, rows=1)
+    _pre_dp_module_transform(model)
+    with pytest.raises(Unsupported, match=r"_pre_dp_module_transform\) at module.* DTensors .*Use one of the two"):
+        auto_checkpoint(DistributedDataParallel(model), (batch, batch), "100%", **QUICK)
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random")

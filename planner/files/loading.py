@@ -148,7 +148,13 @@ def _solution(file: PlanFile, prepared: Prepared) -> Solution:
     budget = file["options"]["budget_bytes"]
     if budget is not None and found.peak_bytes > budget:
         sizes = f"{found.peak_bytes / MIB:,.1f} MiB here, over its budget of {budget / MIB:,.1f} MiB"
-        raise file.error("peak_bytes", f"the planned step peaks at {sizes}: plan anew on this machine")
+        around = prepared.options.wrapper_bytes
+        buckets = (
+            f", with {around / MIB:,.1f} MiB of DistributedDataParallel, which the plan's reserve_mb may have counted: "
+            "load it for model.module, and wrap plan.module, or"
+        )  # fmt: skip
+        said = buckets if found.peak_bytes - around <= budget else ":"
+        raise file.error("peak_bytes", f"the planned step peaks at {sizes}{said} plan anew on this machine")
     if same and found.peak_bytes != saved["peak_bytes"]:
         stated = f"{saved['peak_bytes']} bytes"
         raise file.error("peak_bytes", f"states a peak of {stated}, its schedule has {found.peak_bytes}")

@@ -6,6 +6,7 @@ Everybody talks to the first rank alone, so that it is known by number who canno
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -100,7 +101,8 @@ class Ranks:
 
 
 def _gone(error: RuntimeError) -> Message:
-    return {FAILED: f"it ended, or cannot be reached ({brief(error, 200)})"}
+    clause = re.sub(r"^\[[^]]*\] ", "", str(error)).partition(". ")[0]  # between a place in gloo's source and advice
+    return {FAILED: f"it ended, or cannot be reached ({brief(clause, 200)})"}
 
 
 def _gloo(group: Any) -> Any:

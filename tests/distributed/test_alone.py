@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -21,9 +22,10 @@ from passes._torch import local_part
 from passes.errors import CaptureError, Unsupported
 from passes.memory import measure_peak
 from passes.run.step import ChangedInPlace
-from planner import Plan, auto_checkpoint
+from planner import Plan, PlanFileError, auto_checkpoint
 from planner.integrations import plan_on_first_batch
 from planner.integrations.compile import checkpoint_planner, plans
+from solvers.errors import MIB
 from tests.planner.histories import RANKS, run
 
 QUICK: dict[str, Any] = {"solver": "greedy", "time_limit": 2, "progress": False}
@@ -298,6 +300,16 @@ class Two(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden = self.body(x)
         return {"loss": hidden.square().mean(), "hidden": hidden}
+
+
+def test_a_plan_file_that_reserves_what_a_wrapper_holds_is_for_what_it_wraps(tmp_path: Path) -> None:
+    model, x = blocks(), torch.randn(64, 16)
+    plan = auto_checkpoint(model, x, "95%", reserve_mb=sum(p.nbytes for p in model.parameters()) / MIB, **QUICK)
+    plan.save(tmp_path / "plan.json")
+    wrapped = DistributedDataParallel(model)
+    with pytest.raises(PlanFileError, match=r"MiB of DistributedDataParallel, which .*: load it for model.module"):
+        Plan.load(tmp_path / "plan.json", wrapped, x, progress=False)
+    assert Plan.load(tmp_path / "plan.json", wrapped.module, x, progress=False).peak_bytes == plan.peak_bytes
 
 
 def test_another_start_of_the_backward_of_a_wrapped_model_is_replayed() -> None:

@@ -162,6 +162,25 @@ def test_ranks_whose_steps_are_to_differ_each_plan_their_own(kind: type[nn.Modul
     assert peak < plain and other[1] < other[2] and (plain != other[2] or kind is Contrasted)
 
 
+def train_on_more(rank: int) -> list[bool]:
+    """For each step whether its gradients are the plain ones, with buckets that stay as they are."""
+    found = []
+    for planned in (False, True):
+        model = DistributedDataParallel(models.language(), find_unused_parameters=True)
+        batch = models.tokens(rank)
+        call = auto_checkpoint(model, (batch, batch), "80%", **cases.QUICK).module if planned else model
+        torch.manual_seed(1)
+        for _ in range(3):
+            model.zero_grad()
+            call(batch, batch).backward()
+            found.append([p.grad for p in model.parameters()])
+    return [all(map(torch.equal, a, b)) for a, b in zip(found[:3], found[3:], strict=True)]
+
+
+def test_on_more_than_two_ranks_gradients_are_the_plain_ones_where_buckets_stay() -> None:
+    assert run_ranks(train_on_more, ranks=3) == [[True] * 3] * 3
+
+
 # Ranks that cannot go on ----------------------------------------------------------------------------------------------
 
 

@@ -391,6 +391,26 @@ def is_distributed(t: Any) -> bool:
     return distributed is not None and isinstance(t, distributed.DTensor)
 
 
+def arrived(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name, where those that a collective is still to fill are waited for, as their first reader would."""
+    collectives: Any = sys.modules.get("torch.distributed._functional_collectives")
+    if collectives is None or not any(isinstance(v, collectives.AsyncCollectiveTensor) for v in arguments.values()):
+        return arguments
+    kind = collectives.AsyncCollectiveTensor
+    return {name: _Arrived.apply(v) if isinstance(v, kind) else v for name, v in arguments.items()}
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Any) -> torch.Tensor:
+        made: torch.Tensor = given.wait().detach()
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 def local_parts(tensors: Sequence[Any], spread: Mapping[int, Any]) -> Sequence[Any]:
     """This rank's part of each; `spread` has the placements of their gradients (else a tensor's own)."""
     distributed: Any = sys.modules.get("torch.distributed.tensor")

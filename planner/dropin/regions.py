@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from passes._torch import dispatch_modes, function_modes, global_hooks, is_compiled
+from passes._torch import arrived, dispatch_modes, function_modes, global_hooks, is_compiled
 from passes.run._torch import Autocast, active_saving_hooks, under_transform
 from passes.trace.arguments import call_signature, set_forward
 from passes.trace.binding import binder, call_bound
@@ -116,7 +116,7 @@ class RegionForward:
         if global_hooks() or function_modes() or dispatch_modes() != self.modes:
             self._miss(number, "hooks of every module, or a mode, are there for it", helps=False)
             return self.original(*args, **kwargs)
-        bound = self.bind(args, kwargs)
+        bound = arrived(self.bind(args, kwargs))
         inputs, template = flatten(bound)
         if under_transform(inputs):
             self._miss(number, "it is under a transform of torch.func", helps=False)

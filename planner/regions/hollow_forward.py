@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes._torch import disable_current_modes, local_part
+from passes._torch import arrived, disable_current_modes, local_part
 from passes.alias import Storage
 from passes.memory import place
 from passes.run._torch import active_saving_hooks, backward_number, under_transform
@@ -59,7 +59,7 @@ class HollowForward:
         hollow.called[path] = number + 1
         if hollow.inside or not torch.is_grad_enabled() or (path, number) in hollow.parts.eager_calls:
             return self.original(*args, **kwargs)
-        bound = bind_call(self.__signature__, args, kwargs)
+        bound = arrived(bind_call(self.__signature__, args, kwargs))
         tensors, template = flatten(bound)
         part = self._part(number, bound, tensors, template)
         if part is None:  # what is in it keeps nothing either: on a full device there is no room for it

@@ -237,11 +237,18 @@ def fsdp_accumulated(rank: int, share: str = "85%") -> Compared:
 # Tensor parallel ------------------------------------------------------------------------------------------------------
 
 
-def tensor_parallel(rank: int, share: str = "80%", spread: Call = models.spread) -> Compared:
+def tensor_parallel(rank: int, share: str = "80%", spread: Call = models.spread, **options: Any) -> Compared:
     """Parameters are DTensors; both ranks have the same batch."""
     batch, model = models.tokens(0), spread(models.language())
-    plan = auto_checkpoint(model, (batch, batch), share, **QUICK)
+    plan = auto_checkpoint(model, (batch, batch), share, **options, **QUICK)
     return compared(spread(models.language()), model, plan, plan.module, batch)
+
+
+def spread_and_sharded(rank: int, share: str = "85%") -> Compared:
+    """Tensor parallel over pairs of ranks with one batch, and sharded over the pairs."""
+    batch, model = models.tokens(rank // 2), models.spread_and_shard(models.language())
+    plan = auto_checkpoint(model, (batch, batch), share, group=dist.group.WORLD, **QUICK)
+    return compared(models.spread_and_shard(models.language()), model, plan, plan.module, batch)
 
 
 def loss_in_parallel(rank: int, share: str = "85%") -> Compared:

@@ -172,13 +172,22 @@ def shard_whole(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-def spread(model: nn.Module) -> nn.Module:
+def spread(model: nn.Module, mesh: Any = None) -> nn.Module:
     """Tensor parallel: each block's two products, the table and the head."""
     styles: dict[str, Any] = {
         "words": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate()),
         "blocks.*.wide": ColwiseParallel(), "blocks.*.back": RowwiseParallel(),
     }  # fmt: skip
-    return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), styles)
+    return parallelize_module(model, mesh or init_device_mesh("cpu", (dist.get_world_size(),)), styles)
+
+
+def spread_and_shard(model: nn.Module) -> nn.Module:
+    """Tensor parallel over each two of four ranks, and `fully_shard` over the pairs."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    spread(model, mesh["tensor"])
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
 
 
 def spread_logits(model: nn.Module) -> nn.Module:

@@ -43,6 +43,7 @@ CASES: dict[str, Callable[[int], cases.Compared]] = {
     "FSDP2, first batch": partial(cases.first_batch, sharded=True),
     "tensor parallel, by hand": cases.by_hand,
     "tensor parallel": cases.tensor_parallel,
+    "tensor parallel, by regions": partial(cases.tensor_parallel, share="85%", regions="blocks.*"),
     "tensor parallel, loss_parallel, by regions": cases.loss_in_parallel,
     "pipeline, GPipe": partial(cases.pipeline, kind=ScheduleGPipe),
     "pipeline, 1F1B": partial(cases.pipeline, kind=Schedule1F1B),
@@ -70,12 +71,20 @@ def answers(request: pytest.FixtureRequest) -> list[Any]:
 def test_losses_and_parameters_are_those_of_the_unplanned_training(answers: list[Any], name: str) -> None:
     for answer in answers:
         assert not isinstance(answer, Failed), answer
-        found = answer[name]
-        assert isinstance(found, cases.Compared), found
-        assert found.same
-        assert found.overhead > 0
-        assert abs(found.off) < 0.01
-        assert found.measured <= found.budget * 1.005
+        assert_as_planned(answer[name])
+
+
+def assert_as_planned(found: Any) -> None:
+    assert isinstance(found, cases.Compared), found
+    assert found.same
+    assert found.overhead > 0
+    assert abs(found.off) < 0.01
+    assert found.measured <= found.budget * 1.005
+
+
+def test_tensor_parallel_within_sharding_trains_as_unplanned() -> None:
+    for found in run_ranks(cases.spread_and_sharded, ranks=4):
+        assert_as_planned(found)
 
 
 def test_a_rank_plans_alone_what_talks_to_others_and_counts_what_that_holds() -> None:

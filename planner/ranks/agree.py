@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from passes.exclusive import signals_deferred
 from passes.ops import is_collective
 from passes.printable import brief
@@ -85,7 +87,7 @@ def _outline(session: Session) -> Message:
     return {
         "fingerprint": "" if shared else fingerprint(traced), "tensors": list(tensor_lines(traced)),
         "ops": [f"{o.name} = {o.aten} -> {o.result}{'' if shared else f' [{o.id}]'}" for o in lines],
-        "sent": None if has_sharded(session.model) else _sent(prepared),
+        "sent": None if has_sharded(session.model) or _is_listened_to(session.model) else _sent(prepared),
         "options": [f"{kind}={value!r}" for kind, value in {**asked, **options.hints.to_dict()}.items()],
     }  # fmt: skip
 
@@ -100,6 +102,11 @@ def _sent(prepared: Prepared) -> list[str] | None:
     if any(talks[begin:]) or (prepared.regions is not None and prepared.regions.talks):
         return None
     return [f"{line.aten} -> {line.result}" for line, sent in zip(op_lines(prepared), talks, strict=True) if sent]
+
+
+def _is_listened_to(model: nn.Module) -> bool:
+    """Whether parameters have hooks, which may send gradients as they leave: their order is the plan's."""
+    return any(p._backward_hooks or (p.is_leaf and p._post_accumulate_grad_hooks) for p in model.parameters())
 
 
 def _are_equal(said: list[Message]) -> bool:

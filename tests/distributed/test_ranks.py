@@ -190,6 +190,21 @@ def test_on_more_than_two_ranks_gradients_are_the_plain_ones_where_buckets_stay(
     assert run_ranks(train_on_more, ranks=3) == [[True] * 3] * 3
 
 
+def listen(rank: int) -> str:
+    """Plan steps that differ, where a hook could send each gradient as it leaves; the error."""
+    model = Skipping()
+    model.blocks[0].wide.weight.register_post_accumulate_grad_hook(lambda p: None)
+    try:
+        auto_checkpoint(model, torch.randn(64, 32), "90%", group=dist.group.WORLD, **cases.QUICK)
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+def test_steps_that_differ_are_refused_where_gradients_have_hooks() -> None:
+    assert all("the ranks' steps differ" in text for text in run_ranks(listen))
+
+
 # Ranks that cannot go on ----------------------------------------------------------------------------------------------
 
 

@@ -132,7 +132,8 @@ def refuse_untracked(tensor: torch.Tensor, place: str) -> None:
         raise UNTRACKED.at(place)
 
 
-def _untracked(model: nn.Module) -> Iterator[str]:
+def untracked(model: nn.Module) -> Iterator[str]:
+    """The parameters and buffers made under `inference_mode`."""
     return (name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_inference())
 
 
@@ -282,7 +283,7 @@ TABLE: tuple[Refusal, ...] = (
         "Give it a name without dots. Where the model has a named_parameters() of its own, plan nn.Sequential(model).",
         misnamed,
     ),
-    Refusal(UNTRACKED.what, UNTRACKED.why, UNTRACKED.remedy, _untracked),
+    Refusal(UNTRACKED.what, UNTRACKED.why, UNTRACKED.remedy, untracked),
     Refusal(
         "parameters on several devices", "one budget covers one device", "Move the model to one device.",
         _mixed_devices,

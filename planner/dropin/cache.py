@@ -41,7 +41,7 @@ from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match, match_arguments
 from passes.trace.overlaps import overlaps
 from passes.trace.reads import Matched, Reads
-from passes.trace.refuse import cached_parametrizations, has_sharded, is_sharded
+from passes.trace.refuse import cached_parametrizations, has_sharded, is_sharded, untracked
 from passes.trace.structure import flatten, held_objects
 from passes.trace.templates import argument_path
 from planner.decided import Decided
@@ -283,6 +283,8 @@ class PlanState:
             return "within a TorchDispatchMode (it would be told of planning's ops, and keep their tensors)"
         if self.first.by_regions and backward_number() >= 0:
             return "within a backward (a reentrant torch.utils.checkpoint: leave it out)"
+        if (name := next(untracked(self.model), None)) is not None:
+            return f"while {name} is a tensor made under torch.inference_mode() (its clone() outside is not)"
         cached = next(cached_parametrizations(self.model), None) is not None
         return "within parametrize.cached() (open it in forward, or leave it out)" if cached else ""
 

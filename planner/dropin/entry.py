@@ -22,7 +22,7 @@ from passes.trace.reads import Matched, Reads
 from passes.trace.structure import held_objects
 from planner.decided import Decided
 
-from .plan_key import Key, arrangement, lazy, state_key
+from .plan_key import Key, arrangement, manner, state_key
 
 BYTES_PER_OP = 23_000  # by the growth of a process that plans GPT-2 for 20 lengths
 
@@ -35,7 +35,7 @@ def is_planned_for(tensor: Any) -> bool:
 
 
 def _decides(t: torch.Tensor) -> tuple[Any, ...]:
-    return t.shape, t.dtype, t.device, t.requires_grad, arrangement(t), lazy(t)
+    return t.shape, t.dtype, t.device, t.requires_grad, arrangement(t), manner(t)
 
 
 @dataclass(eq=False)

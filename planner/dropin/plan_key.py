@@ -20,6 +20,7 @@ from passes.trace.structure import is_shared
 from passes.trace.templates import Again, Constant, Opaque, Slot, Template, Tree, outline
 
 LAZY = ", yet to be conjugated"
+UNTRACKED = ", made under inference_mode"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Key:
 
 def call_key(tensors: Sequence[torch.Tensor], template: Template, cast: torch.dtype | None = None) -> Key:
     """The key of a call with these arguments, made now; `cast` is to what those of floating point are cast before."""
-    looks = [(*state_key(t), _kind_of(t), t.is_inference()) for t in tensors]
+    looks = [(*state_key(t), _kind_of(t)) for t in tensors]
     # Forward may look for attributes that the caller set.
     named = [(i, *sorted(vars(t))) for i, t in enumerate(tensors) if type(t) is torch.Tensor and vars(t)]
     inputs: tuple[Any, ...] = (f"{template_key(template)}{named or ''}", *looks)
@@ -78,7 +79,7 @@ def state_key(t: torch.Tensor) -> tuple[Any, ...]:
     if is_distributed(t):
         spread: Any = t
         return (*state_key(local_part(t)), tuple(map(str, spread.placements)), tuple(t.shape))
-    return t.shape, t.dtype, home(t), t.requires_grad, arrangement(t), lazy(t)
+    return t.shape, t.dtype, home(t), t.requires_grad, arrangement(t), manner(t)
 
 
 def module_key(module: nn.Module) -> Any:
@@ -100,9 +101,9 @@ def arrangement(t: torch.Tensor) -> Any:
     return t.stride() if t.layout is torch.strided else t.layout
 
 
-def lazy(t: torch.Tensor) -> str:
-    """Whether a tensor is yet to be conjugated, in words."""
-    return LAZY if t.is_conj() else ""
+def manner(t: torch.Tensor) -> str:
+    """Whether a tensor is yet to be conjugated, or torch does not count its changes, in words."""
+    return LAZY * t.is_conj() + UNTRACKED * t.is_inference()
 
 
 def home(t: torch.Tensor) -> torch.device:
@@ -112,8 +113,7 @@ def home(t: torch.Tensor) -> torch.device:
 
 def describe_tensor(key: Any) -> str:
     shape, dtype, device, requires_grad, strides, *others = key
-    more = ", requires_grad" * requires_grad + ", made under inference_mode" * (others[-1:] == [True])
-    more += "".join(other for other in others if isinstance(other, str))
+    more = ", requires_grad" * requires_grad + "".join(other for other in others if isinstance(other, str))
     if isinstance(strides, torch.layout):
         more += f", {str(strides).removeprefix('torch.')}"
     elif strides != torch.empty(shape, device="meta").stride():

@@ -349,6 +349,33 @@ def test_tensors_made_under_inference_mode_are_refused_by_name() -> None:
         plan(model, x)
 
 
+def test_what_a_validation_under_inference_mode_leaves_in_a_buffer_is_read_in_eager() -> None:
+    def centered(self: Any, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        with torch.no_grad():
+            self.center = 0.9 * self.center + 0.1 * h.mean(0)
+        result: torch.Tensor = (h - self.center).pow(2).mean()
+        return result
+
+    wrapped, x = Wrap(centered, layer=linear()), batch()
+    wrapped.register_buffer("center", torch.zeros(8))
+    model, plain = twins(wrapped)
+    plan(model, x).apply(model)
+    for words in (None, "center is a tensor made under torch.inference_mode", None):
+        with pytest.warns(match=words) if words else warnings.catch_warnings():
+            warnings.simplefilter("error" if words is None else "always")
+            model(x).backward()
+        plain(x).backward()
+        assert_same_gradients(model, plain)
+        assert_same_state(model, plain)
+        with torch.inference_mode():
+            for each in (model, plain):
+                each.eval()(x)
+                each.train()
+        if words:  # another training step on the next buffer, made outside
+            model.center, plain.center = (torch.ones(8) for _ in range(2))
+
+
 def test_a_model_that_does_not_run_on_the_sample(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"\[4, 7\] X \[8, 8\]. Check that the model runs on the sample"):
         plan(linear(), batch(4, 7))

@@ -50,6 +50,16 @@ def unless_none(previous: Any) -> Any:
     return MISSING if previous is None else previous
 
 
+def counterparts(then: Any, now: Any) -> dict[int, Any]:
+    """A function made anew by the same code, and its closure's cells, by the ids of those of the one before."""
+    if not type(then) is type(now) is types.FunctionType:
+        return {}
+    if then.__code__ is not now.__code__ or then.__globals__ is not now.__globals__:
+        return {}
+    cells = zip(then.__closure__ or (), now.__closure__ or (), strict=True)
+    return {id(then): now, **{id(before): cell for before, cell in cells}}
+
+
 @dataclass(frozen=True)
 class Literal:
     """A number, string, dtype, ...: of this type and value."""
@@ -59,7 +69,7 @@ class Literal:
 
 @dataclass(frozen=True, eq=False)
 class Same:
-    """A function, class or anything else that is compared by identity."""
+    """A class or anything else that is compared by identity; of a function also one made anew that reads the same."""
 
     value: Any
 
@@ -210,6 +220,18 @@ _PLAIN = frozenset({
     "builtins", "collections", "types", "numpy", "array", "weakref", "threading", "queue",
     "multiprocessing.sharedctypes",
 })  # fmt: skip
+
+
+def literals_in(expected: Expected) -> list[Any]:
+    """The literals of a container."""
+    if isinstance(expected, Contents):
+        return [part.value for part in expected.parts if isinstance(part, Literal)]
+    return expected.items if isinstance(expected, Whole) else []
+
+
+def made_of(value: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    """What a wrapper of tensors is made of now."""
+    return value.requires_grad, *map(id, wrapped_tensors(value))
 
 
 def compared_in(container: Any) -> list[Any]:

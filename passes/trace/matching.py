@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import plain_class, wrapped_tensors
+from passes._torch import plain_class
 from passes.printable import describe_kind, shown
 
 from .expected import (
@@ -26,7 +26,10 @@ from .expected import (
     Whole,
     apart,
     compared_in,
+    counterparts,
     describe,
+    literals_in,
+    made_of,
     parts_of,
     same_value,
     stood_for,
@@ -79,25 +82,13 @@ def match_arguments(reads: Reads, matched: Matched, model: nn.Module, given: Seq
         _Matching(reads, model).go_on(matched, given)
 
 
-def _wrapped(value: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-    """What a wrapper of tensors is made of now."""
-    return value.requires_grad, *map(id, wrapped_tensors(value))
-
-
-def _literals(expected: Expected) -> list[Any]:
-    if isinstance(expected, Contents):
-        return [part.value for part in expected.parts if isinstance(part, Literal)]
-    return expected.items if isinstance(expected, Whole) else []
-
-
 class _Matching:
     """Walks from the model along the reads."""
 
     def __init__(self, reads: Reads, model: nn.Module) -> None:
         self.reads, self.model = reads, model
         self.matched = Matched()
-        self.objects: dict[int, Any] = {}
-        self.numbers: dict[int, int] = {}
+        self.objects, self.numbers = dict[int, Any](), dict[int, int]()
         self.pending: list[int] = []
         self.open: set[tuple[int, int]] = set()
         self.tensors: list[torch.Tensor] = []
@@ -125,8 +116,7 @@ class _Matching:
 
     def go_on(self, matched: Matched, given: Sequence[Any]) -> None:
         """As `run`, from where that ended."""
-        self.objects = dict(matched.numbered)
-        self.tensors = matched.tensors() or []
+        self.objects, self.tensors = dict(matched.numbered), matched.tensors() or []
         self.numbers = {id(value): number for number, value in self.objects.items()}
         for expected, value in zip(self.reads.arguments, given, strict=True):
             if not self.agrees(expected, value):
@@ -140,7 +130,7 @@ class _Matching:
         if read.getter is of_compiled:
             return f"{label} compiled in place, by its compile()", "one that is not"
         if read.name == NAMES:
-            names, before = value if isinstance(value, tuple) else (), _literals(read.expected)
+            names, before = value if isinstance(value, tuple) else (), literals_in(read.expected)
             came, went = (", ".join(n for n in a if n not in b) for a, b in ((names, before), (before, names)))
             told = [f"with {came} set"] * bool(came) + [f"without {went}"] * bool(went)
             return f"{label} {' and '.join(told)}", "the attributes that it had"
@@ -191,8 +181,7 @@ class _Matching:
         return "(state)", "other parameters or buffers", "those at planning"
 
     def _bind(self, number: int, value: Any) -> None:
-        self.objects[number] = value
-        self.numbers[id(value)] = number
+        self.objects[number], self.numbers[id(value)] = value, number
         self.matched.objects.append(value)
         self.matched.kinds.append(type(value))
         self.pending.append(number)
@@ -226,7 +215,7 @@ class _Matching:
         if read.late:
             matched.late.append((read, getter, value))
         known = len(matched.contents)
-        if not self.agrees(read.expected, value):
+        if not (self._same_hooks if read.getter is of_hooks else self.agrees)(read.expected, value):
             raise Differs("(read by forward)", *self._told(read, label, value))
         if read.late:
             matched.late_contents += [(read, *each) for each in matched.contents[known:]]
@@ -257,12 +246,31 @@ class _Matching:
         self.open.add((id(value), id(expected)))
         now = parts_of(value) or []
         if isinstance(value, torch.Tensor):
-            self.matched.computed.append((partial(_wrapped, value), "", _wrapped(value)))
-        if isinstance(value, (list, dict, deque)) and not len(value):
-            self.matched.empty.append(value)
-        elif isinstance(value, (*BY_VALUE, list, dict, deque)):
-            self.matched.contents.append((value, compared_in(value)))
+            self.matched.computed.append((partial(made_of, value), "", made_of(value)))
+        self._look_into(value)
         return len(now) == len(expected.parts) and all(map(self.agrees, expected.parts, now))
+
+    def _look_into(self, container: Any) -> None:
+        if isinstance(container, (list, dict, deque)) and not len(container):
+            self.matched.empty.append(container)
+        elif isinstance(container, (*BY_VALUE, list, dict, deque)):
+            self.matched.contents.append((container, compared_in(container)))
+
+    def _same_hooks(self, expected: Any, value: tuple[dict[int, Any], ...]) -> bool:
+        """Hooks are called in their order: their numbers tell when each was registered."""
+        for then, now in zip(expected.parts, value, strict=True):
+            hooks = then.parts[len(then.parts) // 2 :]
+            self._look_into(now)
+            if len(now) != len(hooks) or not all(map(self.agrees, hooks, now.values())):
+                return False
+        return True
+
+    def _same(self, expected: Same, value: Any) -> bool:
+        then = expected.value
+        places = {} if value is then else counterparts(then, value)
+        for read in (reads := [read for read in self.reads.fixed if id(read.holder) in places]):
+            self._check(read, read.getter(places[id(read.holder)]), read.label, self.matched.fixed)
+        return value is then or any(read.holder is then for read in reads)
 
     def _same_tensor(self, expected: Constant, value: Any) -> bool:
         then = expected.value
@@ -283,7 +291,7 @@ class _Matching:
 
 _AGREES: dict[type, Callable[[_Matching, Any, Any], bool]] = {
     Literal: lambda _, expected, value: same_value(value, expected.value),
-    Same: lambda _, expected, value: value is expected.value,
+    Same: _Matching._same,
     State: lambda matching, expected, value: value is matching.tensors[expected.index],
     Constant: _Matching._same_tensor,
     Object: _Matching._same_object,

@@ -1022,6 +1022,33 @@ def test_what_is_not_read_changes_nothing(name: str) -> None:
     assert count(chosen) == 1
 
 
+def scaling(factor: float) -> tuple[Callable[..., torch.Tensor], Callable[[float], None]]:
+    """A forward hook, and what changes its factor later."""
+
+    def change(to: float) -> None:
+        nonlocal factor
+        factor = to
+
+    return lambda module, args, output: output * factor, change
+
+
+def test_a_hook_made_anew_by_the_same_code_needs_no_plan_of_its_own() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(linear(), nn.ReLU(), linear()), x_of()
+    chosen = plan(model, x)
+    for factor, plans in ((2.0, 2), (2.0, 2), (3.0, 3), (2.0, 3), (3.0, 3)):
+        hook, change = scaling(factor)
+        handle = model[0].register_forward_hook(hook)
+        compare(chosen, model, x)
+        assert count(chosen) == plans
+        handle.remove()
+    handle = model[0].register_forward_hook(hook)
+    compare(chosen, model, x)
+    change(0.5)
+    compare(chosen, model, x)
+    assert count(chosen) == 4
+
+
 def test_an_attribute_of_a_weight_that_is_not_read_changes_nothing() -> None:
     chosen, model, x = planned(Marked)
     model.layer.weight.steps = 7

@@ -102,6 +102,7 @@ from .refuse import (
     refuse_not_dense,
     storage_kind,
 )
+from .rerun import only_adds_to
 from .settings import Setting, steady
 from .state import Snapshot
 from .structure import Bound, flatten, unflatten
@@ -319,11 +320,14 @@ def capture(
 
 def _with_settings(traced: Traced, tracer: StepTracer, model: nn.Module) -> Traced:
     """With what the forward sets besides its outputs, as a planned step does, too; what it does not set is said."""
-    set_plainly = steady(tracer.settings, {left.path: left.value for left in tracer.left}, model)
+    codes = () if tracer.watch.has_checkpoints else tracer.watch.codes
+    is_added_to = partial(only_adds_to, codes)
+    set_plainly = steady(tracer.settings, {left.path: left.value for left in tracer.left}, model, is_added_to)
     others = (Left(path, None, False, False) for path in tracer.recorder.set_as_before(tracer.watch.codes))
     notes, left = say_what_is_left((*tracer.left, *others), set_plainly)
     return replace(
-        traced, settings=set_plainly, notes=tuple(dict.fromkeys((*traced.notes, *notes))),
+        traced, settings=set_plainly, reads=traced.reads.but(set_plainly),
+        notes=tuple(dict.fromkeys((*traced.notes, *notes))),
         left=tuple(p for p in dict.fromkeys((*left, *traced.left)) if p not in set(map(str, set_plainly))),
     )  # fmt: skip
 
@@ -537,8 +541,13 @@ class StepTracer:
             i for i, entry in enumerate(self.entries) if not entry.is_parameter and entry.name not in steady
         }
         arguments = shared(self.input_template)
+
+        def set_first(copies: Sequence[torch.Tensor]) -> set[str]:
+            self._run(copies, self.recorder.recording(copies[:count]))
+            return {str(setting) for setting in self.settings if setting.added is None}
+
         rerun = Rerun(
-            self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn, arguments)
+            self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn, arguments), set_first
         )
         self.judged = judged(self.before)
         now = zip(self.entries, flat, written, strict=False)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,6 +17,7 @@ from ..errors import StateChanged, Unsupported
 from .constructs import DRAW, KEPT, SEED
 from .given import ARGUMENT
 from .nodes import MISSING, Change, alike, same, twin
+from .places import say
 from .rerun import Script, Stale, is_named, line_of_change, reads
 from .settings import Setting, is_plain
 from .state import Snapshot, scramble
@@ -40,6 +40,7 @@ class Rerun:
         names: what the tensors are called.
         steady: names of the buffers that it did not change.
         take: a snapshot of what can be reached now.
+        set_first: runs it on such; paths of the plain values that it sets before it reads them, as planned steps do.
     """
 
     run: Callable[..., Any]
@@ -47,11 +48,11 @@ class Rerun:
     names: Sequence[str]
     steady: frozenset[str]
     take: Callable[[], Snapshot]
+    set_first: Callable[[Sequence[torch.Tensor]], set[str]]
 
     def once(self, *modes: Any) -> Any:
         """Run it on copies of the tensors."""
-        copies = self.copies()
-        return self.run(copies, *modes)
+        return self.run(self.copies(), *modes)
 
     def copies(self) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -125,9 +126,13 @@ def notice(before: Snapshot, watch: Watch, rerun: Rerun, may_move: bool) -> tupl
             refuse_state(change, "an array changed in forward")
     written_again = _compare_steps(changes, watch, rerun, refuse_state)
     if seeded := [change.path for change in changes if change.node.kind == "generator"]:
-        _say(f"forward brings {few(seeded)} into a state of its own; the planned step leaves it alone")
+        say(f"forward brings {few(seeded)} into a state of its own; the planned step leaves it alone")
     others = [change for change in changes if change.node.kind not in ("generator", "cache")]
     left = tuple(map(partial(_left, written_again=written_again, codes=watch.codes), others))
+    if any(there.is_kept for there in left):
+        now, set_first = rerun.take(), rerun.set_first(rerun.copies())
+        now.restore()
+        left = tuple(replace(there, is_kept=there.is_kept and there.path not in set_first) for there in left)
     kept = [change for change, there in zip(others, left, strict=True) if there.is_kept]
     if not may_move and (moved := _moved(kept)) is not None:
         refuse_state(moved, "state that forward changes and reads")
@@ -197,16 +202,12 @@ def say_what_is_left(found: Sequence[Left], settings: Sequence[Setting]) -> tupl
     others = {left.path: left.is_kept for left in found if left.path not in done}
     kept, unset = ([path for path, is_kept in others.items() if is_kept == wanted] for wanted in (True, False))
     if unset:
-        _say(
+        say(
             f"forward sets {few(unset)}; the planned step computes the outputs and gradients alone and will not set "
             "that. Return what is read elsewhere from forward, or register it as a buffer."
         )
     notes = tuple(f"forward remembers {path} at its first call; the planned step will not set it" for path in kept)
     return notes, tuple(unset)
-
-
-def _say(text: str) -> None:
-    warnings.warn(text, stacklevel=3)
 
 
 def judged(before: Snapshot) -> frozenset[str]:
@@ -291,7 +292,7 @@ def say_repeated(repeated: Sequence[tuple[str, tuple[str, ...]]]) -> None:
     places = list(dict.fromkeys(where for where, _ in repeated))
     updated = [name for _, names in repeated for name in names]
     if places:
-        _say(
+        say(
             f"torch.utils.checkpoint at {few(places)} contains an update of {few(updated)}: the plain step makes it "
             "again when it recomputes in the backward. The planned step runs the forward once, and makes it once, as "
             "the model does without the checkpoint. Leave the checkpoint out: the plan decides what is recomputed."

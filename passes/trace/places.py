@@ -9,6 +9,7 @@ import os
 import sys
 import sysconfig
 import types
+import warnings
 from typing import Any
 
 from passes._torch import TORCH_FOLDER
@@ -77,6 +78,19 @@ def user_frame(frame: types.FrameType | None) -> types.FrameType | None:
     while frame is not None and not is_users_file(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def user_level() -> int:
+    """The `stacklevel`, for who calls this, of the innermost frame of the user's code."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and not is_users_file(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def say(text: str) -> None:
+    """Warn, at the user's line."""
+    warnings.warn(text, stacklevel=user_level())
 
 
 def place(frame: types.FrameType | None) -> str:

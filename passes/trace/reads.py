@@ -8,8 +8,8 @@ objects of a model and hands back `Matched`, which tells before each call in mic
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import repeat
 from operator import call, is_, itemgetter
@@ -25,6 +25,7 @@ from passes.printable import shown
 from .arguments import StateEntry
 from .closures import remembered_by
 from .expected import LITERALS, MISSING, Expected, Literal, apart, holds_these, same_value, stood_for
+from .settings import Setting
 
 Getter = Callable[[str, Any], Any]
 
@@ -187,6 +188,13 @@ class Reads:
     loss: Expected
     live: frozenset[int]
     arguments: tuple[Expected, ...] = ()
+
+    def but(self, settings: Iterable[Setting]) -> Reads:
+        """Without those of attributes that forward only adds to."""
+        counted = {(setting.path, setting.name) for setting in settings if setting.added is not None}
+        paths = {i: known.path for i, known in enumerate(self.objects) if known.is_submodule}
+        left = {i: [r for r in own if (paths.get(i), r.name) not in counted] for i, own in self.by_object.items()}
+        return replace(self, by_object=left)
 
     @property
     def modes(self) -> dict[str, bool]:

@@ -96,6 +96,7 @@ class Recorder:
         self.looked_at: set[tuple[int, str]] = set()
         self.written: dict[tuple[int, str], None] = {}  # plain attributes that were set before they were read
         self.stored: dict[tuple[int, str], None] = {}  # the others
+        self.added_to: dict[tuple[int, str], Any] = {}  # what was in those that were read, and then set to an integer
         self.filled: set[tuple[int, str]] = set()  # those that were set to something else than None at first
         self.elsewhere: list[tuple[int, str, Any]] = []  # plain values that it set in other objects than modules
         self.entered: set[Any] = set()
@@ -141,7 +142,7 @@ class Recorder:
         self.state = {id(tensor): i for i, tensor in enumerate(tensors)}
         self.registered = self._registered()
         self.loss = self.snapshot(self.loss_fn, "loss_fn")
-        before, collects = sys.getprofile(), gc.isenabled()
+        before, collects, self.added_to = sys.getprofile(), gc.isenabled(), {}
         try:
             gc.disable()  # what a collection calls back is not the forward
             for kind in (nn.Module, *self.watched):
@@ -205,7 +206,11 @@ class Recorder:
         elsewhere = [(i, n, v) for i, n, v in plain if not self.known[i].is_submodule
                      and n not in kept_by_torch(self.objects[i])]  # fmt: skip
         self.elsewhere = [each for each in elsewhere if each[2] is not None or each[:2] not in filled]
-        return tuple(Setting(self.known[i].path, name, v) for i, name, v in plain if self.known[i].is_submodule)
+        read = [(self.numbers[each], n, then) for (each, n), then in self.added_to.items() if each in self.numbers]
+        now = [(i, name, by_attribute(self.objects[i])(name, None), then) for i, name, then in read]
+        added = [(i, name, v, v - then) for i, name, v, then in now if type(v) is type(then) is int]
+        every = (*((*each, None) for each in plain), *added)
+        return tuple(Setting(self.known[i].path, *each) for i, *each in every if self.known[i].is_submodule)
 
     def set_as_before(self, codes: Iterable[types.CodeType]) -> tuple[str, ...]:
         """What else forward sets to what it is outside of the trace: globals, attributes of a loss function."""
@@ -361,6 +366,8 @@ class Recorder:
         def __setattr__(obj: Any, name: str, value: Any) -> None:
             if id(obj) in self.numbers and (id(obj), name) not in self.looked_at:
                 self._set(obj, name, value)
+            elif id(obj) in self.numbers and type(value) is int and isinstance(obj, nn.Module):
+                self.added_to.setdefault((id(obj), name), object.__getattribute__(obj, "__dict__").get(name))
             usually_set(obj, name, value)
 
         new = {f.__name__: f for f in (__getattribute__, __setattr__)}

@@ -210,6 +210,18 @@ def reads(codes: Iterable[types.CodeType], name: str) -> str:
     return ""
 
 
+def only_adds_to(codes: Iterable[types.CodeType], name: str) -> bool:
+    """Whether all that these functions do with what is called `name` is `+=` or `-=`."""
+    found = [_nodes_in(code) for code in codes if _mentions(code, name)]
+    said = [pair for nodes in found if nodes is not None for pair in nodes if _called(pair[0]) == name]
+    added = (isinstance(p[-1], ast.AugAssign) and isinstance(p[-1].op, (ast.Add, ast.Sub)) for node, p in said)
+    return None not in found and bool(said) and all(added)
+
+
+def _called(node: Any) -> Any:
+    return node.value if isinstance(node, ast.Constant) else node.attr if isinstance(node, ast.Attribute) else node.id
+
+
 def is_named(codes: Iterable[types.CodeType], name: str) -> bool:
     """Whether a function names this attribute or variable, as opposed to computing its name."""
     return any(_mentions(code, name) for code in codes)
@@ -223,8 +235,7 @@ def _is_read(node: Any, parents: tuple[ast.AST, ...], name: str) -> bool:
     if isinstance(node, ast.Constant):
         written = isinstance(parents[-1], ast.Subscript) and not isinstance(parents[-1].ctx, ast.Load)
         return node.value == name and not written and not isinstance(parents[-1], ast.Expr)
-    called = node.attr if isinstance(node, ast.Attribute) else node.id
-    if called != name or not isinstance(node.ctx, ast.Load):
+    if _called(node) != name or not isinstance(node.ctx, ast.Load):
         return False
     above = list(parents)
     while above and isinstance(above[-1], ast.Subscript) and isinstance(above[-1].ctx, ast.Load):

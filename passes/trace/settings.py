@@ -1,12 +1,13 @@
 """Plain values that forward sets as attributes of the model's modules (`self.rows = len(x)`).
 
-A trace holds for one course of the forward, so they are constants of it: a planned step sets them after its forward.
+A trace holds for one course of the forward, so they are constants of it: a planned step sets them after its forward. Of
+an integer that forward only adds to (`self.seen += len(x)`) how much it adds is one.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,16 @@ from .nodes import MISSING, PLAIN, same
 
 @dataclass(frozen=True)
 class Setting:
-    """One attribute of the module at a path, and what forward leaves there."""
+    """One attribute of the module at a path, and what forward leaves there.
+
+    Attributes:
+        added: of an integer that forward reads and then sets, how much more than before that is; None of others.
+    """
 
     path: str
     name: str
     value: Any
+    added: int | None = None
 
     def __str__(self) -> str:
         return ".".join(part for part in ("self", self.path, self.name) if part)
@@ -33,19 +39,29 @@ class Setting:
         return vars(model.get_submodule(self.path))
 
 
-def steady(found: Sequence[Setting], first: Mapping[str, Any], model: nn.Module) -> tuple[Setting, ...]:
-    """Those that an earlier run of the same forward has left, too.
+def steady(
+    found: Sequence[Setting], first: Mapping[str, Any], model: nn.Module, is_added_to: Callable[[str], bool]
+) -> tuple[Setting, ...]:
+    """Those that an earlier run of the same forward has left, too, and integers that it only adds to.
 
     Args:
         first: what that run changed, by `str(Setting)`; the rest is as it is in the model.
+        is_added_to: whether forward does nothing else with an attribute of that name.
     """
-    return tuple(s for s in found if same(first.get(str(s), s.of(model).get(s.name, MISSING)), s.value))
+
+    def is_left(s: Setting) -> bool:
+        if s.added is not None:
+            return is_added_to(s.name)
+        return same(first.get(str(s), s.of(model).get(s.name, MISSING)), s.value)
+
+    return tuple(filter(is_left, found))
 
 
 def set_again(found: Sequence[Setting], model: nn.Module) -> None:
     """Leave in the model what forward leaves."""
     for setting in found:
-        setting.of(model)[setting.name] = setting.value
+        own, name = setting.of(model), setting.name
+        own[name] = setting.value if setting.added is None else own[name] + setting.added
 
 
 @contextmanager

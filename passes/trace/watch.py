@@ -64,6 +64,7 @@ class Watch(TorchFunctionMode):
     Attributes:
         notes: what the plan takes as given, in words.
         custom_backward: whether a custom `autograd.Function` ran.
+        has_checkpoints: whether `torch.utils.checkpoint` did, which runs its part of the forward once more.
         codes: the user's code objects that ran.
         held: the containers that its globals name, as they were before it ran, and their lengths then.
         checkpoints: per call of `torch.utils.checkpoint` in which buffers changed, its place and their names.
@@ -85,7 +86,7 @@ class Watch(TorchFunctionMode):
         self.error: Unsupported | None = None
         self.held: dict[int, tuple[Any, int]] = {}
         self._before: Any = None
-        self._running = self.custom_backward = False
+        self._running = self.custom_backward = self.has_checkpoints = False
         self.notes: tuple[str, ...] = ()
         self.updates, self.checkpoints = updates, list[tuple[str, tuple[str, ...]]]()
         self.drawn = Drawn()
@@ -198,6 +199,7 @@ class Watch(TorchFunctionMode):
             self._refuse(SAVED, caller)
         elif code is _CHECKPOINT:
             self.notes += (CHECKPOINTED,)
+            self.has_checkpoints = True
             self._open.append((frame, place(user_frame(frame)), self.updates(), self.drawn.count))
 
     def _refuse(self, found: Construct, frame: types.FrameType | None) -> None:

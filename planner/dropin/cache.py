@@ -40,6 +40,7 @@ from passes.trace.first_call import Remembers, remember, remembered
 from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match, match_arguments
 from passes.trace.overlaps import overlaps
+from passes.trace.places import user_level
 from passes.trace.reads import Matched, Reads
 from passes.trace.refuse import cached_parametrizations, has_sharded, is_sharded, untracked
 from passes.trace.structure import flatten, held_objects
@@ -55,7 +56,7 @@ from . import raised
 from .courses import Courses
 from .entry import Entry, Losses, Watched, describe_starts, is_planned_for, starts_of
 from .fallback import Fallback
-from .notices import REGION, SLOW_REPLANS, Notices, user_frame
+from .notices import REGION, SLOW_REPLANS, Notices
 from .plan_key import Key, call_key, describe_tensor, key_difference, state_key
 from .regions import RegionForward, are_of, regions_of, running_regions
 
@@ -214,7 +215,7 @@ class PlanState:
                     warnings.warn(
                         "fully_shard was called after this model was planned: its next call is planned anew, for what "
                         "it then holds. This one may not be under the budget.",
-                        stacklevel=user_frame(),
+                        stacklevel=user_level(),
                     )
                 self.plan_before_hooks()
                 return entry, state
@@ -229,17 +230,17 @@ class PlanState:
             except NoBackward:  # merged adapters: as in eager, it is `backward` that would fail
                 return None, []
             except (ForwardFailed, StateChanged) as error:  # the plain forward leaves what it leaves in eager
-                warnings.warn(f"planned step not used, not under the budget: {error}", stacklevel=user_frame())
+                warnings.warn(f"planned step not used, not under the budget: {error}", stacklevel=user_level())
                 return None, []
             except (CaptureError, RegionError, CompiledPart) as error:  # training goes on
                 self.idle.append((key, trained))
-                warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=user_frame())
+                warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=user_level())
                 return None, []
             except BudgetError as error:
                 counts = self.first.planned.prepared.traced.counts
                 if entry is None and counts and key == self.first.key:  # it may pick more than the sample did
                     self.idle.append((key, trained))
-                    warnings.warn(f"{error}. Such calls run in eager, not under it.", stacklevel=user_frame())
+                    warnings.warn(f"{error}. Such calls run in eager, not under it.", stacklevel=user_level())
                     return None, []
                 error.args = (f"{error}. {self._why_anew(entry, starts, key, tensors, bound)}",)
                 if entry is None or not entry.by_regions:
@@ -391,7 +392,7 @@ class PlanState:
         warnings.warn(
             f"no plan for such a backward keeps the budget ({error}): steps go on replaying the plain forward of "
             "regions (correct, but not under the budget).",
-            stacklevel=user_frame(),
+            stacklevel=user_level(),
         )
         entry.outdated, self.watching, self.losses = False, None, Losses()
 
@@ -406,7 +407,7 @@ class PlanState:
             sizes.may_ask, entry.outdated = False, True
             warnings.warn(
                 "calls answer forward's questions about values now one way, now another: the next one is planned by "
-                "regions, where there are some.", stacklevel=user_frame(),
+                "regions, where there are some.", stacklevel=user_level(),
             )  # fmt: skip
 
     def find(
@@ -447,7 +448,7 @@ class PlanState:
         elif wanted and not planned and self.loss_fn is None and self.before_hooks is None:
             said = "planned from the next call on"
             self.plan_before_hooks()
-        warnings.warn(f"{said}: {mismatch}", stacklevel=user_frame())
+        warnings.warn(f"{said}: {mismatch}", stacklevel=user_level())
         return planned
 
     def _plan(

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from passes.trace.places import user_level
 from planner.decided import Decided
 
 from .entry import Entry
-from .notices import user_frame
 from .plan_key import Key
 from .regions import Unplanned
 
@@ -53,7 +53,7 @@ class Courses:
         warnings.warn(
             f"{first.call} runs plain{others} and this step is not under the budget, as no plan is for such a call: "
             f"{first.why}. {later}",
-            stacklevel=user_frame(),
+            stacklevel=user_level(),
         )
 
     def take(self) -> tuple[Entry, Mapping[str, Any]]:
@@ -73,7 +73,7 @@ class Courses:
         """No plan for such a call was found."""
         self.tried[entry.key] = MOST_COURSES
         warnings.warn(
-            f"regions go on running plain in such calls, not under the budget: {error}", stacklevel=user_frame()
+            f"regions go on running plain in such calls, not under the budget: {error}", stacklevel=user_level()
         )
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -13,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import TORCH_FOLDER, local_part, pytree
+from passes._torch import local_part, pytree
 from passes.printable import brief
 from passes.run._torch import active_saving_hooks
+from passes.trace.places import user_level
 from planner.decided import Decided
 from planner.options import BUCKET
 from planner.ranks.sharded import gathered_gradients, kept_whole_bytes
@@ -69,7 +68,7 @@ class Notices:
             f"{count} calls were planned anew so far, which took {self.replan_seconds:.1f} s of training, as they "
             f"differ from the sample in {what}. {kept} plans are kept: {advice}, "
             f'or pass on_new_shape="{instead}".',
-            stacklevel=user_frame(),
+            stacklevel=user_level(),
         )
 
     def gradients(self, planned: Decided, primals: Iterable[torch.Tensor]) -> None:
@@ -93,7 +92,7 @@ class Notices:
         warnings.warn(
             f"this step holds {extra / MIB:.3f} MiB of {what} that the plan did not count: "
             f"{f'plan with {reserved}' if kept else remedy}.",
-            stacklevel=user_frame(),
+            stacklevel=user_level(),
         )
 
     def waiting(self, planned: Decided, calls: Iterable[Any]) -> None:
@@ -106,7 +105,7 @@ class Notices:
             "an earlier call waits for its backward, and holds what it needs there: a budget is for one call and its "
             "backward. Call backward() after each, plan a module whose forward makes all of these calls, or leave "
             "room with reserve_mb.",
-            stacklevel=user_frame(),
+            stacklevel=user_level(),
         )
 
     def of_eval(self, output: Any) -> Any:
@@ -125,7 +124,7 @@ class Notices:
                 f"a backward runs through a call of this {type(self.model).__name__} in eval mode: its own forward "
                 "ran, and not under the budget. Call model.train() for training steps, and eval() on the "
                 "submodules that are to stay in eval mode (dropout, batch norms).",
-                stacklevel=user_frame(),
+                stacklevel=user_level(),
             )
 
     def in_eval(self) -> None:
@@ -137,7 +136,7 @@ class Notices:
             f"this {type(self.model).__name__} was planned in eval mode (from_pretrained returns models in it) and "
             "still is: its own forward runs, and not under the budget. Call model.train() for training steps, or "
             "evaluate under torch.no_grad().",
-            stacklevel=user_frame(),
+            stacklevel=user_level(),
         )
 
     def saving_hooks(self, makes_way: bool = False) -> None:
@@ -155,7 +154,7 @@ class Notices:
         warnings.warn(
             f"a planned module is called under {owner}, {effect} Plan the module that contains this one, or leave the "
             "wrapper out (torch.utils.checkpoint would also run the planned forward a second time).",
-            stacklevel=user_frame(),
+            stacklevel=user_level(),
         )
 
     def outdated(self, modules: Sequence[str]) -> None:
@@ -195,15 +194,4 @@ class Notices:
         """Warn, unless something was said of this before."""
         if what not in self.said:
             self.said.add(what)
-            warnings.warn(text, stacklevel=user_frame())
-
-
-def user_frame() -> int:
-    """The `stacklevel` of the first frame outside this package and torch."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-_LIBRARY = (os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""), TORCH_FOLDER)
+            warnings.warn(text, stacklevel=user_level())

@@ -19,11 +19,11 @@ from passes.ops import is_collective
 from passes.printable import brief
 from passes.run.step import OtherAnswer
 from passes.trace.modules import module_path
+from passes.trace.places import user_level
 from planner.decided import Decided
 from planner.units import show_bytes
 
 from .fallback import Fallback
-from .notices import user_frame
 
 
 def run(
@@ -55,7 +55,7 @@ def run(
     # What was asked may be whether the planned forward can go on: an index that is too large, and clamped.
     expected = bool(planned.step.asked)
     more = "" if expected else " This call has the plain forward's numbers. Please report this."
-    warnings.warn(f"planned {of} not used, not under the budget: {other}.{more}", stacklevel=user_frame())
+    warnings.warn(f"planned {of} not used, not under the budget: {other}.{more}", stacklevel=user_level())
     if expected:
         fallback.strayed()
     return output

@@ -19,8 +19,8 @@ from passes.exclusive import exclusive, interruptible
 from passes.lower import lower
 from passes.memory import granule, round_up
 from passes.profile import OpProfile
+from passes.trace.places import user_level
 from planner.budget import Budget
-from planner.dropin.notices import user_frame
 from solvers.problem import Problem
 from solvers.schedule import Schedule
 
@@ -188,7 +188,7 @@ class Program:
             warnings.warn(
                 "this backward of a compiled step keeps its graph (retain_graph=True): what was saved is held until "
                 "its end, which the budget does not count. Add the losses and call backward once, or make room with "
-                "reserve_mb.", stacklevel=user_frame(),
+                "reserve_mb.", stacklevel=user_level(),
             )  # fmt: skip
 
     def _is_held(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from passes.errors import Unsupported
 from planner import RegionError, auto_checkpoint
@@ -22,8 +23,11 @@ class Counted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.rows, self.shape, self.seen = nn.Linear(8, 8), 0, None, "nothing"
+        self.calls, self.left = 0, 1000
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.left -= len(x)
         self.rows, self.shape, self.seen = len(x), x.shape, ("a batch", x.dtype, True)
         return torch.tanh(self.layer(x)) / self.rows
 
@@ -56,8 +60,8 @@ def forget(model: nn.Module) -> None:
 @pytest.mark.parametrize("regions", ["whole", "blocks.*"])
 def test_plain_values_are_set_in_each_step(regions: str, stale: bool) -> None:
     model, plain = twins(Net())
-    if stale:
-        model(torch.randn(4, 8))
+    for each in (model, plain) if stale else ():
+        each(torch.randn(4, 8))
     plan = auto_checkpoint(model, torch.randn(4, 8), budget_mb=None, regions=regions)
     assert regions == "whole" or [r.path for r in plan.regions][:3] == ["blocks.0", "blocks.1", "blocks.2"]
     assert not any("will not set" in note for note in plan.notes)
@@ -81,6 +85,34 @@ def test_a_replay_leaves_what_was_set_since() -> None:
     plan.module(torch.randn(2, 8))
     first.t().contiguous().t().backward(torch.randn(8, 4).t())
     assert model.blocks[1].rows == 2 and model.last == 4
+    assert all(block.calls == 2 and block.left == 994 for block in model.blocks)
+
+
+def test_what_forward_counts_elsewhere_needs_no_plan_of_its_own() -> None:
+    """A block that runs twice; what an evaluation adds; what a checkpoint would add again is said."""
+
+    class Twice(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(super().forward(x))
+
+    model, x = Twice(), torch.randn(4, 8)
+    plan = auto_checkpoint(model, x, budget_mb=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            model.zero_grad()
+            plan.module(x).pow(2).sum().backward()
+            assert all(block.calls == 4 * step + 2 for block in model.blocks)
+            model.eval()(x)
+            model.train()
+    assert len(plan.module._plan_state.cache) == 1
+
+    class Checkpointed(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    with pytest.warns(UserWarning, match=r"forward sets self\.blocks\.0\.calls, .* will not set that"):
+        auto_checkpoint(Checkpointed(), x, budget_mb=None)
 
 
 def test_a_value_of_its_own_in_each_run_is_said() -> None:

@@ -73,7 +73,7 @@ def check_wrapper(model: nn.Module) -> None:
     Raises:
         Unsupported: the wrapper casts parameters and inputs, or hooks make `DTensor`s of parameters.
     """
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():  # others are refused later
         if any(getattr(h, "__name__", "") == "_reconstruct_dtensor" for h in module._forward_pre_hooks.values()):
             raise Unsupported(
                 "tensor parallel within DistributedDataParallel (_pre_dp_module_transform)", name or "the model itself",

@@ -61,7 +61,8 @@ class Known:
     @property
     def memory(self) -> int:
         """What tensors that share memory have in common."""
-        return self.value.untyped_storage()._cdata
+        with DisableTorchFunction():  # other modes would be told of it
+            return self.value.untyped_storage()._cdata
 
 
 class KnownValues(Listening):

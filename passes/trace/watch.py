@@ -64,7 +64,6 @@ class Watch(TorchFunctionMode):
     Attributes:
         notes: what the plan takes as given, in words.
         custom_backward: whether a custom `autograd.Function` ran.
-        has_checkpoints: whether `torch.utils.checkpoint` did, which runs its part of the forward once more.
         codes: the user's code objects that ran.
         held: the containers that its globals name, as they were before it ran, and their lengths then.
         checkpoints: per call of `torch.utils.checkpoint` in which buffers changed, its place and their names.
@@ -86,11 +85,16 @@ class Watch(TorchFunctionMode):
         self.error: Unsupported | None = None
         self.held: dict[int, tuple[Any, int]] = {}
         self._before: Any = None
-        self._running = self.custom_backward = self.has_checkpoints = False
+        self._running = self.custom_backward = False
         self.notes: tuple[str, ...] = ()
         self.updates, self.checkpoints = updates, list[tuple[str, tuple[str, ...]]]()
         self.drawn = Drawn()
         self._open: list[tuple[types.FrameType, str, dict[str, Any], int]] = []
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether `torch.utils.checkpoint` ran, which runs its part of the forward once more."""
+        return CHECKPOINTED in self.notes
 
     def start(self) -> None:
         """Watch from here on, whatever runs; nothing if it does."""
@@ -199,7 +203,6 @@ class Watch(TorchFunctionMode):
             self._refuse(SAVED, caller)
         elif code is _CHECKPOINT:
             self.notes += (CHECKPOINTED,)
-            self.has_checkpoints = True
             self._open.append((frame, place(user_frame(frame)), self.updates(), self.drawn.count))
 
     def _refuse(self, found: Construct, frame: types.FrameType | None) -> None:

@@ -46,8 +46,10 @@ def leaves(
     nodes: tuple[fx.Node | None, ...],
     tensor_of: Mapping[Storage, int],
 ) -> tuple[Leave, ...]:
-    """The groups in which gradients of parameters leave, in order; what is in none is there until the end."""
-    owners = _owners(traced, aliases, problem, tensor_of)
+    """The groups in which gradients of parameters leave, in the order in which they leave a plain step
+    (`DistributedDataParallel` orders its buckets by that); what is in none is there until the end.
+    """
+    owners, rank = _owners(traced, aliases, problem, tensor_of), {i: k for k, i in enumerate(traced.arrivals)}
     read = _last_reads(problem, nodes, aliases)
     places = {aliases.of[p]: i for i, p in enumerate(traced.placeholders[: traced.num_primals])}
     last = {places[s]: i for s, i in read.items() if s in places}
@@ -56,13 +58,13 @@ def leaves(
         for t, primals in owners.items()
     }
     waiting: list[int] = []
-    found, size = [], 0
+    found, size, after = [], 0, 0
     limit = sum(problem.tensors[t].bytes for t in owners) // MAX_GROUPS
-    for t in sorted(owners, key=lambda t: (final[t], t)):
+    for t in sorted(owners, key=lambda t: (max(rank.get(i, -1) for i in owners[t]), final[t], t)):
         waiting += owners[t]
-        size += problem.tensors[t].bytes
+        size, after = size + problem.tensors[t].bytes, max(after, final[t])
         if size >= limit:
-            found.append(Leave(final[t], tuple(waiting)))
+            found.append(Leave(after, tuple(waiting)))
             waiting, size = [], 0
     return tuple(found)
 

@@ -260,6 +260,7 @@ def bind_step(prepared: Prepared, rewritten: Rewritten, arena: Arena = ()) -> St
         rng_devices=_rng_devices(traced),
         hold_outputs=prepared.options.keep_outputs,
         leaves=rewritten.leaves,
+        arrivals=traced.arrivals,
         reads=reads(traced, rewritten),
         sums=tuple(dict.fromkeys([*sums(traced), *list(casts(traced))[:1]])),  # one cast tells of all
         casts=tuple(casts(traced)),

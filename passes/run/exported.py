@@ -37,7 +37,7 @@ Answers = Callable[[list[torch.Tensor]], tuple[bool, ...]]
 STEP = "planned.step"
 # What the spec holds of the `Step`.
 STEP_FIELDS = ("mutated", "num_outputs", "saved_primals", "differentiable", "expected", "tangent_strides",
-               "hold_outputs", "leaves", "reads", "sums", "views", "names", "arena", "again",
+               "hold_outputs", "leaves", "arrivals", "reads", "sums", "views", "names", "arena", "again",
                "draws", "uncounted", "casts", "readers", "output_names", "asked")
 
 

@@ -30,6 +30,7 @@ from ._torch import (
     under_transform,
 )
 from .arena import Arena, Spacers, ask_for
+from .arrivals import listed
 from .errors import PlannerError
 from .listeners import Listeners, Readers, Taken
 from .mixing import Versions, warn_of_changed_view, watch_sum
@@ -105,6 +106,7 @@ class Step:
         hold_outputs: keep the outputs' memory until the backward is done, as planned for, whether or not the caller
             does.
         leaves: groups of primals whose gradients the backward hands over together, in this order, the last at its end.
+        arrivals: the primals in the order in which gradients come to them in a plain step.
         reads: which parameters the backward reads on its way to each of the groups.
         sums: primals that the forward reads more than once, so that their gradients are sums.
         views: outputs that are views in the plain step, which reads their memory more than once itself.
@@ -140,6 +142,7 @@ class Step:
     rng_devices: tuple[str, ...] = ()
     hold_outputs: bool = True
     leaves: tuple[tuple[int, ...], ...] = ((),)
+    arrivals: tuple[int, ...] = ()
     reads: tuple[tuple[int, ...], ...] = ((),)
     sums: tuple[int, ...] = ()
     views: tuple[int, ...] = ()
@@ -217,7 +220,8 @@ class _Run:
     Attributes:
         others: as of the step, except for those with a hook or a custom function before them: autograd would call that
             with no gradient, where eager does not call it.
-        owned: the primals of each node of the chain, in the order of the backward.
+        owned: the primals of each node of the chain, in the order of the backward, as the node lists them.
+        listed: of each of them, its place among what the backward hands over there.
         token: what chains the nodes: an empty tensor on the device on which autograd is to run them.
         program: the backward, which yields the gradients of one node after another.
         read: the parameters that it reads.
@@ -238,7 +242,9 @@ class _Run:
         self.made_by = {i: p.grad_fn for i, (p, own) in pairs if p is not own}
         self.owners = owners
         self.others = tuple(i for i in step.others if not _has_listener(owners[i]))
-        self.owned = (*step.leaves[:-1], (*step.leaves[-1], *self.others))
+        owned, rank = (*step.leaves[:-1], (*step.leaves[-1], *self.others)), {i: k for k, i in enumerate(step.arrivals)}
+        self.listed = [listed(part, owners, rank, place == len(owned) - 1) for place, part in enumerate(owned)]
+        self.owned = tuple(tuple(part[k] for k in order) for part, order in zip(owned, self.listed, strict=True))
         self.token = torch.empty(0, device=next((p.device for p in owners if p.requires_grad), None))
         ask_for(step.arena, self.token.device, step.spacers)
         self.versions = [p._version for p in sources]
@@ -435,8 +441,8 @@ class _Run:
         handed.clear()
         if place == len(self.owned) - 1:
             self.program, self.held, self.read = None, None, {}
-            return (*found, *(None for _ in self.others))
-        return found
+            found = (*found, *(None for _ in self.others))
+        return tuple(found[k] for k in self.listed[place])
 
 
 def _has_hooks(primal: torch.Tensor) -> bool:

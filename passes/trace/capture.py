@@ -153,7 +153,8 @@ class Traced:
     the places elsewhere that forward sets and does not read, which a planned step leaves as they are; `settings` are
     the attributes of the model's modules that it sets to plain values, as a planned step does, too. `within` are the
     parameters by which the backward of a custom function differentiates: they may have no hooks. `spread` are the
-    placements of the gradients of `DTensor`s, by the numbers of the primals. `first_call` is what a first call of
+    placements of the gradients of `DTensor`s, by the numbers of the primals, `arrivals` those in the order in which
+    autograd comes to their gradients. `first_call` is what a first call of
     forward remembers and was in place. `changed_later` are primals that code after a region changes in place. `asked`
     are the questions about computed values that the sample answered; what was asked about are the last of `outputs`.
     """
@@ -181,6 +182,7 @@ class Traced:
     settings: tuple[Setting, ...] = ()
     within: tuple[int, ...] = ()
     spread: Mapping[int, Any] = field(default_factory=dict)
+    arrivals: tuple[int, ...] = ()
     first_call: Remembers | None = None
     changed_later: tuple[int, ...] = ()
     asked: tuple[Asked, ...] = ()
@@ -405,6 +407,7 @@ class StepTracer:
         self.keeps_casts = torch.is_autocast_cache_enabled()
         self.within: list[int] = []
         self.spread: dict[int, Any] = {}
+        self.arrivals: list[int] = []  # the primals, as their gradients came
         self.pieces = Pieces()  # of the latest run
         self.in_backward = ExitStack()  # what holds while torch traces the backward
 
@@ -415,6 +418,8 @@ class StepTracer:
         flat = tuple(map(as_distributed, parts, self.given))
         for i, (stand_in, tensor) in enumerate(zip(flat, self.given, strict=True)):
             keep_gradient_spread(stand_in, tensor, partial(self.spread.__setitem__, i))
+            if stand_in.requires_grad:
+                stand_in.register_hook(partial(self._arrived, i))
             lend = lend_attributes if i < len(self.entries) else lend_kind
             lend(tensor, stand_in)
         self.remembered = Remembered()
@@ -427,7 +432,7 @@ class StepTracer:
         for path, i in (*slots(self.output_template), *changed_slots(self.changes)):
             paths.setdefault(i, path)
         wanted = choose_differentiated(self.output_template, tensors, paths, self.differentiated)
-        self.leaves = []
+        self.leaves, self.arrivals = [], []
         aliased, of_given = _sharing(tensors, flat)
         returned: list[torch.Tensor] = []
         made = [t for t in tensors if not any(t is each for each in flat)]
@@ -460,6 +465,9 @@ class StepTracer:
                 self.within = self.in_backward.enter_context(used)
         self.runs += 1
         return returned
+
+    def _arrived(self, i: int, _: torch.Tensor) -> None:
+        self.arrivals.append(i)
 
     def _run(self, flat: Sequence[torch.Tensor], *modes: AbstractContextManager[Any]) -> Returned:
         """What forward returns, and changes in its arguments, for these parameters, buffers and inputs."""
@@ -794,6 +802,7 @@ def _traced(
         left=tracer.recorder.left(tracer.watch.codes),
         within=tuple(tracer.within),
         spread=tracer.spread,
+        arrivals=tuple(dict.fromkeys(tracer.arrivals)),
         overlaps=overlaps(tracer.given, joint.mutated_inputs),
         resident=own_bytes(tracer.given),
     )

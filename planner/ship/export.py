@@ -19,6 +19,7 @@ from passes.printable import brief, few
 from passes.run import (
     _torch,
     arena,
+    arrivals,
     exported,
     exported_errors,
     gradients,
@@ -53,6 +54,7 @@ COPIED = {
     "runtime.py": exported, "errors.py": exported_errors, "step.py": step, "replay.py": replay, "random.py": random,
     "kernels.py": kernels, "tensors.py": tensors, "gradients.py": gradients, "mixing.py": mixing, "arena.py": arena,
     "structures.py": structures, "tree.py": tree, "stale.py": stale, "listeners.py": listeners, "_torch.py": _torch,
+    "arrivals.py": arrivals,
 }  # fmt: skip
 INIT = '''{doc}
 

@@ -87,6 +87,35 @@ def test_tensor_parallel_within_sharding_trains_as_unplanned() -> None:
         assert_as_planned(found)
 
 
+def in_turn(rank: int) -> tuple[bool, list[bool]]:
+    """Whether the order of gradients is that of the plain training, and whether each gradient of three steps is."""
+    (want, plain), (got, planned) = (three_steps(rank, planned) for planned in (False, True))
+    return got == want, list(map(torch.equal, planned, plain))
+
+
+def three_steps(rank: int, planned: bool) -> tuple[list[str], list[torch.Tensor]]:
+    """In which order gradients come in the first step, and those of the next two, for which buckets follow it."""
+    model, order = DistributedDataParallel(models.language()), list[str]()
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    batches = [models.tokens(rank + 10 * i) for i in range(3)]
+    call = auto_checkpoint(model, (batches[0],) * 2, "80%", **cases.QUICK).module if planned else model
+    order.clear()
+    torch.manual_seed(1)
+    gradients = []
+    for batch in batches:
+        model.zero_grad()
+        call(batch, batch).backward()
+        gradients += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return order[: len(gradients) // 3], gradients
+
+
+def test_three_ranks_bucket_gradients_in_the_order_of_the_plain_training() -> None:
+    for in_order, equal in run_ranks(in_turn, ranks=3):
+        assert in_order
+        assert all(equal) and len(equal) > 60
+
+
 def test_a_rank_plans_alone_what_talks_to_others_and_counts_what_that_holds() -> None:
     first, second = run_ranks(talk)
     assert first[1] == dict.fromkeys(REGIONS, True)  # no check either, for which others would have to run steps

@@ -32,7 +32,7 @@ ADAMW = partial(torch.optim.AdamW, foreach=False)
 
 @contextmanager
 def hooked(model: nn.Module, hook: Callable[[nn.Parameter], None]) -> Iterator[None]:
-    handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
     yield
     for handle in handles:
         handle.remove()
@@ -63,6 +63,48 @@ def test_hooks_run_while_the_backward_does() -> None:
         planned = shares(model, plan.module(x))
         assert all(abs(a - b) < 0.2 for a, b in zip(plain, planned, strict=True))
         assert planned[0] < 0.45 and len({round(s, 1) for s in planned}) > 4
+
+
+class Tied(nn.Module):
+    """Shared, cast and unused parameters, small and large ones, some for one op, in an order that is not theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, 16)
+        self.early, self.rows = nn.Conv1d(16, 16, 3, padding=1), nn.LSTM(16, 16, batch_first=True)
+        self.norm, self.looks = nn.GroupNorm(2, 16), nn.MultiheadAttention(16, 2, batch_first=True)
+        self.small = nn.ParameterList(torch.randn(16) for _ in range(9))
+        self.wide = nn.Linear(16, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.rows(self.norm(self.early(self.words(x).mT)).mT)[0]
+        a, b, c, d, e, f, g, h = list(self.small)[:8]
+        x = self.looks(x * a + d, x * b.sigmoid() + e, x * c * (f - g * h.sum()))[0]
+        return self.wide(x).relu().sum(-1, keepdim=True) * x @ self.words.weight.T
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("regions", ["whole", "auto", ["early", "norm", "looks", "wide"]])
+def test_gradients_come_in_the_order_of_the_plain_step(regions: Any, autocast: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Tied(), torch.randint(16, (64, 3))
+    model.small[8].requires_grad_(False)
+    loss = loss_of if regions == "whole" else None
+    names: dict[nn.Parameter, str] = {p: name for name, p in model.named_parameters()}
+
+    def order(module: nn.Module, planned: bool = False) -> list[str]:
+        found: list[str] = []
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            result = module(x) if planned and loss else loss_of(module(x))
+        with hooked(model, lambda p: found.append(names[p])):
+            result.backward()
+        model.zero_grad()
+        return found
+
+    plain = order(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        plan = auto_checkpoint(model, x, "95%", loss_fn=loss, regions=regions, progress=False)
+    assert len(plain) == len(names) - 1 and order(plan.module, planned=True) == plain
 
 
 def test_buckets_of_ddp_start_during_the_backward() -> None:

@@ -615,6 +615,13 @@ def _refuse_distributed(tensors: list[torch.Tensor], template: Template) -> None
             )  # fmt: skip
 
 
+def _drop_unread_constants(module: fx.GraphModule, pristine: fx.Graph) -> None:
+    """A table that forward makes and nothing reads in the end would stay in memory as long as the plan does."""
+    read = {str(node.target) for graph in (module.graph, pristine) for node in graph.find_nodes(op="get_attr")}
+    for name in module._buffers.keys() - read:
+        delattr(module, name)
+
+
 def _make_leaves(parameters: Sequence[torch.Tensor]) -> None:
     """Torch hands them over as if something had computed them, and autocast keeps its casts of leaves alone.
 
@@ -780,6 +787,7 @@ def _traced(
     num_outputs = joint.num_forward_outputs - len(joint.mutated_inputs)
     pristine = copied(joint.graph_module.graph)
     fuse(joint.graph_module.graph, dropped)
+    _drop_unread_constants(joint.graph_module, pristine)
     paths = {i: path for path, i in reversed(slots(input_template))}  # of tensors that come twice, the first
     return Traced(
         graph_module=joint.graph_module,

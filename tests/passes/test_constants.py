@@ -57,6 +57,20 @@ class Asks(nn.Module):
         return self.linear(x.float()) * self.question(x)
 
 
+class Tabled(nn.Module):
+    """Makes two tables, and reads one of them in a shape alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        unread, read = torch.tensor([3, 5]), torch.tensor([2.0, 4.0])
+        return x.view(len(unread), -1) * read[:, None]
+
+
+def test_a_table_that_nothing_reads_is_not_kept() -> None:
+    traced = capture(model := Tabled(), bind_sample(model, torch.randn(4, 8, requires_grad=True)))
+    constants = list(traced.graph_module.buffers())
+    assert [c.tolist() for c in constants] == [[2.0, 4.0]]
+
+
 def test_a_constant_question_is_answered() -> None:
     traced = capture(Positions(), {"x": torch.randn(2, 8)})
     assert any("relu" in str(n.target) for n in traced.graph_module.graph.nodes)

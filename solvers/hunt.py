@@ -169,10 +169,10 @@ def look_lower(state: Hunt, until: float, again: bool = False) -> None:
     """The state of smallest peak, rid of what the budget does not need, where that fits.
 
     Args:
-        again: what is left out then will be looked at later.
+        again: what is left out then will be looked at later, if there is a later.
     """
     lowest = smallest_peak(state.problem, state.budget_bytes, until)
-    if not again or time.monotonic() < until:
+    if not again or time.monotonic() < until or state.seconds_left <= 0:
         state.known_bytes = lowest.known_bytes
     if lowest.live.peak_bytes <= state.budget_bytes:
         drop_unneeded(lowest.live, state.budget_bytes, state.deadline)

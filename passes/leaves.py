@@ -45,11 +45,14 @@ def leaves(
     problem: Problem,
     nodes: tuple[fx.Node | None, ...],
     tensor_of: Mapping[Storage, int],
+    in_turn: bool,
 ) -> tuple[Leave, ...]:
-    """The groups in which gradients of parameters leave, in the order in which they leave a plain step
-    (`DistributedDataParallel` orders its buckets by that); what is in none is there until the end.
+    """The groups in which gradients of parameters leave; what is in none is there until the end.
+
+    Either as soon as they are final or `in_turn`, as from a plain step, of which the backward has another order of ops.
     """
-    owners, rank = _owners(traced, aliases, problem, tensor_of), {i: k for k, i in enumerate(traced.arrivals)}
+    owners = _owners(traced, aliases, problem, tensor_of)
+    rank = {i: k for k, i in enumerate(traced.arrivals if in_turn else ())}
     read = _last_reads(problem, nodes, aliases)
     places = {aliases.of[p]: i for i, p in enumerate(traced.placeholders[: traced.num_primals])}
     last = {places[s]: i for s, i in read.items() if s in places}

@@ -36,6 +36,7 @@ class Options:
 
     Attributes:
         wrapper_bytes: what the model's wrapper (DistributedDataParallel) holds throughout.
+        in_turn: whether gradients leave in the order of the plain step although they would be freed sooner in another.
         notes: what of that is not counted, in words.
         flight: the pipeline that the step is a stage of.
 
@@ -49,6 +50,7 @@ class Options:
     loss_fn: Callable[..., Any] | None = None
     reserve_bytes: int = 0
     wrapper_bytes: int = 0
+    in_turn: bool = False
     time_limit: float = 30.0
     gap: float = 0.01
     progress: bool | None = None

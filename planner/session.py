@@ -29,6 +29,7 @@ from .progress import Progress
 from .ranks.flight import flight_of
 from .ranks.wrapper import (
     check_wrapper,
+    in_turn,
     inner_module,
     unsent_bytes,
     wrapper_bytes,
@@ -115,7 +116,7 @@ def open_session(
     update = measure_update(optimizer, inner, model_device(inner), in_hooks=asked.gradients == "consumed")
     notes = (*wrapper_notes(model), *_hook_notes(inner, asked.loss_fn))
     asked = replace(
-        asked, update=update, wrapper_bytes=wrapper_bytes(model), notes=notes,
+        asked, update=update, wrapper_bytes=wrapper_bytes(model), in_turn=in_turn(model), notes=notes,
         gradients=wrapper_gradients(model, asked.gradients),
     )  # fmt: skip
     if pipeline is not None:

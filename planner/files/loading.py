@@ -21,7 +21,7 @@ from planner.options import WHOLE, Options
 from planner.pipeline import emit, plain_if_as_good, prepare_step
 from planner.prepared import Prepared, check_model
 from planner.progress import Progress
-from planner.ranks.wrapper import check_wrapper, inner_module, wrapper_bytes, wrapper_gradients
+from planner.ranks.wrapper import check_wrapper, in_turn, inner_module, wrapper_bytes, wrapper_gradients
 from planner.regions.losses import LOSS
 from solvers.errors import MIB, ScheduleError
 from solvers.schedule import Schedule
@@ -56,7 +56,7 @@ def load(
     _check_loss(file, loss_fn)
     check_wrapper(model)
     options = replace(
-        _options(file, loss_fn, cost, progress), wrapper_bytes=wrapper_bytes(model),
+        _options(file, loss_fn, cost, progress), wrapper_bytes=wrapper_bytes(model), in_turn=in_turn(model),
         gradients=wrapper_gradients(model, file["options"]["gradients"]),
     )  # fmt: skip
     model = inner_module(model)

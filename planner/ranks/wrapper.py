@@ -54,6 +54,14 @@ def wrapper_gradients(model: nn.Module | None, asked: T) -> T | Literal["accumul
     return "accumulated" if bucketed and asked == "fresh" else asked
 
 
+def in_turn(model: nn.Module) -> bool:
+    """Whether bits depend on the order in which gradients come, which decides their places in the buckets: a sum over
+    three ranks or more rounds by these.
+    """
+    around = model if isinstance(model, DistributedDataParallel) else running_wrapper(model)
+    return isinstance(around, DistributedDataParallel) and bool(around.process_group.size() > 2)
+
+
 def unsent_bytes(model: nn.Module | None, asked: str) -> int:
     """Gradients of micro-batches under `no_sync()`, which lie besides the buckets that hold those of the last one."""
     if not isinstance(model, DistributedDataParallel) or not model.gradient_as_bucket_view or asked == "fresh":

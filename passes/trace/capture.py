@@ -418,8 +418,6 @@ class StepTracer:
         flat = tuple(map(as_distributed, parts, self.given))
         for i, (stand_in, tensor) in enumerate(zip(flat, self.given, strict=True)):
             keep_gradient_spread(stand_in, tensor, partial(self.spread.__setitem__, i))
-            if stand_in.requires_grad:
-                stand_in.register_hook(partial(self._arrived, i))
             lend = lend_attributes if i < len(self.entries) else lend_kind
             lend(tensor, stand_in)
         self.remembered = Remembered()
@@ -457,6 +455,9 @@ class StepTracer:
             returned.append(answer)
         if self.runs:  # torch goes on with the backward
             self.recorder.follow_backward()
+            for i, stand_in in enumerate(flat):
+                if stand_in.requires_grad:
+                    stand_in.register_hook(partial(self._arrived, i))
             if self.pieces.stale:
                 self.in_backward.enter_context(self.pieces)
             if self.watch.custom_backward:

@@ -1,7 +1,7 @@
 """arrivals: in which order autograd takes up the gradients that a node hands over together.
 
-Its queue is a heap, in which leaves are equal: of more than three, the first come in another order than they were put
-in. Where that matters (`DistributedDataParallel` orders its buckets by it), they are put in so as to come out right.
+Its queue is a heap, in which leaves are equal: more than three come out in another order than they were put in.
+`DistributedDataParallel` orders its buckets by it, so they are put in as they have to be to come out right.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _taken_up(count: int, others: int, is_last: bool) -> tuple[int, ...]:
             leaf.register_hook(partial(_note, found, i))
         start = torch.empty(0, device="cpu", requires_grad=not is_last)
         made = (torch.empty(0, device="cpu", requires_grad=True).view(0) for _ in range(others))
-        _Together.apply(start.view(0), *leaves, *made).sum().backward()
+        _Together.apply(start.view(0), *leaves, *made).backward(torch.empty(0, device="cpu"))
     return tuple(found)
 
 

@@ -523,7 +523,7 @@ def count_read_by_name(self: Any, x: torch.Tensor) -> Any:
     return self.layer(x) if getattr(self, "n") < 50 else x  # noqa: B009  # <<
 
 
-@case("A.4", "said", n=lambda: 0)
+@case("A.4", "same", n=lambda: 0)
 def a_count_nobody_reads(self: Any, x: torch.Tensor) -> Any:
     self.n += 1
     return self.layer(x)

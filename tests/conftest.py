@@ -44,7 +44,7 @@ def _settled() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with three cases or more every second one runs by default, of one with six or more every third, or each
+    """Of a test with three cases or more every second one runs by default, of one with six or more every sixth, or each
     n-th if it is marked `every(n)`.
 
     The others are slow.
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases, seen = Counter(map(_test, items)), Counter[str]()
     for item in items:
         mark, test = item.get_closest_marker("every"), _test(item)
-        n = mark.args[0] if mark else 3 if cases[test] > 5 else 2 if cases[test] > 2 else 1
+        n = mark.args[0] if mark else 6 if cases[test] > 5 else 2 if cases[test] > 2 else 1
         if seen[test] % n:
             item.add_marker("slow")
         seen[test] += 1

@@ -108,7 +108,7 @@ def lower(
     hook_bytes: Mapping[str, int] = NO_HOOKS,
     region: bool = False,
     lasting: bool = True,
-    in_turn: bool = True,
+    in_turn: bool = False,
 ) -> Lowered:
     """Make the Problem of a traced step.
 
@@ -122,7 +122,8 @@ def lower(
         region: the step is a part of a larger one: its inputs are tensors that it holds until it has read them, what
             it returns is computed once, and what becomes of that and of its gradients is not its affair.
         lasting: whether the gradients that the backward starts from are there until it ends.
-        in_turn: whether gradients wait for those that come before them in a plain step.
+        in_turn: whether gradients wait for those that come before them in a plain step also where they would be freed
+            sooner in another order; where they stay, they do.
     """
     lowering = _Lowering(traced, aliases, profiles, cost, device, frozenset(once), gradients, region, lasting, in_turn)
     return lowering.build(reserve_bytes, keep_outputs, step_bytes, hook_bytes)
@@ -187,7 +188,8 @@ class _Lowering:
         order = backward_order(problem, self._movable(num_forward))
         problem, self.nodes = in_order(problem, order), [self.nodes[i] for i in order]
         tensors = self.storage_tensor
-        groups = leaves(self.traced, self.aliases, problem, tuple(self.nodes), tensors, self.in_turn)
+        in_turn = self.in_turn or self.gradients == "fresh"
+        groups = leaves(self.traced, self.aliases, problem, tuple(self.nodes), tensors, in_turn)
         left = self._add_leaves(problem, tuple(g for g in groups if self.fates.keys() >= set(g.primals)))
         if self.region:
             self._add_op(Op(RETURN_GRADIENTS, tuple(outputs), (), 0, 0, False), None)

@@ -287,7 +287,7 @@ def lower_step(
         keep_outputs=options.keep_outputs, once=once, gradients=options.gradients,
         step_bytes=options.update.step_bytes, hook_bytes=options.update.hook_bytes, region=region,
         lasting=options.flight is None or not options.flight.last,
-        in_turn=options.in_turn or options.gradients == "fresh",
+        in_turn=options.in_turn,
     )  # fmt: skip
 
 

@@ -105,9 +105,8 @@ def refine(state: Hunt, effort: Effort) -> None:
 
     Where greedy found no plan, the first programs may: its solution often fits where no descent from scratch does.
     """
-    ends: tuple[int, ...] = ()
-    if state.seconds_left > LEAST_SECONDS:
-        ends = first_ends(state.problem, first_count(state), state.budget_bytes)
+    in_time = state.seconds_left > LEAST_SECONDS
+    ends = first_ends(state.problem, first_count(state), state.budget_bytes) if in_time else ()
     number, climbed = 0, False
     while not state.finished and state.seconds_left > LEAST_SECONDS:
         number += 1

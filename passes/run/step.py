@@ -30,7 +30,7 @@ from ._torch import (
     under_transform,
 )
 from .arena import Arena, Spacers, ask_for
-from .arrivals import listed
+from .arrivals import kind, listed
 from .errors import PlannerError
 from .listeners import Listeners, Readers, Taken
 from .mixing import Versions, warn_of_changed_view, watch_sum
@@ -242,9 +242,8 @@ class _Run:
         self.made_by = {i: p.grad_fn for i, (p, own) in pairs if p is not own}
         self.owners = owners
         self.others = tuple(i for i in step.others if not _has_listener(owners[i]))
-        owned, rank = (*step.leaves[:-1], (*step.leaves[-1], *self.others)), {i: k for k, i in enumerate(step.arrivals)}
-        self.listed = [listed(part, owners, rank, place == len(owned) - 1) for place, part in enumerate(owned)]
-        self.owned = tuple(tuple(part[k] for k in order) for part, order in zip(owned, self.listed, strict=True))
+        parts = (*step.leaves[:-1], (*step.leaves[-1], *self.others))
+        self.listed, self.owned = listed(parts, tuple(map(kind, owners)), step.arrivals)
         self.token = torch.empty(0, device=next((p.device for p in owners if p.requires_grad), None))
         ask_for(step.arena, self.token.device, step.spacers)
         self.versions = [p._version for p in sources]

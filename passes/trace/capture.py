@@ -154,9 +154,9 @@ class Traced:
     the attributes of the model's modules that it sets to plain values, as a planned step does, too. `within` are the
     parameters by which the backward of a custom function differentiates: they may have no hooks. `spread` are the
     placements of the gradients of `DTensor`s, by the numbers of the primals, `arrivals` those in the order in which
-    autograd comes to their gradients. `first_call` is what a first call of
-    forward remembers and was in place. `changed_later` are primals that code after a region changes in place. `asked`
-    are the questions about computed values that the sample answered; what was asked about are the last of `outputs`.
+    autograd comes to their gradients. `first_call` is what a first call of forward remembers and was in place.
+    `changed_later` are primals that code after a region changes in place. `asked` are the questions about computed
+    values that the sample answered; what was asked about are the last of `outputs`.
     """
 
     graph_module: fx.GraphModule
@@ -457,7 +457,7 @@ class StepTracer:
             self.recorder.follow_backward()
             for i, stand_in in enumerate(flat):
                 if stand_in.requires_grad:
-                    stand_in.register_hook(partial(self._arrived, i))
+                    stand_in.register_hook(lambda _, i=i: self.arrivals.append(i))
             if self.pieces.stale:
                 self.in_backward.enter_context(self.pieces)
             if self.watch.custom_backward:
@@ -466,9 +466,6 @@ class StepTracer:
                 self.within = self.in_backward.enter_context(used)
         self.runs += 1
         return returned
-
-    def _arrived(self, i: int, _: torch.Tensor) -> None:
-        self.arrivals.append(i)
 
     def _run(self, flat: Sequence[torch.Tensor], *modes: AbstractContextManager[Any]) -> Returned:
         """What forward returns, and changes in its arguments, for these parameters, buffers and inputs."""

@@ -67,7 +67,6 @@ def answers(request: pytest.FixtureRequest) -> list[Any]:
     return try_ranks(run_all, [item.callspec.params["name"] for item in items], seconds=600.0)
 
 
-@pytest.mark.every(5)
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_parameters_are_those_of_the_unplanned_training(answers: list[Any], name: str) -> None:
     for answer in answers:

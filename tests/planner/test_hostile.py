@@ -144,7 +144,6 @@ class Tags(HTMLParser):
 GROUPS = [NAMES[i::6] for i in range(6)]
 
 
-@pytest.mark.every(6)
 @pytest.mark.parametrize("names", GROUPS, ids=range(len(GROUPS)))
 def test_exports_quote_every_name(names: list[str], tmp_path: Path) -> None:
     usable = [n for n in names if not any("\ud800" <= c <= "\udfff" for c in n)]
@@ -158,7 +157,6 @@ def test_exports_quote_every_name(names: list[str], tmp_path: Path) -> None:
     assert repr(module) and harmless()
 
 
-@pytest.mark.every(6)
 @pytest.mark.parametrize("names", GROUPS, ids=range(len(GROUPS)))
 def test_files_pages_and_text_quote_every_name(names: list[str], tmp_path: Path) -> None:
     model, sample = built(names)

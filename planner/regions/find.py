@@ -57,7 +57,7 @@ class Candidates:
 
 
 def candidates(model: nn.Module, patterns: Sequence[str]) -> Candidates:
-    """The outermost submodules that match a pattern; the children of the model where there is none.
+    """The outermost submodules that match a pattern, of a list its members; the children of the model without patterns.
 
     Raises:
         RegionError: a pattern matches no submodule.
@@ -77,8 +77,8 @@ def candidates(model: nn.Module, patterns: Sequence[str]) -> Candidates:
     chosen: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{other}.") for other in chosen)
-        if path and not inside and any(fnmatchcase(path, pattern) for pattern in patterns) and has_forward(module):
-            chosen[path] = module
+        if path and not inside and any(fnmatchcase(path, pattern) for pattern in patterns):
+            chosen.update(_members(module, path))
     if compiled := next((path for path in chosen if _within_compiled(model, path)), None):
         raise RegionError(
             f"region {compiled} is compiled, or within what is: the compiler would look into the planned region. Plan "
@@ -99,6 +99,14 @@ def children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             yield from children(child, place)
         elif not _is_layer(child) or isinstance(child, nn.RNNCellBase):
             yield place, child
+
+
+def _members(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    if has_forward(module):
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from _members(child, f"{path}.{name}")
 
 
 def _is_layer(module: nn.Module) -> bool:

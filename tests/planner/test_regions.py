@@ -478,6 +478,21 @@ def test_patterns_that_name_nothing() -> None:
         auto_checkpoint(model, x, regions="block.*", progress=False)
 
 
+def test_a_pattern_that_names_a_list_names_its_members() -> None:
+    class Lists(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x.sum()
+
+    plan = auto_checkpoint(Lists(), torch.randn(4, 8), regions="blocks", progress=False)
+    assert [region.path for region in plan.regions][:-1] == ["blocks.0", "blocks.1", "blocks.2"]
+
+
 # Glue -----------------------------------------------------------------------------------------------------------------
 
 

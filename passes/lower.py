@@ -166,9 +166,10 @@ class _Lowering:
         mutated = {self.aliases.of[primals[i]] for i in self.traced.overwritten}
         held = self._add_inputs(primals[len(self.traced.state) :]) if self.region else []
         held += self._add_kept()
+        old = self._add_left()
         for node in forward:
             self._add_node(node, True, mutated)
-        self._add_handover()
+        self._add_handover(old)
         num_forward = len(self.ops)
         tangent_tensors = self._add_tangents(tangents, held)
         for node in backward:
@@ -285,9 +286,26 @@ class _Lowering:
         nodes = (n for n in outputs[first : self.traced.num_forward_outputs] if isinstance(n, fx.Node))
         return dict.fromkeys(s for n in nodes for s in self.aliases.storages(n))
 
-    def _add_handover(self) -> None:
+    def _add_left(self) -> list[int]:
+        """What the step before has left in attributes of the model, where it is until the forward ends."""
+        size = sum(map(self._bytes, dict.fromkeys(s for s in map(self.aliases.of.__getitem__, self._left())
+                                                  if isinstance(s, Storage) and not s.static)))  # fmt: skip
+        if not size:
+            return []
+        tensor = self._new_tensor(Tensor("left_before", size, "output"), None)
+        self._add_op(Op("left_before", (), (tensor,), 0, 0, False), None)
+        return [tensor]
+
+    def _left(self) -> list[fx.Node]:
+        """Outputs that forward leaves in attributes of the model."""
+        outputs: Any = self.traced.graph_module.graph.output_node().args[0]
+        first = len(self.traced.mutated)
+        stay = [outputs[first + leaf.index] for leaf in self.traced.outputs if leaf.stays and leaf.input is None]
+        return [node for node in stay if isinstance(node, fx.Node)]
+
+    def _add_handover(self, old: list[int]) -> None:
         """Outputs and new values of overwritten primals live until the forward ends."""
-        read = tuple(self.storage_tensor[s] for s in self.returned if s in self.storage_tensor)
+        read = (*(self.storage_tensor[s] for s in self.returned if s in self.storage_tensor), *old)
         if read:
             self._add_op(Op("return_outputs", read, (), 0, 0, False), None)
 
@@ -412,7 +430,7 @@ class _Lowering:
         A region holds nothing of what it returned: glue does, as long as it needs it.
         """
         outputs: Any = self.traced.graph_module.graph.output_node().args[0]
-        started = {leaf.index for leaf in self.traced.outputs if leaf.differentiated and not self.region}
+        started = {leaf.index for leaf in self.traced.outputs if leaf.differentiated or leaf.stays if not self.region}
         result = []
         for position, node in enumerate(outputs):
             if not isinstance(node, fx.Node) or position < len(self.traced.mutated):

@@ -220,7 +220,7 @@ class Decided:
         traced = self.prepared.traced
         results = self.step(local_parts(primals, traced.spread), fallback, sources, primals)
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in traced.outputs]
-        set_again(traced.settings, model)
+        set_again(traced.settings, model, leaves)
         return deliver(traced.changes, leaves, bound, traced.output_template)
 
     @cached_property

@@ -103,7 +103,7 @@ from .refuse import (
     storage_kind,
 )
 from .rerun import only_adds_to
-from .settings import Setting, steady
+from .settings import Setting, set_slots, steady, taken_apart, tensors_in
 from .state import Snapshot
 from .structure import Bound, flatten, unflatten
 from .templates import Template, Tree, shared, slots
@@ -124,6 +124,7 @@ class OutputLeaf:
         requires_grad: whether the plain model's output requires a gradient.
         differentiated: whether the traced backward starts from it (its tangent is an input of the backward).
         is_view: whether the plain model's output is a view, of whatever memory.
+        stays: whether forward leaves it in an attribute of the model, where it is until the next call.
         readers: the outputs, by `index`, whose gradients go on to it, as they are computed from it.
     """
 
@@ -133,6 +134,7 @@ class OutputLeaf:
     requires_grad: bool
     differentiated: bool
     is_view: bool = False
+    stays: bool = False
     readers: tuple[int, ...] = ()
 
 
@@ -151,7 +153,8 @@ class Traced:
     memory of a mutated one, `resident` what memory each primal adds to those before it (`own_bytes`). `changes` is what
     forward changes in its arguments; the tensors that it puts there follow those of the output in `outputs`. `left` are
     the places elsewhere that forward sets and does not read, which a planned step leaves as they are; `settings` are
-    the attributes of the model's modules that it sets to plain values, as a planned step does, too. `within` are the
+    the attributes of the model's modules that it sets to plain values and to tensors, which come next in `outputs`, as
+    a planned step does, too. `within` are the
     parameters by which the backward of a custom function differentiates: they may have no hooks. `spread` are the
     placements of the gradients of `DTensor`s, by the numbers of the primals, `arrivals` those in the order in which
     autograd comes to their gradients. `first_call` is what a first call of forward remembers and was in place.
@@ -291,7 +294,7 @@ def capture(
             # Libraries branch on `torch.compiler.is_compiling()` to offer code without data-dependent Python. The
             # model's ordinary path is tried first because it is the one the plain step executes.
             try:
-                tracer.sample_asked = None
+                tracer.sample_asked, tracer.sets_tensors = None, False
                 with compiling_flags():
                     joint = export_step(tracer, _fake_inputs(tensors, layouts))
                 tracer.settings = ()  # the ordinary code may set something else
@@ -302,7 +305,7 @@ def capture(
             tracer.notes += (_note_of(tracer.asked),)
         if tracer.guard is not None and tracer.guard.counts:
             tracer.notes += (COUNTS,)
-        check_backward(tracer.before, tracer.judged, {str(s): s.value for s in tracer.settings})
+        check_backward(tracer.before, tracer.judged, {str(s): s.value for s in tracer.settings if s.template is None})
     for tensor, name in zip(input_tensors, names, strict=True):
         refuse_attributes(vars(tensor).keys() & tracer.recorder.said.keys(), name)
     tracer.recorder.let_go()
@@ -395,6 +398,7 @@ class StepTracer:
         self.notes: tuple[str, ...] = ()
         self.left: tuple[Left, ...] = ()  # by the first run
         self.settings: tuple[Setting, ...] = ()  # of the latest run
+        self.sets_tensors = True
         self.before: Snapshot
         self.watch = Watch()
         self.judged: frozenset[str] = frozenset()
@@ -427,8 +431,9 @@ class StepTracer:
         tensors, self.output_template, self.changes = result.tensors, result.template, result.changes
         _refuse_distributed(tensors, self.output_template)
         paths: dict[int, str] = {}
-        for path, i in (*slots(self.output_template), *changed_slots(self.changes)):
+        for path, i in (*slots(self.output_template), *changed_slots(self.changes), *set_slots(self.settings)):
             paths.setdefault(i, path)
+        stay = {i for _, i in set_slots(self.settings)}
         wanted = choose_differentiated(self.output_template, tensors, paths, self.differentiated)
         self.leaves, self.arrivals = [], []
         aliased, of_given = _sharing(tensors, flat)
@@ -439,8 +444,8 @@ class StepTracer:
             same = next((k for k, t in enumerate(flat) if t is tensor), None)
             chosen = i in wanted and same is None
             index = -1 if same is not None else len(returned)
-            is_view, by = tensor._is_view(), read_by.get(index, ())
-            self.leaves.append(OutputLeaf(paths[i], same, index, tensor.requires_grad, chosen, is_view, by))
+            is_view, stays, by = tensor._is_view(), i in stay, read_by.get(index, ())
+            self.leaves.append(OutputLeaf(paths[i], same, index, tensor.requires_grad, chosen, is_view, stays, by))
             if id(tensor) in of_given and same is None:
                 returned.append(tensor)  # refused in `_traced`, which has to see it
             elif same is None:
@@ -495,9 +500,9 @@ class StepTracer:
             self.replaced = tuple(replaced)
             stack.close()  # what follows is not read by forward
             self.written |= given.places(self.recorder.written)
-            self.settings = self.recorder.settings()
             result = given.returned(value, self.written)
             refuse_returned(replaced, result.tensors)
+            self.settings = self._settings(flat, result.tensors)
             self.pieces.check((*flat, *result.tensors))
             self._refuse_attributes(flat, usual, result.tensors)
             for i, before in enumerate(hooks):
@@ -519,6 +524,17 @@ class StepTracer:
         for tensor in returned:
             if not any(tensor is each for each in flat):
                 refuse_attributes(vars(tensor).keys() - of_torch, "what forward returns")
+
+    def _settings(self, flat: Sequence[torch.Tensor], returned: list[torch.Tensor]) -> tuple[Setting, ...]:
+        """What forward sets in the model; tensors of that are added to what it returned.
+
+        They are none that share memory with what the step is given: those would have to be refused as outputs.
+        """
+
+        def may_be_kept(tensor: torch.Tensor) -> bool:
+            return self.sets_tensors and not _sharing([tensor], flat)[1]
+
+        return tuple(taken_apart(self.recorder.settings(), returned, may_be_kept))
 
     def _name_of(self, index: int) -> str:
         """Of a tensor that the forward is given, in an error message."""
@@ -548,14 +564,19 @@ class StepTracer:
         }
         arguments = shared(self.input_template)
 
-        def set_first(copies: Sequence[torch.Tensor]) -> set[str]:
+        def settings(copies: Sequence[torch.Tensor]) -> tuple[Setting, ...]:
             self._run(copies, self.recorder.recording(copies[:count]))
-            return {str(setting) for setting in self.settings if setting.added is None}
+            return self.settings
+
+        def set_first(copies: Sequence[torch.Tensor]) -> set[str]:
+            return {str(setting) for setting in settings(copies) if setting.added is None}
 
         rerun = Rerun(
             self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn, arguments), set_first
         )
-        self.judged = judged(self.before)
+        found = self.before.changes()
+        self.judged = judged(found)
+        held = {(id(c.node.owner), c.key): c.after for c in found if tensors_in(c.after)}
         now = zip(self.entries, flat, written, strict=False)
         overwritten = [entry.name for entry, t, then in now if mutation_count(t) != then]
         try:
@@ -571,6 +592,12 @@ class StepTracer:
             raise FirstCall(first, overwritten)
         self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes)))
         self.watch = watch
+        if held:  # such as this run has set, too; it is not recorded
+            of_tensors = [s for s in settings(rerun.copies()) if s.template is not None]
+            self.before.restore()
+            places = [(id(self.model.get_submodule(s.path)), s.name) for s in of_tensors]
+            mine = [replace(s, value=held[at], template=None) for s, at in zip(of_tensors, places, strict=True)]
+            self.settings = tuple(taken_apart(mine, result.tensors, lambda _: True))
         return result
 
     def _started(self, path: str, tensor: torch.Tensor, aliased: Sequence[int] | None) -> torch.Tensor:
@@ -852,7 +879,8 @@ def _callers_alone(graph: fx.Graph, mutated: Sequence[int], leaves: Sequence[Out
     """Results of the forward that only the caller has after it: the backward does not start from them."""
     results: Any = graph.output_node().args[0]
     first = len(mutated)
-    found = [results[first + leaf.index] for leaf in leaves if leaf.input is None and not leaf.differentiated]
+    alone = [leaf for leaf in leaves if leaf.input is None and not (leaf.differentiated or leaf.stays)]
+    found = [results[first + leaf.index] for leaf in alone]
     return tuple(n for n in found if isinstance(n, fx.Node))
 
 

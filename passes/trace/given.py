@@ -212,8 +212,7 @@ def held_before(changes: Sequence[Changed], bound: Mapping[str, Any]) -> Before:
 
     Of other things in them nothing is kept, lest what forward puts there lives on: `MISSING` stands for these.
     """
-    places = {str(change.place): change.place for change in changes}.values()
-    held = [(place, held_in(place.of(bound))) for place in places]
+    held = [(p, held_in(p.of(bound))) for p in {str(change.place): change.place for change in changes}.values()]
     return [(place, _plain_part(content)) for place, content in held if not flatten(content)[0]]
 
 
@@ -238,9 +237,7 @@ def put_back(before: Before, bound: Mapping[str, Any]) -> None:
         refill(store_of(thing), content)
 
 
-def deliver(
-    changes: Sequence[Changed], tensors: Sequence[Any], bound: Mapping[str, Any], output: Template
-) -> Any:  # fmt: skip
+def deliver(changes: Sequence[Changed], tensors: Sequence[Any], bound: Mapping[str, Any], output: Template) -> Any:
     """Change a call's arguments as forward does; what forward returns.
 
     Args:
@@ -273,26 +270,31 @@ def changed_slots(changes: Sequence[Changed]) -> list[tuple[str, int]]:
 
 
 def all_outputs(
-    value: Any, output: Template, changes: Sequence[Changed], targets: Sequence[Any]
+    value: Any, output: Template, changes: Sequence[Changed], targets: Sequence[Any],
+    others: Iterable[tuple[Template, Any]] = (),
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The tensors of `Returned`, of a call that returned `value` and changed its arguments."""
-    found: dict[int, torch.Tensor] = {}
-    _fill(output, value, found)
+    """The tensors of `Returned`, of a call that returned `value`, changed its arguments, and left `others`."""
+    values = [(output, value), *others]
     for change, target in zip(changes, targets, strict=True):
         if change.value is not None:
             store = store_of(target)
             held = store if isinstance(store, MutableMapping) else list(store)
-            _fill(change.value, held if change.key is None else held[change.key], found)
-    return [found[i] for i in range(len(found))]
+            values.append((change.value, held if change.key is None else held[change.key]))
+    return [tensor for _, tensor in sorted(filled(values).items())]
 
 
-def _fill(template: Template, value: Any, found: dict[int, torch.Tensor]) -> None:
+def filled(values: Iterable[tuple[Template, Any]]) -> dict[int, torch.Tensor]:
+    """The tensors of values, by their numbers in the templates."""
+    return {i: tensor for template, value in values for i, tensor in _filled(template, value)}
+
+
+def _filled(template: Template, value: Any) -> Iterator[tuple[int, torch.Tensor]]:
     match template:
         case Slot(index):
-            found[index] = value
+            yield index, value
         case Tree(_, children):
             for child, leaf in zip(children, one_level(value)[0], strict=True):
-                _fill(child, leaf, found)
+                yield from _filled(child, leaf)
         case Opaque(_, attributes):
             for name, child in attributes:
-                _fill(child, store_of(value)[name], found)
+                yield from _filled(child, store_of(value)[name])

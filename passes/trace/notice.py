@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -210,9 +210,9 @@ def say_what_is_left(found: Sequence[Left], settings: Sequence[Setting]) -> tupl
     return notes, tuple(unset)
 
 
-def judged(before: Snapshot) -> frozenset[str]:
+def judged(changes: Iterable[Change]) -> frozenset[str]:
     """Paths of what the forward changed."""
-    return frozenset(_HOOK.sub("", change.path) for change in before.changes())
+    return frozenset(_HOOK.sub("", change.path) for change in changes)
 
 
 _HOOK = re.compile(r"(?<=hooks)\.\d+$")  # each registration has another number

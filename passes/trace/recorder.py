@@ -77,7 +77,7 @@ from .reads import (
     of_remembered,
 )
 from .rerun import reads
-from .settings import Setting, is_plain
+from .settings import Setting, is_plain, tensors_in
 from .structure import copies_in, flatten, held_objects
 from .templates import Template, argument_path, object_paths
 
@@ -199,7 +199,7 @@ class Recorder:
         return tuple(sorted(str(Setting(self.known[i].path, name, None)) for i, name in left))
 
     def settings(self) -> tuple[Setting, ...]:
-        """The plain values now in attributes of the model's modules that forward sets before it reads them."""
+        """What forward sets before it reads it, of attributes of the model's modules: plain values, and tensors."""
         written = [(i, name, by_attribute(self.objects[i])(name, MISSING)) for i, name in self._numbered(self.written)]
         plain = [each for each in written if is_plain(each[2])]
         filled = set(self._numbered(self.filled))  # and cleared in the end, where None is there now
@@ -209,8 +209,14 @@ class Recorder:
         read = [(self.numbers[each], n, then) for (each, n), then in self.added_to.items() if each in self.numbers]
         now = [(i, name, by_attribute(self.objects[i])(name, None), then) for i, name, then in read]
         added = [(i, name, v, v - then) for i, name, v, then in now if type(v) is type(then) is int]
-        every = (*((*each, None) for each in plain), *added)
+        tensors = [each for each in (*written, *self._stored()) if tensors_in(each[2])]
+        every = (*((*each, None) for each in (*plain, *tensors)), *added)
         return tuple(Setting(self.known[i].path, *each) for i, *each in every if self.known[i].is_submodule)
+
+    def _stored(self) -> Iterator[tuple[int, str, Any]]:
+        for i, name in self._numbered(self.stored):
+            if self.known[i].is_submodule and name in (own := object.__getattribute__(self.objects[i], "__dict__")):
+                yield i, name, own[name]
 
     def set_as_before(self, codes: Iterable[types.CodeType]) -> tuple[str, ...]:
         """What else forward sets to what it is outside of the trace: globals, attributes of a loss function."""

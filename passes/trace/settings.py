@@ -1,7 +1,8 @@
-"""Plain values that forward sets as attributes of the model's modules (`self.rows = len(x)`).
+"""What forward sets as attributes of the model's modules: plain values (`self.rows = len(x)`) and tensors (a loss).
 
-A trace holds for one course of the forward, so they are constants of it: a planned step sets them after its forward. Of
-an integer that forward only adds to (`self.seen += len(x)`) how much it adds is one.
+A trace holds for one course of the forward, so plain values are constants of it: a planned step sets them after its
+forward. Of an integer that forward only adds to (`self.seen += len(x)`) how much it adds is one. Tensors (`self.aux`),
+and lists, tuples and dicts of them, are further outputs of the step.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from passes._torch import is_distributed
+
 from .nodes import MISSING, PLAIN, same
+from .structure import Taker, unflatten
+from .templates import Template, slots
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,14 @@ class Setting:
 
     Attributes:
         added: of an integer that forward reads and then sets, how much more than before that is; None of others.
+        template: how what has tensors is made of the step's outputs; None of plain values.
     """
 
     path: str
     name: str
     value: Any
     added: int | None = None
+    template: Template | None = None
 
     def __str__(self) -> str:
         return ".".join(part for part in ("self", self.path, self.name) if part)
@@ -52,16 +59,59 @@ def steady(
     def is_left(s: Setting) -> bool:
         if s.added is not None:
             return is_added_to(s.name)
-        return same(first.get(str(s), s.of(model).get(s.name, MISSING)), s.value)
+        return s.template is not None or same(first.get(str(s), s.of(model).get(s.name, MISSING)), s.value)
 
     return tuple(filter(is_left, found))
 
 
-def set_again(found: Sequence[Setting], model: nn.Module) -> None:
-    """Leave in the model what forward leaves."""
+def set_again(found: Sequence[Setting], model: nn.Module, tensors: Sequence[Any]) -> None:
+    """Leave in the model what forward leaves.
+
+    Args:
+        tensors: the step's outputs.
+    """
     for setting in found:
         own, name = setting.of(model), setting.name
-        own[name] = setting.value if setting.added is None else own[name] + setting.added
+        if setting.template is not None:
+            own[name] = unflatten(setting.template, tensors)
+        else:
+            own[name] = setting.value if setting.added is None else own[name] + setting.added
+
+
+def taken_apart(
+    found: Sequence[Setting], tensors: list[torch.Tensor], may_be_kept: Callable[[torch.Tensor], bool]
+) -> list[Setting]:
+    """The plain ones, and those of tensors that may be kept, with templates; their tensors are added to `tensors`."""
+    result = []
+    for setting in found:
+        if is_plain(setting.value):
+            result.append(setting)
+        elif all(map(may_be_kept, tensors_in(setting.value) or ())):
+            taker = Taker()
+            taker.tensors, taker.positions = tensors, {id(tensor): i for i, tensor in enumerate(tensors)}
+            result.append(replace(setting, value=None, template=taker.take(setting.value)))
+    return result
+
+
+def tensors_in(value: Any) -> list[torch.Tensor] | None:
+    """The tensors of a tensor, or of a list, tuple or dict of tensors and plain values; None of anything else."""
+    if isinstance(value, torch.Tensor):
+        usual = value.layout is torch.strided and not (is_distributed(value) or value.is_conj() or value.is_neg())
+        return [value] if usual else None
+    if type(value) in (list, tuple, dict):
+        parts = [tensors_in(v) for v in (value.values() if isinstance(value, dict) else value)]
+        return None if None in parts else [tensor for part in parts for tensor in part or ()]
+    return [] if is_plain(value) else None
+
+
+def tensors_set(found: Sequence[Setting], model: nn.Module) -> list[tuple[Template, Any]]:
+    """What has tensors of what forward has just set, with its template."""
+    return [(s.template, s.of(model)[s.name]) for s in found if s.template is not None]
+
+
+def set_slots(found: Sequence[Setting]) -> list[tuple[str, int]]:
+    """As `templates.slots`, of what forward sets."""
+    return [(f"{s}{path}", i) for s in found if s.template is not None for path, i in slots(s.template)]
 
 
 @contextmanager

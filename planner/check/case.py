@@ -18,9 +18,10 @@ from passes.trace.arguments import argument_names, call_signature, run_model, st
 from passes.trace.binding import names_given
 from passes.trace.capture import Traced
 from passes.trace.first_call import Remembers
-from passes.trace.given import all_outputs, left_alone, targets_of
+from passes.trace.given import all_outputs, filled, left_alone, targets_of
 from passes.trace.preparing import BUFFER, fill
 from passes.trace.refuse import has_sharded
+from passes.trace.settings import tensors_set
 from passes.trace.state import Snapshot as Reached
 from passes.trace.structure import Bound, flatten, held_objects, unflatten
 from passes.trace.templates import constants, slots
@@ -184,13 +185,10 @@ class Case:
         given = list(tensors)
         before = self.generators.state()
         torch.clear_autocast_cache()  # under autocast around both steps, the second would see the first one's weights
-        output, template = run(tensors, step, lambda output, targets: self._backward(output, targets, step, tensors))
+        found, template = run(tensors, step, lambda output, targets: self._backward(output, targets, step, tensors))
         own = {storage_of(t).data_ptr() for t in given}
+        paths, output = list(found), list(found.values())
         outputs = [self._kept(t.detach(), storage_of(t).data_ptr() in own) for t in output]
-        first: dict[int, str] = {}
-        for path, i in slots(template):
-            first.setdefault(i, path)
-        paths = [first[i] for i in range(len(output))]
         return Observed(
             structure=template,
             outputs=dict(zip(paths, outputs, strict=True)),
@@ -214,10 +212,16 @@ class Case:
             return tensor.to("cpu", copy=True)
         return tensor.clone() if copy else tensor
 
-    def _backward(self, output: Any, targets: Sequence[Any], step: int, own: Tensors) -> tuple[Tensors, Any]:
-        """Start a backward where the trace did; what the output is made of."""
+    def _backward(
+        self, output: Any, targets: Sequence[Any], step: int, own: Tensors
+    ) -> tuple[dict[str, torch.Tensor], Any]:
+        """Start a backward where the trace did; the output's tensors and those that forward set, and its template."""
         leaves, template = flatten(output)
-        at = {path: leaves[i] for path, i in reversed(slots(template))}
+        paths = {i: path for path, i in reversed(slots(template))}
+        found = {paths[i]: tensor for i, tensor in enumerate(leaves)}
+        left = filled(tensors_set(self.traced.settings, self.model))
+        others = {self.traced.outputs[i].path: t for i, t in left.items() if not any(t is leaf for leaf in leaves)}
+        at = {path: leaves[i] for path, i in slots(template)} | others
         starts = [at[o.path] for o in self.traced.outputs if o.differentiated and o.path in at]
         if not starts and self.traced.changes:  # forward puts it into its arguments
             every = all_outputs(output, self.traced.output_template, self.traced.changes, targets)
@@ -228,10 +232,10 @@ class Case:
             strides = [p.meta["val"].stride() for p in planned]
             tangents = [tangent(t, s, step) for t, s in zip(chosen, strides, strict=True)]
             memory = {place(storage_of(t)) for t in own}
-            others = strangers_kept(chosen, lambda leaf: place(storage_of(leaf)) in memory)
-            with under_autocast(self.traced.backward_autocast), others:
+            kept = strangers_kept(chosen, lambda leaf: place(storage_of(leaf)) in memory)
+            with under_autocast(self.traced.backward_autocast), kept:
                 torch.autograd.backward(chosen, tangents)
-        return leaves, template
+        return found | others, template
 
 
 def tangent(like: torch.Tensor, strides: Sequence[int], step: int) -> torch.Tensor:

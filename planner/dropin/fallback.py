@@ -25,7 +25,7 @@ from passes.trace.given import all_outputs, held_before, left_alone, put_back, t
 from passes.trace.layouts import BACKWARD_AUTOCAST, gradient_key
 from passes.trace.matching import Differs, match_arguments
 from passes.trace.reads import Matched, Reads
-from passes.trace.settings import set_aside
+from passes.trace.settings import set_aside, tensors_set
 from passes.trace.structure import Bound, held_objects, unflatten
 from solvers.errors import PlannerError
 
@@ -277,7 +277,8 @@ class Fallback:
             aside = set_aside(traced.settings, state.model)
             with under_autocast(self.key.autocast), aside, self._given(arguments) as bound, saving:
                 targets = targets_of(traced.changes, bound)
-                outputs = all_outputs(self.state.plain(bound), traced.output_template, traced.changes, targets)
+                value, own = self.state.plain(bound), tensors_set(traced.settings, state.model)
+                outputs = all_outputs(value, traced.output_template, traced.changes, targets, own)
         numbered = {leaf.index: output for leaf, output in zip(traced.outputs, outputs, strict=False)}
         for i, listener in taken.items():
             listener.move_to(numbered[i])

@@ -85,7 +85,7 @@ class HollowForward:
         with disable_current_modes():  # those that look at the step's ops need not see these
             run.read = {i: Versions([t]) for i, t in read.items()}
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in outputs]
-        set_again(part.traced.settings, self.module)
+        set_again(part.traced.settings, self.module, leaves)
         return deliver(part.traced.changes, leaves, bound, part.traced.output_template)
 
     def _part(self, number: int, bound: Mapping[str, Any], tensors: list[torch.Tensor], template: Any) -> Part | None:

@@ -164,9 +164,10 @@ def _refuse_left(traced: Traced) -> None:
             f"torch.utils.checkpoint around an update of {few(names)}", where, "the plain step makes it again in the "
             "backward, a planned region would not", "Leave the checkpoint out: the plan decides what is recomputed.",
         )  # fmt: skip
-    if traced.left:
+    left = (*traced.left, *(str(s) for s in traced.settings if s.template is not None))
+    if left:
         raise Unsupported(
-            "something that forward sets and others may read", traced.left[0], "a planned region returns its outputs "
+            "something that forward sets and others may read", left[0], "a planned region returns its outputs "
             "and sets nothing else, and the code after it would find what was there before",
             "Return it, or register it as a buffer.",
         )  # fmt: skip

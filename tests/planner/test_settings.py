@@ -1,4 +1,4 @@
-"""Plain values that forward sets as attributes of the model: a planned step sets them as the plain one does."""
+"""What forward sets as attributes of the model: a planned step sets it as the plain one does."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from passes.errors import Unsupported
+from passes.trace.structure import flatten
 from planner import RegionError, auto_checkpoint
+from tests.zoo.compare import measured_peak_bytes
 
 from .steps import assert_same_gradients, twins
 
@@ -226,3 +229,118 @@ def test_a_setting_of_torchs_that_forward_leaves_changed_is_refused_by_name(name
             auto_checkpoint(model, torch.randn(4, 8), budget_mb=None, regions=regions, check=False)
     finally:
         back()
+
+
+# Tensors --------------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Leaves a loss of its own, and more, in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.aux = nn.Linear(32, 128), nn.Linear(128, 32), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x).tanh()
+        self.aux, self.features = hidden.pow(2).mean(), []
+        self.features.append(hidden)
+        y = x + self.down(hidden.relu())
+        self.last = {"rows": len(x), "state": (hidden.detach().std(0), y), "left": hidden[:1]}
+        return y
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        self.result = x
+        return x
+
+
+def assert_same_attributes(ours: nn.Module, plain: nn.Module) -> None:
+    for one, other in zip(ours.modules(), plain.modules(), strict=True):
+        pairs = [(v, vars(other)[n]) for n, v in vars(one).items() if not n.startswith("_")]
+        leaves, templates = zip(*(flatten(list(each)) for each in zip(*pairs, strict=True)), strict=True)
+        assert templates[0] == templates[1]
+        assert all(torch.equal(a, b) and a.requires_grad == b.requires_grad for a, b in zip(*leaves, strict=True))
+
+
+@pytest.mark.parametrize("regions", ["whole", "auto"])
+def test_tensors_are_set_in_each_step(regions: str) -> None:
+    model, plain = twins(Blocks())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = auto_checkpoint(model, torch.randn(4, 32), budget_mb=None, regions=regions)
+        assert not plan.regions
+        for _ in range(2):
+            x = torch.randn(4, 32)
+            outputs = [run(x) for run in (plan.module, plain)]
+            assert torch.equal(*outputs) and model.result is outputs[0]
+            for output in outputs:
+                output.pow(2).mean().backward()
+            assert_same_attributes(model, plain)
+            assert_same_gradients(model, plain)
+
+
+@pytest.mark.filterwarnings("ignore:backward started", "ignore:planning anew", "ignore:.*calls were planned anew")
+def test_losses_that_forward_leaves_are_added() -> None:
+    model, plain = twins(Blocks())
+    plan = auto_checkpoint(model, torch.randn(4, 32), budget_mb=None)
+    for rows in (4, 4, 3, 5, 6, 7, 4):
+        x = torch.randn(rows, 32)
+        for run, own in ((plan.module, model), (plain, plain)):
+            own.zero_grad()
+            loss = run(x).pow(2).mean() + sum(block.aux for block in own.blocks)  # type: ignore[union-attr]
+            loss.backward()
+        assert_same_attributes(model, plain)
+        assert_same_gradients(model, plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # planned for by now
+        (plan.module(x).pow(2).mean() + model.blocks[0].aux + model.blocks[1].aux + model.blocks[2].aux).backward()
+
+
+def test_tensors_left_by_the_step_before_count() -> None:
+    model, x = Blocks(), torch.randn(512, 32)
+    plan = auto_checkpoint(model, x, budget_mb=None)
+
+    def two_steps(x: torch.Tensor) -> torch.Tensor:
+        plan.module(x).pow(2).mean().backward()
+        model.zero_grad()
+        return plan.module(x).pow(2).mean()
+
+    left = 3 * 512 * (128 + 32) * 4
+    assert measured_peak_bytes(two_steps, model, x, plan.static_bytes) <= plan.peak_bytes
+    assert min(t.bytes for t in plan.problem.tensors if t.name == "left_before") >= left
+
+
+def test_pruned_weights_are_those_of_the_plain_model() -> None:
+    """`prune` reads the weight that its hook left in the last forward."""
+    models = twins(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)))
+    for model in models:
+        prune.l1_unstructured(model[0], "weight", 0.3)
+    x = torch.randn(64, 32)
+    plan = auto_checkpoint(models[0], x, budget_mb=None)
+    for model, run in zip(models, (plan.module, models[1]), strict=True):
+        for _ in range(3):
+            run(x).pow(2).mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= p.grad
+        prune.l1_unstructured(model[0], "weight", 0.5)
+    assert torch.equal(models[0][0].weight_mask, models[1][0].weight_mask)
+
+
+@pytest.mark.parametrize("regions", ["whole", "auto"])
+def test_tensors_of_the_call_are_not_kept(regions: str) -> None:
+    class Keeps(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.given, self.first = input, input[:1]
+            return super().forward(input)
+
+    with pytest.warns(UserWarning, match=r"forward sets self\.given, self\.first; .* will not set that"):
+        auto_checkpoint(Keeps(8, 8), torch.randn(4, 8), budget_mb=None, regions=regions)

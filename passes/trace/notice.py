@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from passes._torch import pytree
+from passes._torch import FakeTensor, FunctionalTensor, pytree
 from passes.printable import few
 
 from ..errors import StateChanged, Unsupported
@@ -199,7 +199,8 @@ def say_what_is_left(found: Sequence[Left], settings: Sequence[Setting]) -> tupl
     Returns notes for the plan, and the places that forward, or hooks before it, leave something in for others to read.
     """
     done = set(map(str, settings))
-    others = {left.path: left.is_kept for left in found if left.path not in done}
+    of_trace = tuple(f"[{kind!r}]" for kind in (FunctionalTensor, FakeTensor))  # in a table by types of tensors
+    others = {left.path: left.is_kept for left in found if left.path not in done and not left.path.endswith(of_trace)}
     kept, unset = ([path for path, is_kept in others.items() if is_kept == wanted] for wanted in (True, False))
     if unset:
         say(

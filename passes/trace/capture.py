@@ -528,11 +528,12 @@ class StepTracer:
     def _settings(self, flat: Sequence[torch.Tensor], returned: list[torch.Tensor]) -> tuple[Setting, ...]:
         """What forward sets in the model; tensors of that are added to what it returned.
 
-        They are none that share memory with what the step is given: those would have to be refused as outputs.
+        They are none that share memory with what the step is given, and no constants: such outputs are refused.
         """
+        kinds = set(map(type, flat))
 
         def may_be_kept(tensor: torch.Tensor) -> bool:
-            return self.sets_tensors and not _sharing([tensor], flat)[1]
+            return self.sets_tensors and type(tensor) in kinds and not _sharing([tensor], flat)[1]
 
         return tuple(taken_apart(self.recorder.settings(), returned, may_be_kept))
 

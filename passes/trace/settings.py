@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import is_distributed
+from passes._torch import FakeTensor, FunctionalTensor
 
 from .nodes import MISSING, PLAIN, same
-from .structure import Taker, unflatten
+from .structure import MAX_DEPTH, Taker, unflatten
 from .templates import Template, slots
 
 
@@ -93,13 +93,13 @@ def taken_apart(
     return result
 
 
-def tensors_in(value: Any) -> list[torch.Tensor] | None:
+def tensors_in(value: Any, depth: int = 0) -> list[torch.Tensor] | None:
     """The tensors of a tensor, or of a list, tuple or dict of tensors and plain values; None of anything else."""
-    if isinstance(value, torch.Tensor):
-        usual = value.layout is torch.strided and not (is_distributed(value) or value.is_conj() or value.is_neg())
+    if type(value) in (torch.Tensor, FakeTensor, FunctionalTensor):
+        usual = value.layout is torch.strided and not (value.is_conj() or value.is_neg())
         return [value] if usual else None
-    if type(value) in (list, tuple, dict):
-        parts = [tensors_in(v) for v in (value.values() if isinstance(value, dict) else value)]
+    if type(value) in (list, tuple, dict) and depth < MAX_DEPTH:
+        parts = [tensors_in(v, depth + 1) for v in (value.values() if isinstance(value, dict) else value)]
         return None if None in parts else [tensor for part in parts for tensor in part or ()]
     return [] if is_plain(value) else None
 

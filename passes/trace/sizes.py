@@ -35,6 +35,7 @@ from .matching import match, match_arguments
 from .notation import At, Departed
 from .overlaps import overlaps
 from .script import Played, Script
+from .settings import set_slots
 from .structure import flatten, held_objects
 from .symbols import SizedTracer
 from .templates import shared, slots
@@ -109,9 +110,8 @@ class Pattern:
             raise Departed("the model returns something else")
         if changed_slots(result.changes) != changed_slots(own.changes):
             raise Departed("the model changes something else")
-        if [(str(s), s.template and slots(s.template)) for s in tracer.settings] != [
-            (str(s), s.template and slots(s.template)) for s in own.settings
-        ]:
+        found, before = ((list(map(str, s)), set_slots(s)) for s in (tracer.settings, own.settings))
+        if found != before:
             raise Departed("the model sets something else")
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,9 @@ def test_a_setting_of_torchs_that_forward_leaves_changed_is_refused_by_name(name
 # Tensors --------------------------------------------------------------------------------------------------------------
 
 
+TABLE = torch.arange(8.0)
+
+
 class Block(nn.Module):
     """Leaves a loss of its own, and more, in attributes."""
 
@@ -344,3 +348,20 @@ def test_tensors_of_the_call_are_not_kept(regions: str) -> None:
 
     with pytest.warns(UserWarning, match=r"forward sets self\.given, self\.first; .* will not set that"):
         auto_checkpoint(Keeps(8, 8), torch.randn(4, 8), budget_mb=None, regions=regions)
+
+
+def test_what_is_not_made_of_plain_tensors_is_said() -> None:
+    class Keeps(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            output = super().forward(input)
+            self.within = types.SimpleNamespace(mean=output.detach().mean())
+            self.of_constants = {"mean": output.detach().mean(), "table": TABLE[:3]}
+            self.endless = [output.detach()]
+            self.endless.append(self.endless)
+            return output
+
+    match = r"forward sets .*; the planned step .* will not set that"
+    with pytest.warns(UserWarning, match=match) as said:
+        auto_checkpoint(Keeps(8, 8), torch.randn(4, 8), budget_mb=None, regions="whole")
+    (text,) = (str(each.message) for each in said)
+    assert all(f"self.{name}" in text for name in ("within", "of_constants", "endless"))

@@ -33,6 +33,7 @@ from .tape import NO_TAPE
 from .trace.capture import Traced
 
 RETURN_GRADIENTS = "return_gradients"
+LEFT_BEFORE = "left_before"  # the op that stands for what the step before has left in attributes
 UPDATE = "optimizer_step"  # the op that stands for the update of the parameters
 NO_HOOKS: Mapping[str, int] = MappingProxyType({})
 
@@ -292,8 +293,8 @@ class _Lowering:
                                                   if isinstance(s, Storage) and not s.static)))  # fmt: skip
         if not size:
             return []
-        tensor = self._new_tensor(Tensor("left_before", size, "output"), None)
-        self._add_op(Op("left_before", (), (tensor,), 0, 0, False), None)
+        tensor = self._new_tensor(Tensor(LEFT_BEFORE, size, "output"), None)
+        self._add_op(Op(LEFT_BEFORE, (), (tensor,), 0, 0, False), None)
         return [tensor]
 
     def _left(self) -> list[fx.Node]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from passes.lower import GlueEvents, Lowered
+from passes.lower import LEFT_BEFORE, GlueEvents, Lowered
 from passes.memory import round_up
 from solvers.problem import Op, Problem, Tensor
 
@@ -67,6 +67,7 @@ class _Composition:
         self.glue: dict[int, GlueEvents] = {}
 
     def build(self, static_bytes: int, glue_cost: int) -> Composed:
+        self._add_left()
         glue, self.dropped = glue_ops(self.hollow, self.granule)
         for ops, mark in zip(glue, self.hollow.marks, strict=False):
             for op in ops:
@@ -86,6 +87,20 @@ class _Composition:
         return Composed(problem, forward, backward, tuple(self.local), tuple(self.tensors), self.glue)
 
     # Runs of regions ----------------------------------------------------------------------------------------------
+
+    def _add_left(self) -> None:
+        """What the step before has left in attributes of regions, each until the first run of its region is over."""
+        made: dict[str, int] = {}
+        for r, (run, lowered) in enumerate(zip(self.hollow.runs, self.lowered, strict=True)):
+            for t, tensor in enumerate(lowered.problem.tensors):
+                if tensor.name == LEFT_BEFORE:
+                    if run.path not in made:
+                        made[run.path] = self._tensor(tensor)
+                        self.tensors[r][t] = made[run.path]
+                    else:
+                        self.tensors[r][t] = None
+        if made:
+            self._add(Op(LEFT_BEFORE, (), tuple(made.values()), 0, 0, False), None)
 
     def _add_run(self, r: int, forward: bool) -> None:
         lowered, run = self.lowered[r], self.hollow.runs[r]

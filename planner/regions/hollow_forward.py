@@ -21,7 +21,7 @@ from passes.trace.arguments import call_signature, repeated_hook, set_forward, s
 from passes.trace.binding import bind_call, call_bound
 from passes.trace.expected import unless_none
 from passes.trace.given import Given, all_outputs, deliver, left_alone, targets_of
-from passes.trace.settings import set_again
+from passes.trace.settings import set_again, tensors_set
 from passes.trace.structure import flatten, held_objects
 
 from .find import children
@@ -219,7 +219,8 @@ def _flat_call(of: HollowForward, part: Part, bound: Any) -> list[torch.Tensor]:
     with left_alone(bound):
         targets = targets_of(traced.changes, bound)
         value = call_bound(of.original, of.__signature__, bound)
-        found = all_outputs(value, traced.output_template, traced.changes, targets)
+        left = tensors_set(traced.settings, of.module)
+        found = all_outputs(value, traced.output_template, traced.changes, targets, left)
     made = part.output_values[len(found) :]
     return found + [torch.tensor(a.answer, device=v.device) for v, a in zip(made, traced.asked, strict=True)]
 

@@ -19,6 +19,7 @@ from passes.trace.capture import EVERY_OUTPUT, Traced
 from passes.trace.layouts import Layouts, gradient_key, learned
 from passes.trace.matching import Differs
 from passes.trace.refuse import CACHED, refuse_sharded
+from passes.trace.settings import set_slots
 from planner.dropin.plan_key import Key, call_key, module_key, state_key
 from planner.progress import Progress
 from planner.sizes import Sizes
@@ -164,8 +165,9 @@ def _refuse_left(traced: Traced) -> None:
             f"torch.utils.checkpoint around an update of {few(names)}", where, "the plain step makes it again in the "
             "backward, a planned region would not", "Leave the checkpoint out: the plan decides what is recomputed.",
         )  # fmt: skip
-    left = (*traced.left, *(str(s) for s in traced.settings if s.template is not None))
-    if left:
+    # A loss that adds such a tensor outside of the model is not in the sample's step, which regions are planned for.
+    trained = [str(s) for s in traced.settings if any(traced.outputs[i].requires_grad for _, i in set_slots([s]))]
+    if left := (*traced.left, *trained):
         raise Unsupported(
             "something that forward sets and others may read", left[0], "a planned region returns its outputs "
             "and sets nothing else, and the code after it would find what was there before",

@@ -322,6 +322,41 @@ def test_tensors_left_by_the_step_before_count() -> None:
     assert min(t.bytes for t in plan.problem.tensors if t.name == "left_before") >= left
 
 
+class Statistics(nn.Module):
+    """Leaves what no gradient comes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x).tanh()
+        self.mean, self.signs = hidden.detach().mean(0), [hidden > 0, len(x)]
+        return x + self.down(hidden.relu())
+
+
+def test_regions_leave_statistics_and_no_losses() -> None:
+    model, plain = twins(nn.Sequential(*(Statistics() for _ in range(3)), Block(), nn.Linear(32, 1)))
+    x = torch.randn(512, 32)
+    plan = auto_checkpoint(model, x, budget_mb="90%", regions=["0", "1", "2", "3"], progress=False)
+    assert sorted({run.path for run in plan.runs}) == ["0", "1", "2"]  # a loss may add what the last one leaves
+    assert sum(t.bytes for t in plan.problem.tensors if t.name == "left_before") >= 3 * 512 * 128
+
+    def two_steps(x: torch.Tensor) -> torch.Tensor:
+        plan.module(x).pow(2).mean().backward()
+        model.zero_grad()
+        return plan.module(x).pow(2).mean()
+
+    assert measured_peak_bytes(two_steps, model, x, plan.static_bytes) <= plan.peak_bytes
+    for _ in range(2):
+        x = torch.randn(512, 32)
+        for run, own in ((plan.module, model), (plain, plain)):
+            own.zero_grad()
+            (run(x).pow(2).mean() + own[3].aux).backward()
+        assert_same_attributes(model, plain)
+        assert_same_gradients(model, plain)
+
+
 def test_pruned_weights_are_those_of_the_plain_model() -> None:
     """`prune` reads the weight that its hook left in the last forward."""
     models = twins(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -58,6 +58,7 @@ class Lowered:
         gradient_bytes: the size of each parameter's gradient.
         glue: for ops that stand for code that is not in the graph, by index, what that asks of the allocator, in
             order: signed sizes, which allocation it is (or `KEPT`), and the tensor that it is for.
+        before: for each tensor that the step before has left in attributes, the one that this step leaves there.
     """
 
     problem: Problem
@@ -73,6 +74,7 @@ class Lowered:
     arriving: Mapping[int, int] = field(default_factory=dict)
     gradient_bytes: tuple[int, ...] = ()
     glue: Mapping[int, GlueEvents] = field(default_factory=dict)
+    before: Mapping[int, int] = field(default_factory=dict)
 
 
 def split_nodes(traced: Traced) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -205,6 +207,7 @@ class _Lowering:
             problem, nodes, tuple(self.storages), self.rng_state, tangent_tensors, num_forward,
             {n: i for i, n in enumerate(nodes) if n is not None}, self.storage_tensor, accumulated, left, self.arriving,
             tuple(fate.bytes for i, fate in self.fates.items() if i < len(self.traced.state)),
+            before={t: tensors[s] for t, s in old.items() if s in tensors},
         )  # fmt: skip
 
     def _movable(self, num_forward: int) -> list[int]:
@@ -287,24 +290,21 @@ class _Lowering:
         nodes = (n for n in outputs[first : self.traced.num_forward_outputs] if isinstance(n, fx.Node))
         return dict.fromkeys(s for n in nodes for s in self.aliases.storages(n))
 
-    def _add_left(self) -> list[int]:
-        """What the step before has left in attributes of the model, where it is until the forward ends."""
-        size = sum(map(self._bytes, dict.fromkeys(s for s in map(self.aliases.of.__getitem__, self._left())
-                                                  if isinstance(s, Storage) and not s.static)))  # fmt: skip
-        if not size:
-            return []
-        tensor = self._new_tensor(Tensor(LEFT_BEFORE, size, "output"), None)
-        self._add_op(Op(LEFT_BEFORE, (), (tensor,), 0, 0, False), None)
-        return [tensor]
-
-    def _left(self) -> list[fx.Node]:
-        """Outputs that forward leaves in attributes of the model."""
+    def _add_left(self) -> dict[int, Storage]:
+        """What the step before has left in attributes until the forward ends, each with what this step leaves there."""
         outputs: Any = self.traced.graph_module.graph.output_node().args[0]
         first = len(self.traced.mutated)
         stay = [outputs[first + leaf.index] for leaf in self.traced.outputs if leaf.stays and leaf.input is None]
-        return [node for node in stay if isinstance(node, fx.Node)]
+        storages = dict.fromkeys(s for n in stay if isinstance(n, fx.Node) for s in self.aliases.storages(n))
+        found = {
+            self._new_tensor(Tensor(f"{s.node.name}_before", self._bytes(s), "output"), None): s
+            for s in storages if isinstance(s, Storage) and not s.static
+        }  # fmt: skip
+        if found:
+            self._add_op(Op(LEFT_BEFORE, (), tuple(found), 0, 0, False), None)
+        return found
 
-    def _add_handover(self, old: list[int]) -> None:
+    def _add_handover(self, old: Iterable[int]) -> None:
         """Outputs and new values of overwritten primals live until the forward ends."""
         read = (*(self.storage_tensor[s] for s in self.returned if s in self.storage_tensor), *old)
         if read:

@@ -7,12 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, takewhile
-from typing import NamedTuple
 
 from torch import fx
 
 from passes.fuse.rules import may_be_joined
-from passes.lower import KEPT, UPDATE, GlueEvents, Lowered
+from passes.lower import KEPT, LEFT_BEFORE, UPDATE, GlueEvents, Lowered
 from passes.profile import OpProfile
 from passes.run.arena import Spacing
 from passes.tape import Tape
@@ -21,18 +20,11 @@ from solvers.replay import replay
 from solvers.schedule import Schedule
 
 from .optimizer import state_sizes
+from .packing import Run, with_spacers
 
 Profiles = dict[fx.Node, OpProfile]
 Steps = tuple[tuple[int, ...], tuple[int, ...]]  # the events of the first step and of each later one
 Workspaces = tuple[tuple[int, ...], tuple[int, ...]]  # of the forward's thread and of autograd's
-
-
-class Run(NamedTuple):
-    """The events of an op: from `start` to before `end`; `place` is its step's in the schedule."""
-
-    place: int
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -110,31 +102,7 @@ class Apart:
         return first, later
 
 
-def with_spacers(events: Sequence[int], runs: Sequence[Run], at: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
-    """Events with those of spacers between them: allocations are numbered anew."""
-    found: list[int] = []
-    numbers: list[int] = []
-    count = done = 0
-
-    def copy(end: int) -> None:
-        nonlocal count, done
-        for event in events[done:end]:
-            if event > 0:
-                numbers.append(count)
-                count += 1
-            found.append(event if event > 0 else -1 - numbers[-1 - event])
-        done = end
-
-    for run in runs:
-        if sizes := at.get(run.place):
-            copy(run.start)
-            spacers = range(count, count + len(sizes))
-            found += sizes
-            count += len(sizes)
-            copy(run.end)
-            found += [-1 - k for k in spacers]
-    copy(len(events))
-    return tuple(found)
+MORE_STEPS = 3  # until what a step finds and leaves lies where it does in all later ones
 
 
 class _Recorder:
@@ -144,6 +112,7 @@ class _Recorder:
     kept: what ops have left behind for ever, on the forward's thread and on the backward's.
     runs: the ops of the step around which spacers may be.
     between: allocations of code that is not in the graph.
+    left: of what a step leaves in attributes the allocations, by the tensors that they are in the next one.
     """
 
     def __init__(self, lowered: Lowered, profiles: Profiles, state: tuple[int, ...]) -> None:
@@ -156,9 +125,22 @@ class _Recorder:
         self.before = lowered.gradient_bytes if lowered.accumulated_bytes else ()
         self.state = state  # not made yet
         self.runs: list[Run] = []
+        self.left: dict[int, int] = {}
+        self.begun = False
 
     def step(self, schedule: Schedule) -> tuple[int, ...]:
-        self.events, self.count, self.runs, backward = [], 0, [], False
+        """The events of a step; after the first, where it finds what the one before it has left, those of several."""
+        self.events, self.count, self.runs = [], 0, []
+        self._step(schedule)
+        for _ in range(MORE_STEPS if self.begun and self.left else 0):
+            self._step(schedule)
+        for block in self.left.values():
+            self._release(block)
+        self.left, self.begun = {}, True
+        return tuple(self.events)
+
+    def _step(self, schedule: Schedule) -> None:
+        backward = False
         self._keep(self.before)
         self.before = ()
         moments = list(replay(self.lowered.problem, schedule))
@@ -180,12 +162,12 @@ class _Recorder:
             if node is not None and not may_be_joined(node):
                 self.runs.append(Run(k, start, len(self.events)))
         self._update()
+        self.left |= {old: self.held.pop(new) for old, new in self.lowered.before.items() if new in self.held}
         for t in list(self.held):
             self._drop(t)
         for block in self.between.values():
             self._release(block)
         self.between.clear()
-        return tuple(self.events)
 
     def _allocate(self, size: int) -> int:
         self.events.append(size)
@@ -229,6 +211,9 @@ class _Recorder:
 
     def _compute(self, i: int, donated: int | None, backward: bool) -> None:
         op, node = self.lowered.problem.ops[i], self.lowered.nodes[i]
+        if op.name == LEFT_BEFORE:
+            self.held |= {t: self.left.pop(t) for t in op.outputs if t in self.left}
+            return
         profile = self.profiles.get(node) if node is not None else None
         tape = profile.tape if profile is not None else None
         given = None if donated is None else self.held.pop(donated, None)

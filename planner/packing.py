@@ -131,3 +131,38 @@ def by_place(spacers: Sequence[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
     for place, size in spacers:
         found[place] = (*found.get(place, ()), size)
     return found
+
+
+class Run(NamedTuple):
+    """The events of an op: from `start` to before `end`; `place` is its step's in the schedule."""
+
+    place: int
+    start: int
+    end: int
+
+
+def with_spacers(events: Sequence[int], runs: Sequence[Run], at: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+    """Events with those of spacers between them: allocations are numbered anew."""
+    found: list[int] = []
+    numbers: list[int] = []
+    count = done = 0
+
+    def copy(end: int) -> None:
+        nonlocal count, done
+        for event in events[done:end]:
+            if event > 0:
+                numbers.append(count)
+                count += 1
+            found.append(event if event > 0 else -1 - numbers[-1 - event])
+        done = end
+
+    for run in runs:
+        if sizes := at.get(run.place):
+            copy(run.start)
+            spacers = range(count, count + len(sizes))
+            found += sizes
+            count += len(sizes)
+            copy(run.end)
+            found += [-1 - k for k in spacers]
+    copy(len(events))
+    return tuple(found)

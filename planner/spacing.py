@@ -17,9 +17,9 @@ from passes.device import round_up
 from passes.run.arena import Arena, Spacing
 
 from .arena import ENOUGH, Reservation, aimed_bytes, least_to_ask_for
-from .events import Apart, Order, Run
+from .events import Apart, Order
 from .footprint import Footprint, Start, ready
-from .packing import FAR, Gap, Held, Packer, any_in, by_place, gaps_of, held_blocks, meet, spacer_in
+from .packing import FAR, Gap, Held, Packer, Run, any_in, by_place, gaps_of, held_blocks, meet, spacer_in
 
 RESTS: tuple[Arena, ...] = ((), (OWN_SEGMENT,), (2 * OWN_SEGMENT,))  # segments beside it
 MORE = (0, 1, 2, 3, 4, 6, 8, 12)  # how much larger than packed it may be, in units of 2 MiB

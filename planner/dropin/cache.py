@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -89,6 +89,7 @@ class PlanState:
         self.first_call: Remembers | None = None  # that is yet to come
         self.is_copy = False  # of what was planned
         self.waiting = WeakSet[Fallback]()  # of the calls whose steps are not over
+        self.apart = WeakKeyDictionary[Any, Fallback]()  # of those whose nodes may not hold it
         self.before_hooks: Any = None  # the hook that plans before those of `fully_shard` gather parameters
         self.looking = False  # whether that runs
         self.gathers: Gathers | None = None  # of a model with sharded modules

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -60,6 +61,7 @@ class Plans(Protocol):
     model: nn.Module
     cache: list[Entry]
     losses: Losses
+    apart: WeakKeyDictionary[Any, Fallback]
 
     @property
     def root(self) -> nn.Module:

@@ -23,6 +23,7 @@ from passes.trace.places import user_level
 from planner.decided import Decided
 from planner.units import show_bytes
 
+from .apart import apart
 from .fallback import Fallback
 
 
@@ -32,7 +33,7 @@ def run(
 ) -> Any:  # fmt: skip
     """The planned step's output; that of `plain` where the planned forward raises and `plain` does not."""
     try:
-        return planned.run(fallback.state.model, primals, fallback, bound, sources)
+        return planned.run(fallback.state.model, primals, apart(fallback), bound, sources)
     except Exception as error:
         if error is not fallback.raised:
             raise

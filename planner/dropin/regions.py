@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -67,6 +68,7 @@ class RegionForward:
         self.signature = call_signature(module)
         self.__signature__, self.bind = self.signature, binder(self.signature)
         self.losses, self.calls, self.strays = Losses(), 0, 0
+        self.apart = WeakKeyDictionary[Any, Fallback]()
         self.surprise: Autocast | None = None
         self.unplanned: Unplanned | None = None
         self.modes: list[Any] = []

@@ -28,6 +28,7 @@ class Composed:
         local: for each op its run and its index in that run's own Problem; None for glue.
         tensors: for each run, its own tensors as tensors of the flat Problem; None for memory that stays anyway.
         glue: for each op of glue what it asks of the allocator, as `Lowered.glue`.
+        before: as `Lowered.before`.
     """
 
     problem: Problem
@@ -36,6 +37,7 @@ class Composed:
     local: tuple[tuple[int, int] | None, ...]
     tensors: tuple[dict[int, int | None], ...]
     glue: dict[int, GlueEvents]
+    before: dict[int, int]
 
 
 def compose(
@@ -84,23 +86,32 @@ class _Composition:
         cost = sum(op.cost for op in self.ops) + glue_cost
         problem = Problem(tuple(self.ops), tuple(self.made), self.num_forward, pinned, static_bytes, cost)
         forward, backward = (tuple(self.spans[kind]) for kind in ("forward", "backward"))
-        return Composed(problem, forward, backward, tuple(self.local), tuple(self.tensors), self.glue)
+        return Composed(
+            problem, forward, backward, tuple(self.local), tuple(self.tensors), self.glue, self._before()
+        )  # fmt: skip
 
     # Runs of regions ----------------------------------------------------------------------------------------------
 
     def _add_left(self) -> None:
         """What the step before has left in attributes of regions, each until the first run of its region is over."""
-        made: dict[str, int] = {}
+        made: dict[str, list[int]] = {}
         for r, (run, lowered) in enumerate(zip(self.hollow.runs, self.lowered, strict=True)):
-            for t, tensor in enumerate(lowered.problem.tensors):
-                if tensor.name == LEFT_BEFORE:
-                    if run.path not in made:
-                        made[run.path] = self._tensor(tensor)
-                        self.tensors[r][t] = made[run.path]
-                    else:
-                        self.tensors[r][t] = None
-        if made:
-            self._add(Op(LEFT_BEFORE, (), tuple(made.values()), 0, 0, False), None)
+            is_first = run.path not in made
+            for t in lowered.before:
+                self.tensors[r][t] = self._tensor(lowered.problem.tensors[t]) if is_first else None
+            made.setdefault(run.path, [n for old in lowered.before if (n := self.tensors[r][old]) is not None])
+        if any(made.values()):
+            self._add(Op(LEFT_BEFORE, (), tuple(t for own in made.values() for t in own), 0, 0, False), None)
+
+    def _before(self) -> dict[int, int]:
+        """As `Lowered.before`: the last run of a region leaves what its first run finds."""
+        last = {run.path: r for r, run in enumerate(self.hollow.runs)}
+        found: dict[int, int] = {}
+        for r, (run, lowered) in enumerate(zip(self.hollow.runs, self.lowered, strict=True)):
+            new = [self.tensors[last[run.path]].get(t) for t in self.lowered[last[run.path]].before.values()]
+            pairs = zip(lowered.before, new, strict=False)
+            found |= {t: n for old, n in pairs if (t := self.tensors[r][old]) is not None and n is not None}
+        return found
 
     def _add_run(self, r: int, forward: bool) -> None:
         lowered, run = self.lowered[r], self.hollow.runs[r]

@@ -129,7 +129,7 @@ def lowered_of(
     return Lowered(
         composed.problem, tuple(nodes), tuple(storages), rng_state, (), composed.problem.num_forward,
         {n: i for i, n in enumerate(nodes) if n is not None}, of_storage, besides.accumulated_bytes,
-        gradient_bytes=besides.gradient_bytes, glue=composed.glue,
+        gradient_bytes=besides.gradient_bytes, glue=composed.glue, before=composed.before,
     )  # fmt: skip
 
 

@@ -643,7 +643,7 @@ class Judging(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h: torch.Tensor = self.part(x)
-        self.penalty = h.detach().square().mean()
+        self.penalty = h.square().mean()
         return x + h
 
 

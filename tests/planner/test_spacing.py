@@ -16,9 +16,9 @@ from passes.allocator import CachingAllocator
 from passes.run.arena import Spacers, Spacing
 from planner import auto_checkpoint
 from planner.arena import Reservation
-from planner.events import Apart, Run, with_spacers
+from planner.events import Apart
 from planner.footprint import Footprint, Start, footprint, larger_of
-from planner.packing import FAR, Gap, Held, Packer, held_blocks, meet
+from planner.packing import FAR, Gap, Held, Packer, Run, held_blocks, meet, with_spacers
 from planner.prepared import Prepared
 from planner.spacing import spaced
 from solvers.errors import MIB

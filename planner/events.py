@@ -126,17 +126,16 @@ class _Recorder:
         self.state = state  # not made yet
         self.runs: list[Run] = []
         self.left: dict[int, int] = {}
-        self.begun = False
 
     def step(self, schedule: Schedule) -> tuple[int, ...]:
-        """The events of a step; after the first, where it finds what the one before it has left, those of several."""
+        """The events of a step; where it finds what the one before it has left, those of several."""
         self.events, self.count, self.runs = [], 0, []
         self._step(schedule)
-        for _ in range(MORE_STEPS if self.begun and self.left else 0):
+        for _ in range(MORE_STEPS if self.left else 0):
             self._step(schedule)
         for block in self.left.values():
             self._release(block)
-        self.left, self.begun = {}, True
+        self.left.clear()
         return tuple(self.events)
 
     def _step(self, schedule: Schedule) -> None:

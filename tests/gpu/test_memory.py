@@ -22,6 +22,7 @@ from planner.events import Order
 from tests.gpu.device import CUDA, HOLLOW, MIB, ON_A_GPU, is_expandable, measure, on_device, plan_for
 from tests.gpu.table import most_reserved
 from tests.planner.test_hostile import imported
+from tests.planner.test_settings import Statistics
 from tests.zoo.compare import differences, forward_backward, run_step
 from tests.zoo.table import ENTRIES
 
@@ -186,6 +187,18 @@ def test_an_emptied_cache_is_asked_for_again() -> None:
     assert plan.step.arena
     first = measure(plan, model, sample)
     assert measure(plan, model, sample) == first  # it empties the cache
+
+
+@pytest.mark.parametrize("share", [None, 60])
+@pytest.mark.parametrize("regions", ["whole", ["*"]])
+def test_what_steps_leave_in_attributes_is_counted(regions: Any, share: int | None) -> None:
+    """It lies where the step before has put it."""
+    layers = [*(Statistics() for _ in range(6)), Mean()]
+    model, sample = on_device(lambda: (nn.Sequential(*layers), (torch.randn(65536, 32),)))
+    plan = plan_for(model, sample, share, regions=regions)
+    found = measure(plan, model, sample)
+    assert 0.999 * plan.peak_bytes <= found.allocated_bytes <= plan.peak_bytes
+    assert found.reserved_bytes == pytest.approx(plan.reserved_bytes, rel=0.02) and found.retries == 0
 
 
 @pytest.mark.skipif(HOLLOW, reason="the kernels of the hollow GPU do nothing: there are no numbers to compare")

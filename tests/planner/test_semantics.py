@@ -529,7 +529,7 @@ def a_count_nobody_reads(self: Any, x: torch.Tensor) -> Any:
     return self.layer(x)
 
 
-@case("A.4", "said", last=lambda: None)
+@case("A.4", "same", last=lambda: None)
 def remembers_its_output(self: Any, x: torch.Tensor) -> Any:
     y = self.layer(x)
     self.last = y
@@ -804,13 +804,13 @@ def builds_a_layer(self: Any, x: torch.Tensor) -> Any:
     return self.extra(self.layer(x))  # <<
 
 
-@case("A.4", "said", total=lambda: 0)
+@case("A.4", "same", total=lambda: 0)
 def written_then_read(self: Any, x: torch.Tensor) -> Any:
     self.aux = self.layer(x).pow(2).mean()
     return self.layer(x) + self.aux
 
 
-@case("A.4", "said", parts=list)
+@case("A.4", "same", parts=list)
 def a_list_rebuilt(self: Any, x: torch.Tensor) -> Any:
     self.parts = []
     for row in (0, 1):

@@ -581,7 +581,7 @@ class StepTracer:
         now = zip(self.entries, flat, written, strict=False)
         overwritten = [entry.name for entry, t, then in now if mutation_count(t) != then]
         try:
-            self.left = notice(self.before, watch, rerun, may_move=self.is_first)
+            self.left = notice(self.before, found, watch, rerun, may_move=self.is_first)
         except StateChanged as error:
             if not self.may_remember:
                 raise

@@ -88,17 +88,17 @@ class Left:
     is_new: bool = False
 
 
-def notice(before: Snapshot, watch: Watch, rerun: Rerun, may_move: bool) -> tuple[Left, ...]:
+def notice(before: Snapshot, changes: list[Change], watch: Watch, rerun: Rerun, may_move: bool) -> tuple[Left, ...]:
     """Refuse or warn of what the run under `watch` changed since `before` was taken; what there is left to say.
 
     Args:
+        changes: what that was.
         may_move: whether a plain value may come to what it then stays at (a warm-up to its end).
 
     Raises:
         Unsupported: it matters to the next step, or nobody can tell that it does not.
     """
     _refuse_checkpoints(watch)
-    changes = before.changes()
     if not changes:
         return ()
     before.restore()

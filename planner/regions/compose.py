@@ -65,6 +65,9 @@ class _Composition:
         self.spans: dict[str, list[range]] = {kind: [range(0)] * len(lowered) for kind in ("forward", "backward")}
         self.left: list[_Left] = []  # what earlier glue left, latest last
         self.dropped: set[Edge] = set()
+        last = {run.path: r for r, run in enumerate(hollow.runs)}
+        first = {run.path: r for r, run in reversed(list(enumerate(hollow.runs)))}
+        self.first_runs = {first[path]: last[path] for path in last}  # of each region, with its last
         self.num_forward = 0
         self.glue: dict[int, GlueEvents] = {}
 
@@ -94,23 +97,24 @@ class _Composition:
 
     def _add_left(self) -> None:
         """What the step before has left in attributes of regions, each until the first run of its region is over."""
-        made: dict[str, list[int]] = {}
-        for r, (run, lowered) in enumerate(zip(self.hollow.runs, self.lowered, strict=True)):
-            is_first = run.path not in made
+        made: list[int] = []
+        for r, lowered in enumerate(self.lowered):
             for t in lowered.before:
-                self.tensors[r][t] = self._tensor(lowered.problem.tensors[t]) if is_first else None
-            made.setdefault(run.path, [n for old in lowered.before if (n := self.tensors[r][old]) is not None])
-        if any(made.values()):
-            self._add(Op(LEFT_BEFORE, (), tuple(t for own in made.values() for t in own), 0, 0, False), None)
+                self.tensors[r][t] = None
+                if r in self.first_runs:
+                    self.tensors[r][t] = new = self._tensor(lowered.problem.tensors[t])
+                    made.append(new)
+        if made:
+            self._add(Op(LEFT_BEFORE, (), tuple(made), 0, 0, False), None)
 
     def _before(self) -> dict[int, int]:
         """As `Lowered.before`: the last run of a region leaves what its first run finds."""
-        last = {run.path: r for r, run in enumerate(self.hollow.runs)}
         found: dict[int, int] = {}
-        for r, (run, lowered) in enumerate(zip(self.hollow.runs, self.lowered, strict=True)):
-            new = [self.tensors[last[run.path]].get(t) for t in self.lowered[last[run.path]].before.values()]
-            pairs = zip(lowered.before, new, strict=False)
-            found |= {t: n for old, n in pairs if (t := self.tensors[r][old]) is not None and n is not None}
+        for first, last in self.first_runs.items():
+            olds = (self.tensors[first][t] for t in self.lowered[first].before)
+            news = (self.tensors[last].get(t) for t in self.lowered[last].before.values())
+            pairs = zip(olds, news, strict=False)
+            found |= {old: new for old, new in pairs if old is not None and new is not None}
         return found
 
     def _add_run(self, r: int, forward: bool) -> None:

@@ -6,6 +6,7 @@ import gc
 import types
 import warnings
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from passes.errors import Unsupported
 from passes.trace.structure import flatten
-from planner import PlannerError, RegionError, auto_checkpoint
+from planner import Plan, PlannerError, RegionError, auto_checkpoint
 from tests.zoo.compare import measured_peak_bytes
 
 from .steps import assert_same_gradients, twins
@@ -310,17 +311,18 @@ def test_losses_that_forward_leaves_are_added() -> None:
         (plan.module(x).pow(2).mean() + model.blocks[0].aux + model.blocks[1].aux + model.blocks[2].aux).backward()
 
 
+def two_steps(plan: Plan, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """One with its backward, and the next one's loss."""
+    plan.module(x).pow(2).mean().backward()
+    model.zero_grad()
+    return plan.module(x).pow(2).mean()
+
+
 def test_tensors_left_by_the_step_before_count() -> None:
     model, x = Blocks(), torch.randn(512, 32)
     plan = auto_checkpoint(model, x, budget_mb=None)
-
-    def two_steps(x: torch.Tensor) -> torch.Tensor:
-        plan.module(x).pow(2).mean().backward()
-        model.zero_grad()
-        return plan.module(x).pow(2).mean()
-
     left = 3 * 512 * (128 + 32) * 4
-    assert measured_peak_bytes(two_steps, model, x, plan.static_bytes) <= plan.peak_bytes
+    assert measured_peak_bytes(partial(two_steps, plan, model), model, x, plan.static_bytes) <= plan.peak_bytes
     assert sum(t.bytes for t in plan.problem.tensors if t.name.endswith("_before")) >= left
 
 
@@ -358,13 +360,7 @@ def test_regions_leave_statistics_and_no_losses() -> None:
     plan = auto_checkpoint(model, x, budget_mb="90%", regions=["0", "1", "2", "3"], progress=False)
     assert sorted({run.path for run in plan.runs}) == ["0", "1", "2"]  # a loss may add what the last one leaves
     assert sum(t.bytes for t in plan.problem.tensors if t.name.endswith("_before")) >= 3 * 512 * 128
-
-    def two_steps(x: torch.Tensor) -> torch.Tensor:
-        plan.module(x).pow(2).mean().backward()
-        model.zero_grad()
-        return plan.module(x).pow(2).mean()
-
-    assert measured_peak_bytes(two_steps, model, x, plan.static_bytes) <= plan.peak_bytes
+    assert measured_peak_bytes(partial(two_steps, plan, model), model, x, plan.static_bytes) <= plan.peak_bytes
     for _ in range(2):
         x = torch.randn(512, 32)
         for run, own in ((plan.module, model), (plain, plain)):

@@ -31,6 +31,7 @@ from .profile import OpProfile
 from .run.replay import is_counter
 from .tape import NO_TAPE
 from .trace.capture import Traced
+from .trace.settings import set_slots
 
 RETURN_GRADIENTS = "return_gradients"
 LEFT_BEFORE = "left_before"  # the op that stands for what the step before has left in attributes
@@ -294,7 +295,9 @@ class _Lowering:
         """What the step before has left in attributes until the forward ends, each with what this step leaves there."""
         outputs: Any = self.traced.graph_module.graph.output_node().args[0]
         first = len(self.traced.mutated)
-        stay = [outputs[first + leaf.index] for leaf in self.traced.outputs if leaf.stays and leaf.input is None]
+        left = {i for _, i in set_slots(self.traced.settings)}  # of state that is carried this is the step's argument
+        leaves = (leaf for i, leaf in enumerate(self.traced.outputs) if i in left and leaf.input is None)
+        stay = [outputs[first + leaf.index] for leaf in leaves]
         storages = dict.fromkeys(s for n in stay if isinstance(n, fx.Node) for s in self.aliases.storages(n))
         found = {
             self._new_tensor(Tensor(f"{s.node.name}_before", self._bytes(s), "output"), None): s

@@ -19,6 +19,7 @@ from passes._torch import local_parts
 from passes.leaves import cast_often
 from passes.rewrite import Rewritten
 from passes.run.step import Fallback, Step
+from passes.trace.carried import put_state
 from passes.trace.given import deliver
 from passes.trace.settings import set_again
 from solvers.errors import PlannerError
@@ -221,7 +222,9 @@ class Decided:
         results = self.step(local_parts(primals, traced.spread), fallback, sources, primals)
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in traced.outputs]
         set_again(traced.settings, model, leaves)
-        return deliver(traced.changes, leaves, bound, traced.output_template)
+        output = deliver(traced.changes, leaves, bound, traced.output_template)
+        put_state(model, bound)
+        return output
 
     @cached_property
     def step_flops(self) -> int:

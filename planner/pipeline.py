@@ -6,6 +6,7 @@ import glob
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -21,9 +22,11 @@ from passes.rewrite import Rewritten, reads, rewrite
 from passes.run.arena import Arena
 from passes.run.step import Step
 from passes.trace.capture import Traced
+from passes.trace.carried import Carries, carry
 from passes.trace.layouts import Layouts
 from passes.trace.once import refuse_failing
 from passes.trace.refuse import has_sharded
+from passes.trace.structure import Bound
 from passes.trace.templates import argument_path
 from passes.verify import verify
 from solvers.bounds import floor_bytes
@@ -61,7 +64,7 @@ def replanner(first: Decided) -> Replan:
     starts = Starts()
     starts.add(first)
 
-    def replan(model: nn.Module, arguments: Mapping[str, Any], differentiated: tuple[str, ...] | None) -> Decided:
+    def replan(model: nn.Module, arguments: Bound, differentiated: tuple[str, ...] | None) -> Decided:
         check_model(model, anew=True)
         progress = Progress(False)
         prepared = prepare_step(
@@ -77,7 +80,7 @@ def replanner(first: Decided) -> Replan:
 
 
 def prepare_step(
-    model: nn.Module, arguments: Mapping[str, Any], options: Options, progress: Progress, *,
+    model: nn.Module, arguments: Bound, options: Options, progress: Progress, *,
     differentiated: tuple[str, ...] | None = None, required_hints: bool = True, ceiling_bytes: int | None = None,
     layouts: Layouts | None = None, draws: Mapping[str, Any] | None = None, sizes: Sizes | None = None,
 ) -> Prepared:  # fmt: skip
@@ -90,11 +93,22 @@ def prepare_step(
     if options.patterns or (options.regions != WHOLE and has_sharded(model)):
         return prepare_regions(model, arguments, options, progress, **by_regions)
     try:
-        return prepare(model, arguments, options, progress, ceiling_bytes=ceiling_bytes, **options_of_both)
+        whole = partial(prepare, model, arguments, options, progress, ceiling_bytes=ceiling_bytes, **options_of_both)
+        return _with_state(model, arguments, whole)
     except (CaptureError, Unsupported) as error:
         if options.regions == WHOLE or isinstance(error, NoBackward):
             raise
+        carry(model, arguments, ())  # the code between regions finds it where it is
         return prepare_regions(model, arguments, options, progress, **by_regions, why=error)
+
+
+def _with_state(model: nn.Module, arguments: Bound, whole: Callable[[], Prepared]) -> Prepared:
+    """The step as a whole; state that forward carries becomes one of its arguments where it then can be planned."""
+    try:
+        return whole()
+    except Carries as error:
+        carry(model, arguments, error.paths)
+    return whole()
 
 
 def decide(
@@ -111,7 +125,7 @@ def decide(
 
 
 def decide_step(
-    model: nn.Module, arguments: Mapping[str, Any], prepared: Prepared, budget_bytes: int | None, progress: Progress,
+    model: nn.Module, arguments: Bound, prepared: Prepared, budget_bytes: int | None, progress: Progress,
     starts: Starts | None = None,
 ) -> Decided:  # fmt: skip
     """`decide`, by the smallest regions around those asked for with which the budget can be had; plain where that does.
@@ -148,7 +162,7 @@ def plain_if_as_good(model: nn.Module, arguments: Mapping[str, Any], decided: De
 
 
 def _larger(
-    model: nn.Module, arguments: Mapping[str, Any], asked: Prepared, budget_bytes: int, progress: Progress
+    model: nn.Module, arguments: Bound, asked: Prepared, budget_bytes: int, progress: Progress
 ) -> Iterator[Prepared]:
     """The same step by larger and larger regions, as far as the budget may be had by them."""
     if asked.regions is None or not may_help(asked, budget_bytes):

@@ -20,9 +20,9 @@ from passes.printable import printable
 from passes.profile import Measured, OpProfile, profile
 from passes.run.step import refuse_transform
 from passes.trace.capture import Traced
+from passes.trace.checkpoints import say_repeated
 from passes.trace.compiled import refuse_compiled
 from passes.trace.layouts import Layouts, learned
-from passes.trace.notice import say_repeated
 from passes.trace.refuse import refuse, refuse_sharded
 from solvers.bounds import floor_bytes
 from solvers.errors import MIB, BudgetError, PlannerError

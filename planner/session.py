@@ -12,6 +12,7 @@ from passes.errors import ForwardFailed
 from passes.exclusive import turn
 from passes.trace.arguments import bind_sample, runs_hooks
 from passes.trace.refuse import is_sharded
+from passes.trace.structure import Bound
 from solvers.minimum import Minimum
 from solvers.problem import Problem
 from solvers.schedule import Schedule
@@ -43,7 +44,7 @@ class Session:
     """A captured and profiled step of `model`, called with `arguments`, before any decision."""
 
     model: nn.Module
-    arguments: dict[str, Any]
+    arguments: Bound
     prepared: Prepared
     progress: Progress
 

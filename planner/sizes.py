@@ -19,6 +19,7 @@ from passes.printable import brief
 from passes.trace.answers import Unanswered
 from passes.trace.asking import sample_answers
 from passes.trace.capture import Traced, capture
+from passes.trace.carried import Carries
 from passes.trace.first_call import FirstCall, Remembers, remembered
 from passes.trace.isolate import in_training
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts
@@ -139,7 +140,8 @@ class Sizes:
         self, model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None, options: dict[str, Any]
     ) -> Traced:  # fmt: skip
         """The trace, with what a first call remembers in place, and with the sample's answers where they are needed."""
-        is_first, self.is_first = self.is_first, False
+        is_first = first = self.is_first
+        self.is_first = False
         may_remember, may_ask, asked = True, self.may_ask, None
         options["may_count"] = self.may_count and not (dist.is_available() and dist.is_initialized())
         while True:
@@ -149,12 +151,15 @@ class Sizes:
                         model, bound, loss_fn, is_first=is_first, may_remember=may_remember, asked=asked,
                         may_ask=may_ask, **options,
                     )  # fmt: skip
-            except FirstCall as first:
-                found = first.remembers
+            except FirstCall as call:
+                found = call.remembers
                 if self.is_region and not found.evolves:
                     raise _remembers(found) from None
                 self.first_call = None if self.is_region else replace(found, left=found.of(model, bound, loss_fn))
                 is_first, may_remember, may_ask, asked = False, False, self.may_ask, None
+            except Carries:
+                self.is_first, self.first_call = first, None
+                raise
             except Unanswered:
                 may_ask = False
                 with remembered(self.first_call):

@@ -15,6 +15,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from .._torch import own_call
 from ..errors import PlannerError, Unsupported
 from .binding import bind_call, call_bound, names_given
+from .carried import in_arguments
 from .hidden import refuse_hidden
 from .refuse import is_quantized_weight, refuse_not_dense, refuse_untracked
 from .state import ITERATORS
@@ -115,8 +116,16 @@ def run_model(
 ) -> Any:
     """The plain step's forward: the model, with the hooks that `runs_hooks` tells of, then the loss if there is one.
 
-    A model that was compiled since it was planned runs its own code, which the plan is for.
+    A model that was compiled since it was planned runs its own code, which the plan is for. State that it carries in
+    attributes is read from the arguments, and left there.
     """
+    with in_arguments(model, bound):
+        return _run(model, loss_fn, signature, bound)
+
+
+def _run(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, signature: inspect.Signature, bound: Mapping[str, Any]
+) -> Any:
     called = own_call(model) if runs_hooks(model, loss_fn) else model.forward
     if loss_fn is None:
         return call_bound(called, signature, bound)

@@ -63,6 +63,7 @@ from .arguments import (
 )
 from .binding import names_given
 from .buffers import refuse_needed, refuse_returned, refuse_with_gradient, write_back
+from .carried import STATE, Carries, carried, is_carried, may_be_carried, notes_of
 from .collectives import functional_collectives
 from .compiled import refuse_compiled_parts
 from .constants import Constants
@@ -281,6 +282,7 @@ def capture(
         refuse_not_dense(tensor, entry.name)
     tracer = StepTracer(model, loss_fn, signature, entries, input_template, differentiated, given, layouts or {},
                         names_given(bound), is_first, may_remember, asked, may_count)  # fmt: skip
+    tracer.carried = carried(bound)
     tensors = [local_part(t) for t in given]
     alone = isolated(model, loss_fn, shared(input_template))
     with exclusive(), alone as tracer.before, private_contexts(), without_sources():
@@ -331,8 +333,8 @@ def _with_settings(traced: Traced, tracer: StepTracer, model: nn.Module) -> Trac
     others = (Left(path, None, False, False) for path in tracer.recorder.set_as_before(tracer.watch.codes))
     notes, left = say_what_is_left((*tracer.left, *others), set_plainly)
     return replace(
-        traced, settings=set_plainly, reads=traced.reads.but(set_plainly),
-        notes=tuple(dict.fromkeys((*traced.notes, *notes))),
+        traced, settings=set_plainly, reads=traced.reads.but(set_plainly, tracer.carried),
+        notes=tuple(dict.fromkeys((*traced.notes, *notes, *notes_of(tracer.carried)))),
         left=tuple(p for p in dict.fromkeys((*left, *traced.left)) if p not in set(map(str, set_plainly))),
     )  # fmt: skip
 
@@ -399,6 +401,7 @@ class StepTracer:
         self.left: tuple[Left, ...] = ()  # by the first run
         self.settings: tuple[Setting, ...] = ()  # of the latest run
         self.sets_tensors = True
+        self.carried: tuple[str, ...] = ()
         self.before: Snapshot
         self.watch = Watch()
         self.judged: frozenset[str] = frozenset()
@@ -433,7 +436,8 @@ class StepTracer:
         paths: dict[int, str] = {}
         for path, i in (*slots(self.output_template), *changed_slots(self.changes), *set_slots(self.settings)):
             paths.setdefault(i, path)
-        stay = {i for _, i in set_slots(self.settings)}
+        of_state = [change for change in self.changes if change.place.steps[0][1] == STATE]
+        stay = {i for _, i in (*set_slots(self.settings), *changed_slots(of_state))}
         wanted = choose_differentiated(self.output_template, tensors, paths, self.differentiated)
         self.leaves, self.arrivals = [], []
         aliased, of_given = _sharing(tensors, flat)
@@ -535,7 +539,8 @@ class StepTracer:
         def may_be_kept(tensor: torch.Tensor) -> bool:
             return self.sets_tensors and type(tensor) in kinds and not _sharing([tensor], flat)[1]
 
-        return tuple(taken_apart(self.recorder.settings(), returned, may_be_kept))
+        found = [setting for setting in self.recorder.settings() if not is_carried(str(setting), self.carried)]
+        return tuple(taken_apart(found, returned, may_be_kept))
 
     def _name_of(self, index: int) -> str:
         """Of a tensor that the forward is given, in an error message."""
@@ -573,19 +578,22 @@ class StepTracer:
             return {str(setting) for setting in settings(copies) if setting.added is None}
 
         rerun = Rerun(
-            self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn, arguments), set_first
+            self._run, flat, names, steady, lambda: Snapshot(self.model, self.loss_fn, arguments), set_first,
+            self.carried,
         )
-        found = self.before.changes()
-        self.judged = judged(found)
+        every = self.before.changes()
+        self.judged, found = judged(every), rerun.others(every)
         held = {(id(c.node.owner), c.key): c.after for c in found if tensors_in(c.after)}
         now = zip(self.entries, flat, written, strict=False)
         overwritten = [entry.name for entry, t, then in now if mutation_count(t) != then]
         try:
             self.left = notice(self.before, found, watch, rerun, may_move=self.is_first)
         except StateChanged as error:
-            if not self.may_remember:
-                raise
-            raise FirstCall((), overwritten, evolves=True) from error
+            if self.may_remember:
+                raise FirstCall((), overwritten, evolves=True) from error
+            if paths := may_be_carried(self.model, found):
+                raise Carries(error, (*self.carried, *paths)) from error
+            raise
         kept = [left for left in self.left if left.is_kept and left.holder]
         is_new = self.may_remember and any(left.is_new for left in kept)
         if is_new or (self.is_first and (kept or filled)):
@@ -833,7 +841,7 @@ def _traced(
         by_name=tracer.by_name,
         changes=tracer.changes,
         asked=tracer.asked,
-        left=tracer.recorder.left(tracer.watch.codes),
+        left=tuple(p for p in tracer.recorder.left(tracer.watch.codes) if not is_carried(p, tracer.carried)),
         within=tuple(tracer.within),
         spread=tracer.spread,
         arrivals=tuple(dict.fromkeys(tracer.arrivals)),

@@ -20,7 +20,7 @@ from .expected import LITERALS, MISSING
 from .nodes import refill, same
 from .stores import SHARED, held_in, store_of
 from .structure import Taker, flatten, one_level, unflatten
-from .templates import Constant, Kept, Opaque, Slot, Template, Tree, slots
+from .templates import Constant, Kept, Opaque, Slot, Template, Tree, argument_path, slots
 
 MAX_THINGS = 50_000
 ARGUMENT = "the argument "
@@ -40,8 +40,7 @@ class Place:
         return value
 
     def __str__(self) -> str:
-        first, *rest = self.steps
-        return f"{first[1]}" + "".join(f".{key}" if attribute else f"[{key!r}]" for attribute, key in rest)
+        return argument_path("".join(f".{key}" if attribute else f"[{key!r}]" for attribute, key in self.steps))
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Changed:
     value: Template | None
 
     def __str__(self) -> str:
-        return str(self.place) if self.key is None else f"{self.place}[{self.key!r}]"
+        return str(self.place if self.key is None else Place((*self.place.steps, (False, self.key))))
 
 
 @dataclass(frozen=True)

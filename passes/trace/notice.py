@@ -14,8 +14,9 @@ from passes._torch import FakeTensor, FunctionalTensor, pytree
 from passes.printable import few
 
 from ..errors import StateChanged, Unsupported
+from .carried import is_carried
+from .checkpoints import refuse_checkpoints
 from .constructs import DRAW, KEPT, SEED
-from .given import ARGUMENT
 from .nodes import MISSING, Change, alike, same, twin
 from .places import say
 from .rerun import Script, Stale, is_named, line_of_change, reads
@@ -41,6 +42,7 @@ class Rerun:
         steady: names of the buffers that it did not change.
         take: a snapshot of what can be reached now.
         set_first: runs it on such; paths of the plain values that it sets before it reads them, as planned steps do.
+        carried: attributes that are arguments of the step, and so the same in each run.
     """
 
     run: Callable[..., Any]
@@ -49,6 +51,7 @@ class Rerun:
     steady: frozenset[str]
     take: Callable[[], Snapshot]
     set_first: Callable[[Sequence[torch.Tensor]], set[str]]
+    carried: tuple[str, ...] = ()
 
     def once(self, *modes: Any) -> Any:
         """Run it on copies of the tensors."""
@@ -57,6 +60,10 @@ class Rerun:
     def copies(self) -> list[torch.Tensor]:
         with torch.no_grad():
             return list(map(twin, self.flat))
+
+    def others(self, changes: Iterable[Change]) -> list[Change]:
+        """Those of what is no argument."""
+        return [change for change in changes if not is_carried(change.path, self.carried)]
 
     def script(self, earlier: Script | None = None) -> Script:
         """What it asks of torch, from the state as it is now."""
@@ -98,7 +105,7 @@ def notice(before: Snapshot, changes: list[Change], watch: Watch, rerun: Rerun, 
     Raises:
         Unsupported: it matters to the next step, or nobody can tell that it does not.
     """
-    _refuse_checkpoints(watch)
+    refuse_checkpoints(watch, rerun.carried)
     if not changes:
         return ()
     before.restore()
@@ -263,38 +270,17 @@ def _compare_steps(
     except Exception:  # noqa: BLE001 - the first step ran: what fails, fails for the state that it left
         differs = True
     # A call that a cache knows nothing of (a mask is another object each time) is computed in each step, as planned.
-    evolving = [change for change in left.changes(alike) if differs or change.node.kind != "cache"]
+    evolving = [change for change in rerun.others(left.changes(alike)) if differs or change.node.kind != "cache"]
     read = ((c, where) for c in evolving if (where := reads(watch.codes, c.name)) or not is_named(watch.codes, c.name))
     if differs:
         change, found = next(read, (next(iter(evolving), changes[0]), ""))
         refuse(_outermost(change, changes), "state that forward changes and reads", place=where or found)
     for change, found in read:
         refuse(_outermost(change, changes), "state that forward changes and reads", place=found)
-    return frozenset(map(_place, left.changes()))
+    return frozenset(map(_place, rerun.others(left.changes())))
 
 
 def _outermost(change: Change, changes: list[Change]) -> Change:
     """The change of the first step in the same place; the second step's may be in what the first one made."""
     alike = [c for c in changes if c.path == change.path] or [c for c in changes if c.node.owner is change.node.owner]
     return next(iter(alike), change)
-
-
-def _refuse_checkpoints(watch: Watch) -> None:
-    for where, names in watch.checkpoints:
-        if given := [name for name in names if name.startswith(ARGUMENT)]:
-            raise Unsupported(
-                f"{given[0]} changed within torch.utils.checkpoint", where, "the plain step changes it again when it "
-                "recomputes in the backward", "Leave the checkpoint out: the plan decides what is recomputed.",
-            )  # fmt: skip
-
-
-def say_repeated(repeated: Sequence[tuple[str, tuple[str, ...]]]) -> None:
-    """Say what the plain step updates again, and the planned step does not; see `Traced.repeated`."""
-    places = list(dict.fromkeys(where for where, _ in repeated))
-    updated = [name for _, names in repeated for name in names]
-    if places:
-        say(
-            f"torch.utils.checkpoint at {few(places)} contains an update of {few(updated)}: the plain step makes it "
-            "again when it recomputes in the backward. The planned step runs the forward once, and makes it once, as "
-            "the model does without the checkpoint. Leave the checkpoint out: the plan decides what is recomputed."
-        )

@@ -23,6 +23,7 @@ from passes._torch import is_compiled
 from passes.printable import shown
 
 from .arguments import StateEntry
+from .carried import place_of
 from .closures import remembered_by
 from .expected import LITERALS, MISSING, Expected, Literal, apart, holds_these, same_value, stood_for
 from .settings import Setting
@@ -189,9 +190,10 @@ class Reads:
     live: frozenset[int]
     arguments: tuple[Expected, ...] = ()
 
-    def but(self, settings: Iterable[Setting]) -> Reads:
-        """Without those of attributes that forward only adds to."""
+    def but(self, settings: Iterable[Setting], carried: Iterable[str] = ()) -> Reads:
+        """Without those of attributes that forward only adds to, or that are `carried`, by their paths."""
         counted = {(setting.path, setting.name) for setting in settings if setting.added is not None}
+        counted |= {place_of(path) for path in carried}
         paths = {i: known.path for i, known in enumerate(self.objects) if known.is_submodule}
         left = {i: [r for r in own if (paths.get(i), r.name) not in counted] for i, own in self.by_object.items()}
         return replace(self, by_object=left)

@@ -98,7 +98,11 @@ def outline(template: Template) -> dict[str, str]:
 
 
 def argument_path(path: str) -> str:
-    """A path into the bound arguments as the user writes it: `batch.mask` for `['batch'].mask`."""
+    """A path into the bound arguments as the user writes it: `batch.mask` for `['batch'].mask`.
+
+    What is of the model (`carried`) is told as `self.block.hidden`.
+    """
+    path = re.sub(r"^\['self'\]\['([\w.]+)'\]", r"self.\1", path)
     return re.sub(r"^\['(\w+)'\]", r"\1", path)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from passes.trace.arguments import split_sample
-from passes.trace.binding import bind_call
 from passes.trace.structure import flatten
 from planner.dropin.forward import PlannedForward, stand_in_within
 from planner.dropin.module import PlannedModule
@@ -27,7 +26,7 @@ def check_plan(module: PlannedModule, model: nn.Module | None, sample: Any) -> C
     if sample is None:
         raise PlannerError("plan.check runs steps on a sample: call plan.check(model, sample), as for auto_checkpoint.")
     try:
-        arguments = bind_call(state.signature, *split_sample(sample))
+        arguments = state.bind(*split_sample(sample))
     except TypeError as error:
         raise PlannerError(f"the sample does not fit {type(model).__name__}.forward: {error}.") from error
     applied = stand_in_within(model)

@@ -23,6 +23,7 @@ from passes.trace.arguments import (
     state_tensors,
 )
 from passes.trace.capture import Traced
+from passes.trace.carried import carry
 from passes.trace.compiled import refuse_compiled
 from passes.trace.refuse import has_sharded, refuse
 from passes.trace.structure import Bound, unflatten
@@ -117,6 +118,8 @@ def _check_same_step(state: PlanState, model: nn.Module, sample: Any) -> None:
             "only be told with inputs: call plan.apply(model, sample)."
         )
     bound = blank_sample(state) if sample is None else bind_sample(model, sample, state.loss_fn)
+    if sample is not None:
+        carry(model, bound, state.carried)
     expected = tuple(leaf.path for leaf in own.outputs if leaf.differentiated)
     with under_autocast(state.first.key.autocast):
         other = Sizes().capture(

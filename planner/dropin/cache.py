@@ -35,6 +35,7 @@ from passes.run.stale import check_casts, note_plain
 from passes.run.step import refuse_tracing
 from passes.trace.arguments import argument_names, run_model, set_forward, state_tensors
 from passes.trace.binding import binder
+from passes.trace.carried import carried, carry
 from passes.trace.compiled import CompiledPart
 from passes.trace.first_call import Remembers, remember, remembered
 from passes.trace.layouts import BACKWARD_AUTOCAST
@@ -43,7 +44,7 @@ from passes.trace.overlaps import overlaps
 from passes.trace.places import user_level
 from passes.trace.reads import Matched, Reads
 from passes.trace.refuse import cached_parametrizations, has_sharded, is_sharded, untracked
-from passes.trace.structure import flatten, held_objects
+from passes.trace.structure import Bound, flatten, held_objects
 from passes.trace.templates import argument_path
 from planner.decided import Decided
 from planner.errors import RegionError
@@ -74,7 +75,8 @@ class PlanState:
         signature: inspect.Signature,
     ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.replan, self.on_new_shape = model, loss_fn, replan, on_new_shape
-        self.signature, self.bind = signature, binder(signature)
+        self.signature, self.binder = signature, binder(signature)
+        self.carried: tuple[str, ...] = ()  # attributes that are arguments of a step, too
         self.cache: list[Entry] = []
         self.idle: list[tuple[Key, list[bool]]] = []  # calls that cannot be planned, and what required a gradient then
         self.losses = Losses()
@@ -98,7 +100,7 @@ class PlanState:
 
     def start(self, bound: Mapping[str, Any], planned: Decided) -> None:
         """Remember the first plan, made for calls that look like `bound`."""
-        self.notices.still_eval = not self.model.training
+        self.notices.still_eval, self.carried = not self.model.training, carried(bound)
         self.gathers = Gathers() if has_sharded(self.model) else None
         self.look_at_gathers()
         self.traced_forward, self.first_call = self.model.__dict__.get("forward"), planned.prepared.traced.first_call
@@ -109,10 +111,16 @@ class PlanState:
         new = PlanState(model, self.loss_fn, self.replan, self.on_new_shape, self.signature)
         new.cache = [replace(entry, matched=None, regions=None) for entry in self.cache]
         new.first, new.latest, new.traced_forward = self.first, self.latest, None
-        new.losses.expected = self.losses.expected
+        new.losses.expected, new.carried = self.losses.expected, self.carried
         new.first_call, new.is_copy = self.first.planned.prepared.traced.first_call, True  # it may not be whole yet
         new.gathers = Gathers() if self.gathers is not None else None
         return new
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bound:
+        """The arguments of a call by name, with the state that forward carries."""
+        bound = self.binder(args, kwargs)
+        carry(self.model, bound, self.carried)
+        return bound
 
     def key_of(self, tensors: Sequence[torch.Tensor], template: Any) -> Key:
         """The same before and after the model's own hooks have cast the inputs, which `fully_shard` does."""
@@ -158,10 +166,12 @@ class PlanState:
         if hooks and (self.first.by_regions or hooks.endswith(CLONES_BEFORE_CHANGES)):
             self.notices.saving_hooks(makes_way=True)
             return self._unplanned(bound, plain)
-        tensors, template = flatten(dict(bound))
+        before, (tensors, template) = carried(bound), flatten(dict(bound))
         entry, state = self._look(bound, tensors, template)
         if entry is None:
             return self._unplanned(bound, plain)
+        if carried(bound) != before:  # it was planned anew, with state among its arguments
+            tensors, _ = flatten(dict(bound))
         if entry.planned.plain:
             self.notices.gradients(entry.planned, state)
             return self._unplanned(bound, plain)
@@ -458,6 +468,8 @@ class PlanState:
         begin = time.monotonic()
         with saving_hooks_aside(), self.set_aside(), gathered_aside(self.model):
             planned = self.replan(self.model, bound, starts)
+        if carried(bound) != self.carried:
+            self.carried, key = carried(bound), self.key_of(*flatten(dict(bound)))
         # An entry whose model was changed since finds its objects again when it is next looked at.
         stale = other is not None and (other.outdated or self._sharded_since(other))
         self.cache = [replace(e, matched=None) for e in self.cache if not (stale and e is other)]

@@ -22,6 +22,7 @@ from passes.run.listeners import REMEDY, Taken
 from passes.run.random import set_rng_state
 from passes.run.step import ChangedInPlace
 from passes.trace.arguments import state_tensors
+from passes.trace.carried import state_aside
 from passes.trace.given import all_outputs, held_before, left_alone, put_back, targets_of
 from passes.trace.layouts import BACKWARD_AUTOCAST, gradient_key
 from passes.trace.matching import Differs, match_arguments
@@ -277,7 +278,10 @@ class Fallback:
             pairs = zip(leaves[count:], primals[count:], strict=True)
             arguments = [t if p.is_leaf else t.view_as(t) for t, p in pairs]
             aside = set_aside(traced.settings, state.model)
-            with under_autocast(self.key.autocast), aside, self._given(arguments) as bound, saving:
+            with (
+                under_autocast(self.key.autocast), aside, self._given(arguments) as bound, saving,
+                state_aside(state.model, bound),
+            ):  # fmt: skip
                 targets = targets_of(traced.changes, bound)
                 value, own = self.state.plain(bound), tensors_set(traced.settings, state.model)
                 outputs = all_outputs(value, traced.output_template, traced.changes, targets, own)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from passes.trace.arguments import refuse_repeated_hooks, run_model, set_forward
+from passes.trace.carried import without_state
 from passes.trace.expected import unless_none
 from planner.errors import NotAFunction
 
@@ -166,7 +167,8 @@ class PlannedForward(StandIn):
 
     def _plain(self, bound: Mapping[str, Any]) -> Any:
         # Not `model(...)`: the call that led here runs the model's hooks already.
-        return run_model(_Bare(self.original), self.state.loss_fn, self.state.signature, bound)
+        arguments = without_state(bound)
+        return run_model(_Bare(self.original), self.state.loss_fn, self.state.signature, arguments)
 
 
 class _Bare(nn.Module):

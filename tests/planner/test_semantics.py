@@ -734,31 +734,31 @@ def an_array_changed(self: Any, x: torch.Tensor) -> Any:
     return self.layer(x) * torch.tensor(self.array)
 
 
-@case("A.4", "refused", state=lambda: None)
+@case("A.4", "said", state=lambda: None)
 def recurrent_state(self: Any, x: torch.Tensor) -> Any:
-    y = self.layer(x) if self.state is None else self.layer(x) + self.state  # <<
+    y = self.layer(x) if self.state is None else self.layer(x) + self.state
     self.state = y.detach()
     return y
 
 
-@case("A.4", "refused", average=lambda: 0.0)
+@case("A.4", "said", average=lambda: 0.0)
 def a_moving_average(self: Any, x: torch.Tensor) -> Any:
-    self.average = 0.9 * self.average + 0.1 * x.detach().mean()  # <<
+    self.average = 0.9 * self.average + 0.1 * x.detach().mean()
     return self.layer(x) - self.average
 
 
-@case("A.4", "refused", mask=lambda: None)
+@case("A.4", "said", mask=lambda: None)
 def the_first_batch_remembered(self: Any, x: torch.Tensor) -> Any:
     if self.mask is None:
         self.mask = x > 0
-    return self.layer(x) * self.mask  # <<
+    return self.layer(x) * self.mask
 
 
-@case("A.4", "refused", noise=lambda: None)
+@case("A.4", "said", noise=lambda: None)
 def the_first_draw_remembered(self: Any, x: torch.Tensor) -> Any:
     if self.noise is None:
         self.noise = torch.rand(4, 8)
-    return self.layer(x) * self.noise  # <<
+    return self.layer(x) * self.noise
 
 
 @case("A.4", "said", mask=lambda: None)
@@ -911,11 +911,11 @@ def _bump(cfg: Config) -> int:
     return cfg.n
 
 
-@case("A.4", "refused", table=lambda: None)
+@case("A.4", "said", table=lambda: None)
 def a_buffer_registered_at_the_first_call(self: Any, x: torch.Tensor) -> Any:
     if self.table is None:
         self.table = x.detach().mean(0)
-    return self.layer(x) * self.table  # <<
+    return self.layer(x) * self.table
 
 
 @case("A.4", "refused", first=lambda: True)

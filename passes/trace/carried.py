@@ -1,0 +1,135 @@
+"""State that forward carries from one call to the next in attributes of modules: `self.hidden = (h, c)`.
+
+A trace that read it as a constant would hold for one call. So it is an argument of the step, beside those of the call:
+a dict of such values by the attributes' paths, in which forward puts what it leaves there, as it may in any dict that
+it is given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from passes.errors import StateChanged
+from passes.printable import few
+
+from .nodes import MISSING, Change, alike
+from .settings import tensors_in
+from .structure import Bound, flatten, unflatten
+
+_ITEMS = re.compile(r"\[.*")
+STATE = "self"  # the name of that dict, which no argument of a method has
+
+
+class Carries(StateChanged):
+    """Forward leaves tensors in attributes that a later call reads: as arguments of the step they may be planned.
+
+    Attributes:
+        paths: those of the attributes.
+    """
+
+    def __init__(self, refused: StateChanged, paths: Iterable[str]) -> None:
+        super().__init__(refused.construct, refused.place, refused.reason, refused.remedy)
+        self.paths = tuple(paths)
+
+
+def may_be_carried(model: nn.Module, changes: Iterable[Change]) -> tuple[str, ...]:
+    """The attributes that hold tensors, of what forward changed, before or after it."""
+    found: dict[str, None] = {}
+    holders = dict(model.named_modules(remove_duplicate=False))
+    for change in changes:
+        path = _ITEMS.sub("", change.path).removeprefix("self.")
+        module, attribute = place_of(path)
+        own = vars(holders[module]) if module in holders and change.path.startswith("self.") else {}
+        held, left = tensors_in(own.get(attribute)), tensors_in(change.after)
+        if attribute in own and held is not None and left is not None and (held or left):
+            found[path] = None
+    return tuple(found)
+
+
+def carry(model: nn.Module, bound: Bound, paths: Iterable[str]) -> None:
+    """Add what the model holds there now to the arguments of a call, and nothing else of it."""
+    bound.pop(STATE, None)
+    if paths := tuple(paths):
+        held = {path: _own(model, path).get(place_of(path)[1], MISSING) for path in paths}
+        bound[STATE] = {path: value for path, value in held.items() if value is not MISSING}
+
+
+def carried(bound: Mapping[str, Any]) -> tuple[str, ...]:
+    """The paths of what a call's arguments have of it."""
+    return tuple(bound.get(STATE, ()))
+
+
+def without_state(bound: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments that the caller gave."""
+    if STATE not in bound:
+        return bound
+    return Bound([item for item in bound.items() if item[0] != STATE], getattr(bound, "by_name", ()))
+
+
+def put_state(model: nn.Module, bound: Mapping[str, Any]) -> None:
+    """Leave in the model what a call's arguments have of it."""
+    for path, value in bound.get(STATE, {}).items():
+        _own(model, path)[place_of(path)[1]] = value
+
+
+@contextmanager
+def in_arguments(model: nn.Module, bound: Mapping[str, Any]) -> Iterator[None]:
+    """Have forward, which runs in the block, find in the model what the arguments have, and leave it in them.
+
+    Raises:
+        StateChanged: each call finds something else there, for which it would be planned anew.
+    """
+    if STATE not in bound:
+        yield
+        return
+    before = {path: _rebuilt(value) for path, value in bound[STATE].items()}  # forward may change it in place
+    put_state(model, bound)
+    yield
+    for path, then in before.items():
+        now = bound[STATE][path] = _own(model, path).get(place_of(path)[1])
+        if flatten(then)[0] and flatten(now)[0] and not alike(now, then):
+            raise StateChanged(
+                "state that has another shape or dtype after each call", f"self.{path}", "each call would be planned "
+                "anew", "Keep its shape and dtype, or pass it as an argument.",
+            )  # fmt: skip
+
+
+def _rebuilt(value: Any) -> Any:
+    tensors, template = flatten(value)
+    return unflatten(template, tensors)
+
+
+@contextmanager
+def state_aside(model: nn.Module, bound: Mapping[str, Any]) -> Iterator[None]:
+    """Undo at the end what the block, in which forward runs again, leaves in the model."""
+    before = {path: _own(model, path).get(place_of(path)[1]) for path in carried(bound)}
+    try:
+        yield
+    finally:
+        put_state(model, {STATE: before})
+
+
+def is_carried(place: str, paths: Iterable[str]) -> bool:
+    """Whether a place (`self.hidden[0]`) is, or is in, one of these attributes."""
+    return any(place == f"self.{path}" or place.startswith((f"self.{path}[", f"self.{path}.")) for path in paths)
+
+
+def notes_of(paths: Sequence[str]) -> tuple[str, ...]:
+    """What a plan says of it."""
+    names = few([f"self.{path}" for path in paths])
+    return (f"forward carries {names} from call to call: the step takes it as an argument, and sets it",) * bool(paths)
+
+
+def _own(model: nn.Module, path: str) -> dict[str, Any]:
+    return vars(model.get_submodule(place_of(path)[0]))
+
+
+def place_of(path: str) -> tuple[str, str]:
+    """An attribute's module and name."""
+    module, _, name = path.rpartition(".")
+    return module, name

@@ -1,0 +1,358 @@
+"""State that forward carries from call to call in plain attributes: it goes on in planned steps as in plain ones."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from passes.errors import InputMismatch, StateChanged, Unsupported
+from passes.memory import measure_peak
+from passes.trace.structure import flatten
+from planner import BudgetError, Plan, PlannerError, auto_checkpoint
+
+from .steps import assert_same_gradients, twins
+
+BATCH, LENGTH, WIDTH = 4, 6, 16
+
+
+class Deep(nn.Module):
+    """Enough to recompute, on both sides of what has the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)))
+            for _ in range(2)
+        )
+
+    def settle(self) -> None:
+        """What a training loop does between two steps."""
+
+
+class Recurrent(Deep):
+    """Truncated backpropagation through time, from nothing on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.hidden = nn.GRU(WIDTH, WIDTH, batch_first=True), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, hidden = self.rnn(self.before(x), self.hidden)
+        self.hidden = hidden.detach()
+        return self.after(y).pow(2).mean()
+
+
+class Repackaged(Deep):
+    """Two tensors, which the loop detaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.hidden = (torch.zeros(1, BATCH, WIDTH), torch.zeros(1, BATCH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, self.hidden = self.rnn(self.before(x), self.hidden)
+        return self.after(y).pow(2).mean()
+
+    def settle(self) -> None:
+        self.hidden = tuple(tensor.detach() for tensor in self.hidden)
+
+
+class Neuron(nn.Module):
+    """Has its potential in a dict, which it changes in place: a float at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memories: dict[str, Any] = {"v": 0.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        charged = self.memories["v"] * 0.9 + x
+        spike = torch.sigmoid(4 * (charged - 1))
+        self.memories["v"] = charged - spike
+        return spike
+
+
+class Spiking(Deep):
+    """Neurons that the loop resets after each step; one of them is called in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Neuron(), Neuron()
+        self.again = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spikes = [self.after(self.second(self.before(self.again(self.first(x[:, t]))))) for t in range(3)]
+        return torch.stack(spikes).pow(2).mean()
+
+    def settle(self) -> None:
+        self.first.memories["v"] = self.second.memories["v"] = 0.0
+
+
+class Detached(Spiking):
+    """The same, whose potentials go on."""
+
+    def settle(self) -> None:
+        for neuron in (self.first, self.second):
+            neuron.memories["v"] = neuron.memories["v"].detach()
+
+
+class Several(Deep):
+    """A list of states, one that is another's, a table, a tensor of the call's, and a count beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states, self.seen = [torch.zeros(BATCH, WIDTH) for _ in range(2)], 0
+        self.mean, self.table = torch.zeros(WIDTH), {"n": torch.zeros(()), "last": (torch.zeros(BATCH, WIDTH), "x")}
+        self.previous = torch.zeros(BATCH, LENGTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        y = self.before((x - self.previous)[:, 0] + self.mean)
+        self.previous = x
+        for i in range(2):
+            y = torch.tanh(y + self.states[i])
+            self.states[i] = y.detach()
+        self.mean = self.mean * 0.9 + y.detach().mean(0) * 0.1
+        self.table = {"n": self.table["n"] + 1, "last": (self.states[1], "x")}
+        return self.after(y + self.table["last"][0] / self.table["n"]).pow(2).mean()
+
+
+class Turns(Deep):
+    """Every other call has a state, and leaves none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.before(x)
+        if self.hidden is None:
+            self.hidden = y.detach()
+        else:
+            y, self.hidden = y + self.hidden, None
+        return self.after(y).pow(2).mean()
+
+
+ALL = (Recurrent, Repackaged, Spiking, Detached, Several, Turns)
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    return [{n: v for n, v in vars(m).items() if n[0] != "_" and n != "forward"} for m in model.modules()]
+
+
+def assert_same_state(model: nn.Module, plain: nn.Module) -> None:
+    (own, built), (expected, as_built) = flatten(state_of(model)), flatten(state_of(plain))
+    assert str(built) == str(as_built)
+    assert all(map(torch.equal, own, expected))
+    assert [(t.requires_grad, t.stride()) for t in own] == [(t.requires_grad, t.stride()) for t in expected]
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(BATCH, LENGTH, WIDTH)
+
+
+def plan_near_minimum(model: nn.Module, **options: Any) -> Plan:
+    with pytest.raises(BudgetError) as refused:
+        auto_checkpoint(model, batch(), budget_mb=0.01, **options)
+    return auto_checkpoint(model, batch(), budget_mb=1.25 * refused.value.minimum_mb, **options)
+
+
+def train(runs: list[tuple[Callable[..., Any], Deep]], x: torch.Tensor, seed: int) -> None:
+    for run, own in runs:
+        torch.manual_seed(seed)
+        own.zero_grad()
+        run(x).backward()
+        own.settle()
+
+
+@pytest.mark.every(1)
+@pytest.mark.filterwarnings("ignore:planning anew")
+@pytest.mark.parametrize("kind", ALL)
+def test_states_go_on_as_in_plain_steps(kind: type[Deep]) -> None:
+    model, plain = twins(kind())
+    plan = plan_near_minimum(model)
+    assert not plan.regions and any("carries self." in note for note in plan.notes)
+    for step in range(6):
+        train([(plan.module, model), (plain, plain)], batch(), step)
+        assert_same_gradients(model, plain)
+        assert_same_state(model, plain)
+        if step == 3:  # an evaluation between them moves the state, too
+            x = batch()
+            for run, own in ((plan.module, model), (plain, plain)):
+                own.eval()
+                with torch.no_grad():
+                    run(x)
+                own.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # planned for by now
+        for step in (6, 7):
+            train([(plan.module, model), (plain, plain)], batch(), step)
+        assert_same_state(model, plain)
+
+
+@pytest.mark.parametrize("kind", [Repackaged, Several, Spiking])
+def test_states_are_counted(kind: type[Deep]) -> None:
+    model = kind()
+    train([(model, model)], batch(), 0)
+    plan, x = plan_near_minimum(model), batch()
+    for _ in range(3):
+        model.zero_grad()
+        peak = plan.static_bytes + measure_peak(lambda: train([(plan.module, model)], x, 0))
+        assert 0.85 * plan.peak_bytes <= peak <= plan.peak_bytes  # a state counts to the end of the step
+
+
+def test_a_state_that_is_reset_needs_no_other_plan() -> None:
+    model, plain = twins(Spiking())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = auto_checkpoint(model, batch(), budget_mb=None, on_new_shape="error")
+        plan.apply(model)
+        for step in range(2):
+            train([(model, model), (plain, plain)], batch(), step)
+        assert_same_gradients(model, plain)
+    model.first.memories["v"] = torch.ones(BATCH, WIDTH)
+    with pytest.raises(InputMismatch, match=r"self.first.memories\['v'\].*: got a tensor, the plan expects 0.0"):
+        model(batch())
+    plan.remove(model)
+
+
+@pytest.mark.filterwarnings("ignore:backward started from")
+def test_a_replay_does_not_move_the_state_again() -> None:
+    class Two(Recurrent):
+        def forward(self, x: torch.Tensor) -> Any:
+            y, hidden = self.rnn(self.before(x), self.hidden)
+            self.hidden = hidden.detach()
+            return self.after(y), y
+
+    model, plain = twins(Two())
+    model.hidden = plain.hidden = torch.zeros(1, BATCH, WIDTH)
+    plan = auto_checkpoint(model, batch(), budget_mb=None)
+    for step in range(2):
+        x = batch()
+        for run, own in ((plan.module, model), (plain, plain)):
+            torch.manual_seed(step)
+            own.zero_grad()
+            run(x)[1].sum().backward()
+        assert_same_gradients(model, plain)
+        assert_same_state(model, plain)
+
+
+@pytest.mark.filterwarnings("ignore:planning anew")
+def test_copies_files_and_other_instances_carry_their_own(tmp_path: Path) -> None:
+    model, plain = twins(Repackaged())
+    plan = auto_checkpoint(model, batch(), budget_mb=None)
+    plan.apply(model)
+    plan.save(tmp_path / "plan.json")
+    copied, loaded, other = copy.deepcopy(model), Repackaged(), Repackaged()
+    for each in (loaded, other):
+        each.load_state_dict(plain.state_dict())
+    Plan.load(tmp_path / "plan.json", loaded, batch()).apply(loaded)
+    plan.apply(other)
+    for step, rows in enumerate((LENGTH, LENGTH, 3)):
+        x = torch.randn(BATCH, rows, WIDTH)
+        train([(each, each) for each in (model, copied, loaded, other, plain)], x, step)
+        for each in (model, copied, loaded, other):
+            assert_same_gradients(each, plain)
+            assert_same_state(each, plain)
+    with pytest.raises(PlannerError, match=r"forward changes its argument self\.hidden, which an export does not do"):
+        plan.export(tmp_path / "folder")
+
+
+def test_a_model_that_keeps_its_state_is_freed() -> None:
+    model = Repackaged()
+    gone, plan = weakref.ref(model), auto_checkpoint(model, batch(), budget_mb=None)
+    plan.module(batch()).backward()
+    assert model.hidden[0].requires_grad
+    del model, plan
+    gc.collect()
+    assert gone() is None
+
+
+def grows(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.hidden = torch.cat([self.hidden, x.detach()[:, :1]], 1)
+    return self.after(self.before(x) + self.hidden.mean(1, keepdim=True))
+
+
+def appends(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.after(self.before(x + sum(self.held)))
+    self.held.append(y.detach())
+    return y
+
+
+def counts(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.steps += 1
+    self.hidden = self.before(x + self.hidden).detach() * min(1, self.steps / 10)
+    return self.after(self.before(x + self.hidden))
+
+
+def views(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y, self.hidden = self.after(self.before(x + self.hidden)), x[:, :]
+    return y
+
+
+def checkpoints(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = checkpoint(lambda x: self.before(x + self.hidden), x, use_reentrant=False)
+    self.hidden = y.detach()
+    return self.after(y)
+
+
+@pytest.mark.every(1)
+@pytest.mark.parametrize(("forward", "said"), [
+    (grows, "state that has another shape or dtype after each call at self.hidden"),
+    (appends, "state that has another shape or dtype after each call at self.held"),
+    (counts, "state that forward changes and reads at self.steps"),
+    (views, "view of an input or parameter returned at output self.hidden"),
+    (checkpoints, "torch.utils.checkpoint beside state that forward carries in self.hidden"),
+])  # fmt: skip
+def test_what_cannot_be_carried_is_refused_and_planned_by_regions(forward: Callable[..., Any], said: str) -> None:
+    model = type("Own", (Deep,), {"forward": forward})()
+    model.hidden, model.steps, model.held = torch.zeros(BATCH, LENGTH, WIDTH), 0, [torch.zeros(WIDTH)]
+    with pytest.raises(Unsupported, match=said):
+        auto_checkpoint(model, batch(), budget_mb=None, regions="whole")
+    model, plain = twins(model)
+    plan = auto_checkpoint(model, batch(), budget_mb=None)
+    assert {region.path for region in plan.regions} >= {"before", "after"}
+    for step in range(3):
+        x = batch()
+        for run, own in ((plan.module, model), (plain, plain)):
+            torch.manual_seed(step)
+            own.zero_grad()
+            run(x).pow(2).mean().backward()
+        assert_same_gradients(model, plain)
+        assert_same_state(model, plain)
+
+
+@pytest.mark.filterwarnings("ignore:planning anew")
+def test_what_begins_to_grow_is_planned_by_regions_from_then_on() -> None:
+    class Growing(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            held = x.detach()[:, :1].clone()
+            self.hidden = held if self.hidden is None else torch.cat([self.hidden, held], 1)
+            return self.after(self.before(x) + self.hidden.mean(1, keepdim=True)).pow(2).mean()
+
+    model, plain = twins(Growing())
+    plan = auto_checkpoint(model, batch(), budget_mb=None)
+    assert not plan.regions
+    for step in range(5):
+        with warnings.catch_warnings():
+            if step > 1:
+                warnings.simplefilter("error")
+            train([(plan.module, model), (plain, plain)], batch(), step)
+        assert_same_gradients(model, plain)
+        assert_same_state(model, plain)
+    with pytest.raises(StateChanged):
+        auto_checkpoint(model, batch(), budget_mb=None, regions="whole")

@@ -260,7 +260,8 @@ def bind_step(prepared: Prepared, rewritten: Rewritten, arena: Arena = ()) -> St
     returned = [leaf for leaf in traced.outputs if leaf.input is None]
     tangents = traced.placeholders[traced.num_primals :]
     elsewhere = any(leaf.requires_grad and not leaf.differentiated for leaf in returned)
-    without = [i for i, gradient in enumerate(traced.gradients) if gradient is None and traced.placeholders[i].users]
+    read = (i for i, gradient in enumerate(traced.gradients) if gradient is None and traced.placeholders[i].users)
+    without = [i for i in read if i not in traced.detached]
     return Step(
         forward=rewritten.forward,
         backward=rewritten.backward,

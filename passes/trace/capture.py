@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import get_gradient_edge
 
 from passes._torch import (
     JointGraph,
@@ -160,7 +161,8 @@ class Traced:
     placements of the gradients of `DTensor`s, by the numbers of the primals, `arrivals` those in the order in which
     autograd comes to their gradients. `first_call` is what a first call of forward remembers and was in place.
     `changed_later` are primals that code after a region changes in place. `asked` are the questions about computed
-    values that the sample answered; what was asked about are the last of `outputs`.
+    values that the sample answered; what was asked about are the last of `outputs`. `detached` are inputs that
+    require a gradient, and to which no output passes any on.
     """
 
     graph_module: fx.GraphModule
@@ -190,6 +192,7 @@ class Traced:
     first_call: Remembers | None = None
     changed_later: tuple[int, ...] = ()
     asked: tuple[Asked, ...] = ()
+    detached: tuple[int, ...] = ()
 
     @property
     def overwritten(self) -> tuple[int, ...]:
@@ -413,6 +416,7 @@ class StepTracer:
         self.below: tuple[AbstractContextManager[Any], ...] = ()  # modes to run the forward in, before all others
         self.keeps_casts = torch.is_autocast_cache_enabled()
         self.within: list[int] = []
+        self.detached: list[int] = []  # of the latest run
         self.spread: dict[int, Any] = {}
         self.arrivals: list[int] = []  # the primals, as their gradients came
         self.pieces = Pieces()  # of the latest run
@@ -439,7 +443,7 @@ class StepTracer:
         of_state = [change for change in self.changes if change.place.steps[0][1] == STATE]
         stay = {i for _, i in (*set_slots(self.settings), *changed_slots(of_state))}
         wanted = choose_differentiated(self.output_template, tensors, paths, self.differentiated)
-        self.leaves, self.arrivals = [], []
+        self.leaves, self.arrivals, self.detached = [], [], self._detached(flat, tensors)
         aliased, of_given = _sharing(tensors, flat)
         returned: list[torch.Tensor] = []
         made = [t for t in tensors if not any(t is each for each in flat)]
@@ -541,6 +545,14 @@ class StepTracer:
 
         found = [setting for setting in self.recorder.settings() if not is_carried(str(setting), self.carried)]
         return tuple(taken_apart(found, returned, may_be_kept))
+
+    def _detached(self, flat: Sequence[torch.Tensor], returned: Sequence[torch.Tensor]) -> list[int]:
+        """The inputs with a gradient to which no output passes any on; those that a checkpoint hides might get one."""
+        inputs = [i for i, t in enumerate(flat) if i >= len(self.entries) and t.requires_grad]
+        if not inputs or self.watch.has_checkpoints:
+            return []
+        behind = set(nodes_behind(t for t in returned if t.requires_grad))
+        return [i for i in inputs if get_gradient_edge(flat[i]).node not in behind]
 
     def _name_of(self, index: int) -> str:
         """Of a tensor that the forward is given, in an error message."""
@@ -843,6 +855,7 @@ def _traced(
         asked=tracer.asked,
         left=tuple(p for p in tracer.recorder.left(tracer.watch.codes) if not is_carried(p, tracer.carried)),
         within=tuple(tracer.within),
+        detached=tuple(tracer.detached),
         spread=tracer.spread,
         arrivals=tuple(dict.fromkeys(tracer.arrivals)),
         overlaps=overlaps(tracer.given, joint.mutated_inputs),

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from passes.errors import InputMismatch, StateChanged, Unsupported
 from passes.memory import measure_peak
+from passes.run.tensors import nodes_behind
 from passes.trace.structure import flatten
 from planner import BudgetError, Plan, PlannerError, auto_checkpoint
 
@@ -266,6 +267,35 @@ def test_copies_files_and_other_instances_carry_their_own(tmp_path: Path) -> Non
             assert_same_state(each, plain)
     with pytest.raises(PlannerError, match=r"forward changes its argument self\.hidden, which an export does not do"):
         plan.export(tmp_path / "folder")
+
+
+class Detaching(Deep):
+    """Leaves a state with its graph, and detaches it as it reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = torch.zeros(BATCH, LENGTH, WIDTH, requires_grad=True)
+
+    def forward(self, x: torch.Tensor, given: torch.Tensor | None = None) -> Any:
+        y = self.before(x) + (self.hidden if given is None else given).detach()
+        self.hidden = y * 1
+        return self.after(y).pow(2).mean(), y
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_graphs_of_earlier_steps_are_let_go(given: bool) -> None:
+    """Whether the state is the model's, or one that the loop hands on."""
+    model = Detaching()
+    sample = (batch(), model.hidden) if given else (batch(),)
+    plan = auto_checkpoint(model, sample, budget_mb=None)
+    assert not plan.regions
+    counts, more = list[int](), sample[1:]
+    for _ in range(4):
+        loss, y = plan.module(batch(), *more)
+        loss.backward()
+        more = (y,) if given else ()
+        counts.append(len(list(nodes_behind([y, model.hidden]))))
+    assert len(set(counts[1:])) == 1
 
 
 def test_a_model_that_keeps_its_state_is_freed() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,15 +186,19 @@ def _is_from(hook: object, *packages: str) -> bool:
     return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
-def state_entries(model: nn.Module) -> list[StateEntry]:
-    """Parameters then buffers, each object once, with the names tied to it; quantized weights are constants."""
+def state_entries(model: nn.Module, others: Collection[str] = ()) -> list[StateEntry]:
+    """Parameters then buffers, each object once, with the names tied to it; quantized weights are constants.
+
+    Args:
+        others: names of buffers that are arguments of the step (`carried`).
+    """
     entries: list[StateEntry] = []
     # A wrapper's own `named_parameters` (torch's CheckpointWrapper) leaves its name out of theirs.
     for named, is_parameter in ((nn.Module.named_parameters, True), (nn.Module.named_buffers, False)):
         names: dict[int, list[str]] = {}
         tensors: dict[int, torch.Tensor] = {}
         for name, tensor in named(model, remove_duplicate=False):
-            if is_quantized_weight(tensor):
+            if name in others or is_quantized_weight(tensor):
                 continue
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor

@@ -14,6 +14,7 @@ from passes.memory import place
 
 from .answers import Asked, Listening, asked_at, is_question, looks_for_elements
 from .arguments import StateEntry, lend_attributes, state_entries, state_tensors
+from .carried import carried
 from .nodes import twin
 from .once import may_run, once
 
@@ -58,7 +59,7 @@ def sample_answers(
 
     It is given copies of the buffers, and ends where it writes into a parameter.
     """
-    entries = state_entries(model)
+    entries = state_entries(model, carried(bound))
     given = state_tensors(model, entries)
     if not may_run(model, bound) or any(isinstance(t, FakeTensor) or is_distributed(t) for t in given):
         return None

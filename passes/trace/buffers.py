@@ -12,21 +12,41 @@ from passes.errors import StateChanged, Unsupported
 from passes.run.tensors import is_laid_out
 
 from .arguments import StateEntry
+from .carried import Carries
 
 
 def refuse_with_gradient(
-    model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor], own: Sequence[torch.Tensor]
-) -> None:
-    """Of a buffer, a planned step writes the value alone: what is computed from it later would pass no gradient on."""
+    model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor], own: Sequence[torch.Tensor],
+    arguments: Sequence[str],
+) -> None:  # fmt: skip
+    """Of a buffer, a planned step writes the value alone: what is computed from it later would pass no gradient on.
+
+    Args:
+        arguments: the names of those that are arguments of the step.
+
+    Raises:
+        Carries: they were replaced, and may be such.
+        Unsupported: one was changed in place.
+    """
+    replaced = []
     for entry, before in zip(entries, own, strict=False):
-        current = _attribute(model, entry.name)
-        usual = current is state[entry.name] and before.requires_grad
-        if not entry.is_parameter and isinstance(current, torch.Tensor) and current.requires_grad and not usual:
-            raise Unsupported(
-                "buffer that forward gives a gradient", entry.name, "a planned step writes its value alone, and what "
-                "is computed from it after forward would pass no gradient on",
-                "Return it from forward, or put its detach() there.",
-            )  # fmt: skip
+        current, given = _attribute(model, entry.name), state[entry.name]
+        usual = current is given and before.requires_grad
+        if entry.is_parameter or usual or not isinstance(current, torch.Tensor) or not current.requires_grad:
+            continue
+        if current is given:
+            raise _with_gradient(entry.name)
+        replaced.append(entry.name)
+    if replaced:
+        raise Carries(_with_gradient(replaced[0]), (*arguments, *replaced))
+
+
+def _with_gradient(name: str) -> Unsupported:
+    return Unsupported(
+        "buffer that forward gives a gradient", name, "a planned step writes its value alone, and what "
+        "is computed from it after forward would pass no gradient on",
+        "Return it from forward, or put its detach() there.",
+    )  # fmt: skip
 
 
 def write_back(

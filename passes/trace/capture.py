@@ -279,13 +279,12 @@ def capture(
     input_tensors, input_template = flatten(dict(bound))
     names = argument_names(input_template)
     check_inputs(input_tensors, names, input_template)
-    entries = state_entries(model)
+    entries = state_entries(model, carried(bound))
     given = [*state_tensors(model, entries), *input_tensors]
     for entry, tensor in zip(entries, given, strict=False):
         refuse_not_dense(tensor, entry.name)
     tracer = StepTracer(model, loss_fn, signature, entries, input_template, differentiated, given, layouts or {},
                         names_given(bound), is_first, may_remember, asked, may_count)  # fmt: skip
-    tracer.carried = carried(bound)
     tensors = [local_part(t) for t in given]
     alone = isolated(model, loss_fn, shared(input_template))
     with exclusive(), alone as tracer.before, private_contexts(), without_sources():
@@ -390,7 +389,8 @@ class StepTracer:
         self.model, self.loss_fn, self.signature, self.by_name = model, loss_fn, signature, by_name
         self.given, self.is_first, self.may_remember = given, is_first, may_remember
         self.entries, self.input_template, self.differentiated = entries, input_template, differentiated
-        self.recorder = Recorder(model, loss_fn, entries)
+        bound = unflatten(input_template, given[len(entries) :])
+        self.recorder = Recorder(model, loss_fn, entries, flatten(bound.get(STATE))[0])
         self.output_template: Template = Tree(None, ())
         self.changes: tuple[Changed, ...] = ()
         self.written: set[tuple[Place, str]] = set()
@@ -404,7 +404,7 @@ class StepTracer:
         self.left: tuple[Left, ...] = ()  # by the first run
         self.settings: tuple[Setting, ...] = ()  # of the latest run
         self.sets_tensors = True
-        self.carried: tuple[str, ...] = ()
+        self.carried = carried(bound)
         self.before: Snapshot
         self.watch = Watch()
         self.judged: frozenset[str] = frozenset()
@@ -503,7 +503,7 @@ class StepTracer:
                 self.asks = self.asks or known.computed.wanted
             failures.check()
             refuse_settings(torch_was)
-            refuse_with_gradient(self.model, self.entries, state, self.given)
+            refuse_with_gradient(self.model, self.entries, state, self.given, self.carried)
             replaced = write_back(self.model, self.entries, state)
             self.replaced = tuple(replaced)
             stack.close()  # what follows is not read by forward

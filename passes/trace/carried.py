@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from passes.errors import StateChanged
+from passes.errors import StateChanged, Unsupported
 from passes.printable import few
 
 from .nodes import MISSING, Change, alike
@@ -32,7 +32,7 @@ class Carries(StateChanged):
         paths: those of the attributes.
     """
 
-    def __init__(self, refused: StateChanged, paths: Iterable[str]) -> None:
+    def __init__(self, refused: Unsupported, paths: Iterable[str]) -> None:
         super().__init__(refused.construct, refused.place, refused.reason, refused.remedy)
         self.paths = tuple(paths)
 
@@ -92,11 +92,15 @@ def in_arguments(model: nn.Module, bound: Mapping[str, Any]) -> Iterator[None]:
     yield
     for path, then in before.items():
         now = bound[STATE][path] = _own(model, path).get(place_of(path)[1])
-        if flatten(then)[0] and flatten(now)[0] and not alike(now, then):
+        if _holds_any(then) and _holds_any(now) and not alike(now, then):
             raise StateChanged(
                 "state that has another shape or dtype after each call", f"self.{path}", "each call would be planned "
                 "anew", "Keep its shape and dtype, or pass it as an argument.",
             )  # fmt: skip
+
+
+def _holds_any(value: Any) -> bool:
+    return any(tensor.numel() for tensor in flatten(value)[0])
 
 
 def _rebuilt(value: Any) -> Any:
@@ -126,7 +130,8 @@ def notes_of(paths: Sequence[str]) -> tuple[str, ...]:
 
 
 def _own(model: nn.Module, path: str) -> dict[str, Any]:
-    return vars(model.get_submodule(place_of(path)[0]))
+    own, name = model.get_submodule(place_of(path)[0]), place_of(path)[1]
+    return own._buffers if name in own._buffers else vars(own)
 
 
 def place_of(path: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -85,7 +85,9 @@ from .templates import Template, argument_path, object_paths
 class Recorder:
     """Collects the reads of one capture, in which the forward may run several times: the first value found counts."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any, entries: list[StateEntry]) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: Any, entries: list[StateEntry], carried: Sequence[torch.Tensor] = ()
+    ) -> None:
         self.model, self.loss_fn, self.entries = model, loss_fn, entries
         self.thread = threading.get_ident()
         self.state: dict[int, int] = {}
@@ -111,7 +113,7 @@ class Recorder:
         self.in_backward = self.on = False
         self.marking = False  # whether what is read is read by what the backward runs
         self.late: set[tuple[Any, ...]] = set()
-        self.inputs: set[int] = set()
+        self.carried, self.inputs = carried, set(map(id, carried))
         self.arguments: tuple[Expected, ...] | None = None
         self.copies: dict[int, Any] = {}
         for path, module in model.named_modules():
@@ -164,7 +166,7 @@ class Recorder:
         if not self.on or self.arguments is not None:
             return
         given = dict(bound)
-        self.inputs = {id(leaf) for leaf in flatten(given)[0]}
+        self.inputs |= {id(leaf) for leaf in flatten(given)[0]}
         self.copies = {id(each): each for each in copies_in(template, given)}
         values = held_objects(bound)
         found = [self.snapshot(v, argument_path(p)) for v, p in zip(values, object_paths(template), strict=True)]

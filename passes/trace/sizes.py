@@ -27,6 +27,7 @@ from passes.memory import own_bytes
 from .arguments import call_signature, state_entries, state_tensors
 from .binding import names_given
 from .capture import StepTracer, Traced, copied, not_held
+from .carried import carried
 from .contexts import private_contexts
 from .given import Returned, changed_slots
 from .isolate import isolated
@@ -161,7 +162,7 @@ def pattern(
 
 def _of_step(model: Any, loss_fn: Any, bound: Any, differentiated: Any, layouts: Any) -> tuple[Any, ...]:
     tensors, template = flatten(dict(bound))
-    entries = state_entries(model)
+    entries = state_entries(model, carried(bound))
     given = [*state_tensors(model, entries), *tensors]
     call = call_signature(model, loss_fn), entries, template, differentiated, given, layouts, names_given(bound)
     return model, loss_fn, *call

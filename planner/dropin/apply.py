@@ -138,7 +138,7 @@ def _mismatch(differs: str) -> ModelMismatch:
 
 def _differs_at_sight(own: Traced, state: PlanState, model: nn.Module) -> str:
     """What differs in parameters, buffers or the call's arguments, if anything does."""
-    entries = state_entries(model)
+    entries = state_entries(model, state.carried)
     described = [describe_value(t) for t in state_tensors(model, entries)]
     expected = [describe_value(p.meta["val"]) for p in own.placeholders[: len(own.state)]]
     made = own.first_call.made_buffers if own.first_call is not None else frozenset()

@@ -598,9 +598,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
     "old backward hook": (
         lambda: with_hook("backward_hook"), batch, "hook of register_backward_hook at 1",
         "Use register_full_backward_hook"),
-    "buffer assigned with its gradient": (
-        lambda: buffer_with_gradient(lambda model, loss: setattr(model, "found", loss)),
-        batch, "buffer that forward gives a gradient at found", "put its detach() there"),
     "buffer changed in place with its gradient": (
         lambda: buffer_with_gradient(lambda model, loss: model.found.detach_().zero_().add_(loss)),
         batch, "buffer that forward gives a gradient at found", "put its detach() there"),

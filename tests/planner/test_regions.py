@@ -391,11 +391,14 @@ class Carries(nn.Module):
         self.embedding, self.head = nn.Embedding(64, 16), nn.Linear(32, 64)
         self.recurrent, self.norm = nn.LSTM(16, 32, 2, batch_first=True, dropout=0.2), nn.LayerNorm(32)
         self.state: Any = None
+        self.steps = 0
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.steps += 1  # a number that decides what is computed: refused as a whole
         found, state = self.recurrent(self.embedding(tokens), self.state)
         self.state = tuple(t.detach() for t in state)
-        return F.cross_entropy(self.head(self.norm(found)).flatten(0, 1), tokens.flatten())
+        logits = self.head(self.norm(found)) * min(1.0, self.steps / 1)
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
 @pytest.mark.parametrize("share", [0, 0.4])

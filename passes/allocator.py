@@ -38,6 +38,9 @@ class Segment:
     expandable: bool = False
 
 
+LEAVE = 0  # an event
+
+
 @dataclass(eq=False, slots=True)
 class Block:
     """A stretch of memory between its neighbours `before` and `after` of the same segment."""
@@ -86,6 +89,8 @@ class CachingAllocator:
     Attributes:
         allocated_bytes, reserved_bytes: now.
         peak_allocated_bytes, peak_reserved_bytes: the highest so far.
+        given: the blocks that are allocated in `segments`, by their addresses.
+        leaving: those that `LEAVE` releases.
     """
 
     def __init__(
@@ -96,6 +101,8 @@ class CachingAllocator:
         self.small, self.large = Pool(True), Pool(False)
         self.allocated_bytes = self.reserved_bytes = 0
         self.next_address = self.lowest_address = 0
+        self.given: dict[int, Block] = {}
+        self.leaving: list[Block] = []
         self._load(sorted(segments, key=lambda s: s.address))
         self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
 
@@ -122,13 +129,19 @@ class CachingAllocator:
         block.pool.put(block)
 
     def play(self, events: Iterable[int]) -> None:
-        """`n > 0` asks for n bytes, as allocation 0, 1, ...; `-1 - k` frees allocation k. What is not freed stays."""
+        """`n > 0` asks for n bytes, as allocation 0, 1, ...; `-1 - k` frees allocation k. What is not freed stays.
+
+        `LEAVE` frees what was there before and leaves.
+        """
         made: list[Block] = []
         for event in events:
             if event < 0:
                 self.release(made[-1 - event])
-            else:
+            elif event != LEAVE:
                 made.append(self.allocate(event))
+            else:
+                while self.leaving:
+                    self.release(self.leaving.pop())
 
     def reserve(self, size: int) -> None:
         """Ask for `size` bytes and give them back, cached: where segments grow, in one that does not."""
@@ -226,7 +239,7 @@ class CachingAllocator:
                 if before is not None:
                     before.after = block
                 if used:
-                    self.allocated_bytes += size
+                    self.allocated_bytes, self.given[address] = self.allocated_bytes + size, block
                 else:
                     pool.put(block)
                 self.reserved_bytes += size

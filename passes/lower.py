@@ -31,7 +31,10 @@ from .profile import OpProfile
 from .run.replay import is_counter
 from .tape import NO_TAPE
 from .trace.capture import Traced
+from .trace.carried import is_of_state
+from .trace.given import changed_slots
 from .trace.settings import set_slots
+from .trace.templates import argument_path
 
 RETURN_GRADIENTS = "return_gradients"
 LEFT_BEFORE = "left_before"  # the op that stands for what the step before has left in attributes
@@ -168,9 +171,11 @@ class _Lowering:
         placeholders = self.traced.placeholders
         primals, tangents = placeholders[: self.traced.num_primals], placeholders[self.traced.num_primals :]
         mutated = {self.aliases.of[primals[i]] for i in self.traced.overwritten}
+        carried = dict.fromkeys(s for node in self._carried() for s in self.aliases.storages(node))
         held = self._add_inputs(primals[len(self.traced.state) :]) if self.region else []
         held += self._add_kept()
         old = self._add_left()
+        held += [self.storage_tensor[storage] for storage in carried]
         for node in forward:
             self._add_node(node, True, mutated)
         self._add_handover(old)
@@ -186,7 +191,8 @@ class _Lowering:
         accumulated = sum(fate.bytes for fate in self.fates.values() if fate.kind == "accumulated")
         given = len(self.traced.state) if self.region else len(primals)
         resident = self.traced.resident or [storage.bytes for p in primals for storage in self.aliases.storages(p)]
-        static = sum(round_up(size, self.granule) for size in resident[:given]) + accumulated + reserve_bytes
+        sizes = (size for p, size in zip(primals[:given], resident, strict=False) if self.aliases.of[p] not in carried)
+        static = sum(round_up(size, self.granule) for size in sizes) + accumulated + reserve_bytes
         static += self._constant_bytes()
         static += sum(kept_sizes(forward, self.profiles)) + sum(kept_sizes(backward, self.profiles))
         problem = Problem(tuple(self.ops), tuple(self.tensors), num_forward, tuple(pinned), static)
@@ -292,20 +298,42 @@ class _Lowering:
         return dict.fromkeys(s for n in nodes for s in self.aliases.storages(n))
 
     def _add_left(self) -> dict[int, Storage]:
-        """What the step before has left in attributes until the forward ends, each with what this step leaves there."""
-        outputs: Any = self.traced.graph_module.graph.output_node().args[0]
-        first = len(self.traced.mutated)
-        left = {i for _, i in set_slots(self.traced.settings)}  # of state that is carried this is the step's argument
-        leaves = (leaf for i, leaf in enumerate(self.traced.outputs) if i in left and leaf.input is None)
-        stay = [outputs[first + leaf.index] for leaf in leaves]
+        """What the step before has left in attributes until the forward ends, each with what this step leaves there.
+
+        State that forward reads there, too, is held until it is read no more.
+        """
+        stay = [self._left_at(i) for _, i in set_slots(self.traced.settings)]
         storages = dict.fromkeys(s for n in stay if isinstance(n, fx.Node) for s in self.aliases.storages(n))
         found = {
             self._new_tensor(Tensor(f"{s.node.name}_before", self._bytes(s), "output"), None): s
             for s in storages if isinstance(s, Storage) and not s.static
         }  # fmt: skip
+        for given, made in self._carried().items():
+            storage = self.aliases.of[given]
+            assert isinstance(storage, Storage)
+            if storage not in self.storage_tensor:
+                index = self._new_tensor(Tensor(given.name, self._bytes(storage), "output"), storage)
+                self.storage_tensor[storage] = index
+                found |= dict.fromkeys([index], *self.aliases.storages(made))
         if found:
             self._add_op(Op(LEFT_BEFORE, (), tuple(found), 0, 0, False), None)
         return found
+
+    def _left_at(self, number: int) -> Any:
+        """What is returned as a leaf of the outputs; None where that is an input."""
+        outputs: Any = self.traced.graph_module.graph.output_node().args[0]
+        leaf = self.traced.outputs[number]
+        return None if leaf.input is not None else outputs[len(self.traced.mutated) + leaf.index]
+
+    def _carried(self) -> dict[fx.Node, fx.Node]:
+        """State among the inputs, each with what this step leaves in its place."""
+        if self.region:
+            return {}
+        inputs = self.traced.placeholders[len(self.traced.state) : self.traced.num_primals]
+        named = {argument_path(name): node for name, node in zip(self.traced.input_names, inputs, strict=True)
+                 if is_of_state(name)}  # fmt: skip
+        made = {path: self._left_at(i) for path, i in changed_slots(self.traced.changes)}
+        return {node: made[path] for path, node in named.items() if isinstance(made.get(path), fx.Node)}
 
     def _add_handover(self, old: Iterable[int]) -> None:
         """Outputs and new values of overwritten primals live until the forward ends."""

@@ -10,6 +10,7 @@ from itertools import islice, takewhile
 
 from torch import fx
 
+from passes.allocator import LEAVE
 from passes.fuse.rules import may_be_joined
 from passes.lower import KEPT, LEFT_BEFORE, UPDATE, GlueEvents, Lowered
 from passes.profile import OpProfile
@@ -113,6 +114,7 @@ class _Recorder:
     runs: the ops of the step around which spacers may be.
     between: allocations of code that is not in the graph.
     left: of what a step leaves in attributes the allocations, by the tensors that they are in the next one.
+    waiting: state from before the first step, which it replaces.
     """
 
     def __init__(self, lowered: Lowered, profiles: Profiles, state: tuple[int, ...]) -> None:
@@ -126,6 +128,7 @@ class _Recorder:
         self.state = state  # not made yet
         self.runs: list[Run] = []
         self.left: dict[int, int] = {}
+        self.waiting = {t for t in lowered.before if lowered.storages[t] is not None}
 
     def step(self, schedule: Schedule) -> tuple[int, ...]:
         """The events of a step; where it finds what the one before it has left, those of several."""
@@ -187,6 +190,9 @@ class _Recorder:
             self._allocate(size)
 
     def _drop(self, tensor: int) -> None:
+        if self.waiting and self.waiting <= {tensor}:
+            self.events.append(LEAVE)
+        self.waiting.discard(tensor)
         block = self.held.pop(tensor, None)
         if block is not None:
             self._release(block)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from passes.allocator import ENDLESS, OWN_SEGMENT, CachingAllocator, Segment, unknown_settings
 from passes.device import empty_cache, kind_of, room_bytes
+from passes.lower import Lowered
 from passes.run._torch import make_workspaces, segments_that_do_not_grow
 from passes.run.arena import Arena
+from passes.trace.capture import Traced
+from passes.trace.structure import flatten
 
 from .events import Steps
 
@@ -45,6 +49,7 @@ class Start:
         descending: whether a new segment lies below those before it.
         range_bytes: addresses that torch sets aside for one that grows.
         workspaces: what cuBLAS keeps for the thread of the forward, and for autograd's.
+        carried: addresses of state that the first step reads, and replaces by what it leaves.
     """
 
     segments: tuple[Segment, ...]
@@ -54,10 +59,17 @@ class Start:
     descending: bool
     range_bytes: int = ENDLESS
     workspaces: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    carried: tuple[int, ...] = ()
 
 
-def start_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Start | None:
-    """The allocator with nothing cached, and `tensors` in it; None where there is none, or one that is not known."""
+def start_of(
+    tensors: Iterable[torch.Tensor], device: torch.device, state: Iterable[torch.Tensor] = ()
+) -> Start | None:
+    """The allocator with nothing cached, and `tensors` in it; None where there is none, or one that is not known.
+
+    Args:
+        state: what else is in it, until the first step replaces it.
+    """
     if not kind_of(device).caches or unknown_settings():
         return None
     empty_cache(device)
@@ -70,12 +82,26 @@ def start_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Start | N
         for s in snapshot
     )
     ours = {t.untyped_storage().data_ptr() for t in tensors if t.device == device}
+    replaced = {t.untyped_storage().data_ptr() for t in state if t.device == device}
     used = [b for s in snapshot for b in s["blocks"] if b["state"] != IDLE]
-    others = sum(b["size"] for b in used if b["address"] not in ours)
+    others = sum(b["size"] for b in used if b["address"] not in ours | replaced)
+    carried = tuple(sorted({b["address"] for b in used} & replaced - ours))
     expandable = any(s["is_expandable"] for s in snapshot)
     total = torch.cuda.mem_get_info(device)[1]
     room, descending, workspaces = room_bytes(device) or 0, _descends(device), _workspaces(device)
-    return Start(segments, others, room, expandable, descending, total + total // 8, workspaces)
+    return Start(segments, others, room, expandable, descending, total + total // 8, workspaces, carried)
+
+
+def found_by_step(
+    model: nn.Module, arguments: Mapping[str, Any], traced: Traced, lowered: Lowered, device: torch.device
+) -> Start | None:  # fmt: skip
+    """`start_of` with what a step finds there."""
+    inputs = zip(traced.placeholders[len(traced.state) : traced.num_primals], flatten(dict(arguments))[0], strict=True)
+    replaced = {storage.node for t in lowered.before if (storage := lowered.storages[t]) is not None}
+    resident, state = [*model.parameters(), *model.buffers()], list[torch.Tensor]()
+    for node, tensor in inputs:
+        (state if node in replaced else resident).append(tensor)
+    return start_of([t for t in resident if not any(t is each for each in state)], device, state)
 
 
 def _snapshot(device: torch.device) -> list[dict[str, Any]]:
@@ -140,6 +166,7 @@ def ready(start: Start, arena: Arena, before: Iterable[int]) -> CachingAllocator
         expandable=start.expandable, segments=start.segments, descending=start.descending,
         range_bytes=start.range_bytes,
     )  # fmt: skip
+    allocator.leaving = [allocator.given[address] for address in start.carried]
     allocator.play(tuple(filter(None, before)))
     for size in arena:
         allocator.reserve(size)

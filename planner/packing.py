@@ -153,7 +153,7 @@ def with_spacers(events: Sequence[int], runs: Sequence[Run], at: Mapping[int, Se
             if event > 0:
                 numbers.append(count)
                 count += 1
-            found.append(event if event > 0 else -1 - numbers[-1 - event])
+            found.append(event if event >= 0 else -1 - numbers[-1 - event])
         done = end
 
     for run in runs:

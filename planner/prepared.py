@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes._torch import pytree
 from passes.alias import Aliases, Storage, alias
 from passes.exclusive import exclusive
 from passes.lower import UPDATE, Lowered, lower
@@ -32,7 +31,7 @@ from solvers.simulate import simulate
 
 from .arena import NOTHING, Reservation
 from .elsewhere import held_bytes, seen_there
-from .footprint import Footprint, Start, start_of
+from .footprint import Footprint, Start, found_by_step
 from .hints import Hinted, resolve
 from .options import Options
 from .progress import Progress
@@ -217,17 +216,11 @@ def prepare(
         hinted = resolve(options.hints, traced, aliases, target, required=required_hints)
     options = replace(options, flight=with_loss(options.flight, traced, device))
     lowered = lower_step(traced, aliases, profiles, device, options, once)
-    start = _start(model, arguments, device) if real and device.type == target.type else None
+    start = found_by_step(model, arguments, traced, lowered, device) if real and device.type == target.type else None
     name = printable(type(model).__name__)
     return _with_plain_peak(
         Prepared(traced, aliases, profiles, lowered, device, 0, options, hinted, name, layouts, start, sizes=sizes)
     )
-
-
-def _start(model: nn.Module, arguments: Mapping[str, Any], device: torch.device) -> Start | None:
-    """The device's caching allocator, with what the step finds there."""
-    resident = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(dict(arguments))]
-    return start_of([t for t in resident if isinstance(t, torch.Tensor)], device)
 
 
 def _learn(layouts: Layouts, traced: Traced, profiles: Mapping[fx.Node, OpProfile]) -> bool:

@@ -123,6 +123,11 @@ def is_carried(place: str, paths: Iterable[str]) -> bool:
     return any(place == f"self.{path}" or place.startswith((f"self.{path}[", f"self.{path}.")) for path in paths)
 
 
+def is_of_state(path: str) -> bool:
+    """Whether a path into a call's arguments leads to it."""
+    return path.startswith(f"['{STATE}']")
+
+
 def notes_of(paths: Sequence[str]) -> tuple[str, ...]:
     """What a plan says of it."""
     names = few([f"self.{path}" for path in paths])

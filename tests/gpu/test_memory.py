@@ -201,6 +201,32 @@ def test_what_steps_leave_in_attributes_is_counted(regions: Any, share: int | No
     assert found.reserved_bytes == pytest.approx(plan.reserved_bytes, rel=0.02) and found.retries == 0
 
 
+class Cell(nn.Module):
+    """Carries what it has computed to the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.states: dict[str, Any] = {"hidden": 0.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.down(self.up(x + self.states["hidden"]).relu())
+        self.states["hidden"] = hidden.detach()
+        return x + hidden.tanh()
+
+
+@pytest.mark.parametrize("share", [None, 60])
+def test_state_that_steps_carry_is_counted(share: int | None) -> None:
+    """It is there before the first step, which leaves another in its place."""
+    model, sample = on_device(lambda: (nn.Sequential(*(Cell() for _ in range(6)), Mean()), (torch.randn(65536, 32),)))
+    model(*sample).backward()
+    model.zero_grad()
+    plan = plan_for(model, sample, share)
+    found = measure(plan, model, sample)
+    assert 0.999 * plan.peak_bytes <= found.allocated_bytes <= plan.peak_bytes
+    assert found.reserved_bytes == pytest.approx(plan.reserved_bytes, rel=0.02) and found.retries == 0
+
+
 @pytest.mark.skipif(HOLLOW, reason="the kernels of the hollow GPU do nothing: there are no numbers to compare")
 @pytest.mark.parametrize("name", ["gpt2-sdpa", "vit"])
 def test_the_numbers_are_the_plain_models(name: str) -> None:

@@ -309,12 +309,12 @@ class _Lowering:
             for s in storages if isinstance(s, Storage) and not s.static
         }  # fmt: skip
         for given, made in self._carried().items():
-            storage = self.aliases.of[given]
+            storage, (left, *_) = self.aliases.of[given], self.aliases.storages(made)
             assert isinstance(storage, Storage)
             if storage not in self.storage_tensor:
-                index = self._new_tensor(Tensor(given.name, self._bytes(storage), "output"), storage)
-                self.storage_tensor[storage] = index
-                found |= dict.fromkeys([index], *self.aliases.storages(made))
+                size = max(self._bytes(storage), self._bytes(left))  # it may be a part of a larger one
+                index = self.storage_tensor[storage] = self._new_tensor(Tensor(given.name, size, "output"), storage)
+                found[index] = left
         if found:
             self._add_op(Op(LEFT_BEFORE, (), tuple(found), 0, 0, False), None)
         return found

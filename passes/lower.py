@@ -327,7 +327,7 @@ class _Lowering:
 
     def _carried(self) -> dict[fx.Node, fx.Node]:
         """State among the inputs, each with what this step leaves in its place."""
-        if self.region:
+        if self.region or not self.traced.changes:
             return {}
         inputs = self.traced.placeholders[len(self.traced.state) : self.traced.num_primals]
         named = {argument_path(name): node for name, node in zip(self.traced.input_names, inputs, strict=True)

@@ -22,7 +22,7 @@ from passes.rewrite import Rewritten, reads, rewrite
 from passes.run.arena import Arena
 from passes.run.step import Step
 from passes.trace.capture import Traced
-from passes.trace.carried import Carries, carry
+from passes.trace.carried import Carries, carried, carry
 from passes.trace.layouts import Layouts
 from passes.trace.once import refuse_failing
 from passes.trace.refuse import has_sharded
@@ -92,8 +92,8 @@ def prepare_step(
     by_regions = {**options_of_both, "draws": draws}
     if options.patterns or (options.regions != WHOLE and has_sharded(model)):
         return prepare_regions(model, arguments, options, progress, **by_regions)
+    whole = partial(prepare, model, arguments, options, progress, ceiling_bytes=ceiling_bytes, **options_of_both)
     try:
-        whole = partial(prepare, model, arguments, options, progress, ceiling_bytes=ceiling_bytes, **options_of_both)
         return _with_state(model, arguments, whole)
     except (CaptureError, Unsupported) as error:
         if options.regions == WHOLE or isinstance(error, NoBackward):
@@ -104,11 +104,13 @@ def prepare_step(
 
 def _with_state(model: nn.Module, arguments: Bound, whole: Callable[[], Prepared]) -> Prepared:
     """The step as a whole; state that forward carries becomes one of its arguments where it then can be planned."""
-    try:
-        return whole()
-    except Carries as error:
-        carry(model, arguments, error.paths)
-    return whole()
+    while True:
+        try:
+            return whole()
+        except Carries as error:
+            if carried(arguments) == error.paths:
+                raise
+            carry(model, arguments, error.paths)
 
 
 def decide(
@@ -258,7 +260,6 @@ def bind_step(prepared: Prepared, rewritten: Rewritten, arena: Arena = ()) -> St
     """Bind the halves to what the runtime has to know."""
     traced = prepared.traced
     returned = [leaf for leaf in traced.outputs if leaf.input is None]
-    tangents = traced.placeholders[traced.num_primals :]
     elsewhere = any(leaf.requires_grad and not leaf.differentiated for leaf in returned)
     read = (i for i, gradient in enumerate(traced.gradients) if gradient is None and traced.placeholders[i].users)
     without = [i for i in read if i not in traced.detached]
@@ -270,7 +271,7 @@ def bind_step(prepared: Prepared, rewritten: Rewritten, arena: Arena = ()) -> St
         saved_primals=rewritten.saved_primals,
         differentiable=tuple(leaf.requires_grad for leaf in returned),
         expected=tuple(leaf.index for leaf in returned if leaf.differentiated),
-        tangent_strides=tuple(tuple(t.meta["val"].stride()) for t in tangents),
+        tangent_strides=tuple(tuple(t.meta["val"].stride()) for t in traced.placeholders[traced.num_primals :]),
         keep_primals=kept_primals(traced),
         rng_devices=_rng_devices(traced),
         hold_outputs=prepared.options.keep_outputs,

@@ -50,9 +50,16 @@ def _with_gradient(name: str) -> Unsupported:
 
 
 def write_back(
-    model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor]
+    model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor], arguments: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """`self.buffer = new` becomes an update of the buffer in place, as `state_dict` shows it; those replaced so."""
+    """`self.buffer = new` becomes an update of the buffer in place, as `state_dict` shows it; those replaced so.
+
+    Args:
+        arguments: as above.
+
+    Raises:
+        Carries: some had no elements, and may be such.
+    """
     originals = {id(t) for t in state.values()}
     updates: list[tuple[torch.Tensor, torch.Tensor]] = []
     replaced: dict[str, torch.Tensor] = {}
@@ -62,11 +69,13 @@ def write_back(
         if current is given:
             continue
         if not isinstance(current, torch.Tensor) or current.shape != given.shape or current.dtype != given.dtype:
-            raise StateChanged(
+            refused = StateChanged(
                 "buffer replaced in forward", entry.name, "its shape or type changes between steps",
                 "Keep the buffer's shape and dtype, or update it outside forward; where it only grows, call the model "
                 "with the largest batch before planning.",
             )  # fmt: skip
+            empty = [e.name for e in entries if not (e.is_parameter or state[e.name].numel())]
+            raise Carries(refused, (*arguments, *empty)) if entry.name in empty else refused
         if not is_laid_out(current, given.stride()):
             raise Unsupported(
                 "buffer replaced in forward by one in other strides", entry.name, "a planned step writes its value "

@@ -504,7 +504,7 @@ class StepTracer:
             failures.check()
             refuse_settings(torch_was)
             refuse_with_gradient(self.model, self.entries, state, self.given, self.carried)
-            replaced = write_back(self.model, self.entries, state)
+            replaced = write_back(self.model, self.entries, state, self.carried)
             self.replaced = tuple(replaced)
             stack.close()  # what follows is not read by forward
             self.written |= given.places(self.recorder.written)

@@ -171,10 +171,11 @@ class _Lowering:
         placeholders = self.traced.placeholders
         primals, tangents = placeholders[: self.traced.num_primals], placeholders[self.traced.num_primals :]
         mutated = {self.aliases.of[primals[i]] for i in self.traced.overwritten}
-        carried = dict.fromkeys(s for node in self._carried() for s in self.aliases.storages(node))
+        replaced = self._carried()
+        carried = dict.fromkeys(s for node in replaced for s in self.aliases.storages(node))
         held = self._add_inputs(primals[len(self.traced.state) :]) if self.region else []
         held += self._add_kept()
-        old = self._add_left()
+        old = self._add_left(replaced)
         held += [self.storage_tensor[storage] for storage in carried]
         for node in forward:
             self._add_node(node, True, mutated)
@@ -297,10 +298,10 @@ class _Lowering:
         nodes = (n for n in outputs[first : self.traced.num_forward_outputs] if isinstance(n, fx.Node))
         return dict.fromkeys(s for n in nodes for s in self.aliases.storages(n))
 
-    def _add_left(self) -> dict[int, Storage]:
+    def _add_left(self, carried: Mapping[fx.Node, fx.Node]) -> dict[int, Storage]:
         """What the step before has left in attributes until the forward ends, each with what this step leaves there.
 
-        State that forward reads there, too, is held until it is read no more.
+        What forward reads there, too, is among the inputs, `carried`, and held until it is read no more.
         """
         stay = [self._left_at(i) for _, i in set_slots(self.traced.settings)]
         storages = dict.fromkeys(s for n in stay if isinstance(n, fx.Node) for s in self.aliases.storages(n))
@@ -308,7 +309,7 @@ class _Lowering:
             self._new_tensor(Tensor(f"{s.node.name}_before", self._bytes(s), "output"), None): s
             for s in storages if isinstance(s, Storage) and not s.static
         }  # fmt: skip
-        for given, made in self._carried().items():
+        for given, made in carried.items():
             storage, (left, *_) = self.aliases.of[given], self.aliases.storages(made)
             assert isinstance(storage, Storage)
             if storage not in self.storage_tensor:

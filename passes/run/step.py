@@ -241,7 +241,7 @@ class _Run:
         pairs = () if owners is primals else enumerate(zip(primals, owners, strict=True))
         self.made_by = {i: p.grad_fn for i, (p, own) in pairs if p is not own}
         self.owners = owners
-        self.others = tuple(i for i in step.others if not _has_listener(owners[i]))
+        self.others = tuple(i for i in step.others if owners[i].requires_grad and not _has_listener(owners[i]))
         parts = (*step.leaves[:-1], (*step.leaves[-1], *self.others))
         self.listed, self.owned = listed(parts, tuple(map(kind, owners)), step.arrivals)
         self.token = torch.empty(0, device=next((p.device for p in owners if p.requires_grad), None))
@@ -271,8 +271,8 @@ class _Run:
         except Exception as error:
             self._failed(error)
             raise
-        count = len(step.mutated)
-        overwrite([primals[i].data if i in step.uncounted else primals[i] for i in step.mutated], results[:count])
+        count, uncounted = len(step.mutated), frozenset(step.uncounted)
+        overwrite([primals[i].data if i in uncounted else primals[i] for i in step.mutated], results[:count])
         for i in step.mutated:
             self.versions[i] = self.sources[i]._version
         outputs = distinct(results[count : count + step.num_outputs], step.differentiable)
@@ -337,7 +337,7 @@ class _Run:
                 "loss.backward(), or the original model."
             )
         tangents = [laid_out(g, s) for g, s in zip(given, step.tangent_strides, strict=True)]
-        self._check_primals(i for i in step.saved_primals if i not in step.mutated)
+        self._check_primals(step.saved_primals)
         self.read = {i: self.sources[i] for part in step.reads for i in part}
         self._watch_hooks()
         values = (self.given[i] for i in step.saved_primals)
@@ -392,7 +392,7 @@ class _Run:
                 f"backward must start from {starts} (that is what was planned), and from nothing else, and under "
                 f"{autocast}."
             )
-        self._check_primals(i for i in range(len(self.primals)) if i not in self.step.mutated)
+        self._check_primals(range(len(self.primals)))
         old = {i: as_tensor(value, self.primals[i]) for i, value in self.overwritten.items()}
         self.saved = None
         found = self.fallback([old.get(i, p) for i, p in enumerate(self.primals)], self.generators, gradients, taken)
@@ -407,7 +407,7 @@ class _Run:
         return found
 
     def _check_primals(self, indices: Iterable[int]) -> None:
-        for i in indices:
+        for i in frozenset(indices).difference(self.step.mutated):
             primal, given = self.primals[i], self.given[i]
             if self.sources[i]._version != self.versions[i]:
                 how = "changed in place"
@@ -508,12 +508,13 @@ class PlannedGradients(torch.autograd.Function):
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             path = f"{run.fallback.path}." if run.fallback is not None and run.fallback.path else ""
             _say_nan(zip((f"{path}{run.step.names[i]}" for i in run.owned[ctx.place]), found, strict=True))
+        following = ctx.next_functions[1:]  # made anew each time that it is read
         for place, i in enumerate(run.owned[ctx.place]):
             if i in run.sums and found[place] is not None:
                 found[place] = alone(found[place])
-                watch_sum(ctx.next_functions[1 + place], found[place], run.step.names[i], run.step.told)
+                watch_sum(following[place], found[place], run.step.names[i], run.step.told)
             if found[place] is None:
-                _silence(ctx.next_functions[1 + place][0])
+                _silence(following[place][0])
             elif i in run.made_by:
                 found[place] = passed_back(run.made_by[i], found[place])
         if run.draws is not None:

@@ -63,8 +63,10 @@ def _as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def places_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Where the storages of tensors begin."""
-    return list(map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, tensors)))
+    """Where the memory of each begins, as `memory_of` has it. A step asks for those of all that it reads and keeps."""
+    tensors = list(tensors)
+    at_their_start = not any(map(torch.Tensor.storage_offset, tensors))
+    return list(map(torch.Tensor.data_ptr if at_their_start else memory_of, tensors))
 
 
 def apart(gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -316,8 +316,10 @@ def capture(
     tracer.remembered.check()
     _check(joint, [e.name for e in entries] + names, len(entries))
     _check_constants(joint.graph_module, {id(t): e.name for e, t in zip(entries, tensors, strict=False)})
+    every_name = [*(e.name for e in entries), *names]
+    _refuse_overwritten(joint, given, every_name)
     _refuse_views_of_inputs(joint, tracer.leaves)
-    _refuse_parts_of_conjugates(joint.graph_module.graph, given, [*(e.name for e in entries), *names])
+    _refuse_parts_of_conjugates(joint.graph_module.graph, given, every_name)
     drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
     inputs = slice(len(entries), len(tensors))
     dropped = not_held(
@@ -800,6 +802,18 @@ def drop_tangents_of_state(graph: fx.Graph, num_primals: int, num_differentiated
                 "Change it under torch.no_grad(), outside forward.",
             )  # fmt: skip
         graph.erase_node(tangent)
+
+
+def _refuse_overwritten(joint: JointGraph, given: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Refuse constants in memory that forward changes: the graph would read them as they are before the step."""
+    every = [*given, *(t for t in joint.graph_module.buffers() if t.layout is torch.strided)]
+    for i, j in overlaps(every, joint.mutated_inputs):
+        if j >= len(given):
+            raise Unsupported(
+                f"a tensor of shape {tuple(every[j].shape)} that is not registered, in the memory of {names[i]}",
+                "forward", f"it changes {names[i]}, and the plan would read the other as it was before",
+                f"Take the view in forward, of {names[i]} itself, or clone() it once.",
+            )  # fmt: skip
 
 
 def _check_constants(graph_module: fx.GraphModule, parameters: Mapping[int, str]) -> None:

@@ -198,6 +198,12 @@ class Reads:
         left = {i: [r for r in own if (paths.get(i), r.name) not in counted] for i, own in self.by_object.items()}
         return replace(self, by_object=left)
 
+    def path_of(self, tensor: torch.Tensor) -> str:
+        """Where a tensor that is not registered was read, or what it is."""
+        places = ((self.objects[n].path or "self", read) for n, reads in self.by_object.items() for read in reads)
+        found = (f"{path}.{read.name}" for path, read in places if getattr(read.expected, "value", None) is tensor)
+        return next(found, f"a tensor of shape {tuple(tensor.shape)} that is not registered")
+
     @property
     def modes(self) -> dict[str, bool]:
         """The submodules that were asked whether they are in training mode, by their paths, and what they answered."""

@@ -75,6 +75,23 @@ class Entry:
     def reads(self) -> Reads:
         return self.planned.prepared.traced.reads
 
+    @cached_property
+    def constants(self) -> dict[torch.Tensor, bool]:
+        """What the halves hold themselves, as forward reads it and nothing registers it; whether the backward does."""
+        halves = self.planned.rewritten
+        return dict.fromkeys(halves.forward.buffers(), False) | dict.fromkeys(halves.backward.buffers(), True)
+
+    def versions(self) -> list[int]:
+        """Those of the constants, which go up with each change in place."""
+        return [t._version for t in self.constants]
+
+    def changed_since(self, versions: Sequence[int], in_backward: bool = False) -> str:
+        """Which constant (that the backward reads) has another version than that, in words; "" for none."""
+        for (tensor, read_again), version in zip(self.constants.items(), versions, strict=True):
+            if tensor._version != version and (read_again or not in_backward):
+                return f"{self.reads.path_of(tensor)} was changed in place"
+        return ""
+
     def lacks(self, keys: Iterable[Any], layouts: Layouts) -> bool:
         """Whether it was planned without what backwards have shown of these (see `Fallback`)."""
         own = self.planned.prepared.traced.layouts

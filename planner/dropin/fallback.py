@@ -103,6 +103,7 @@ class Fallback:
         late = entry.matched is not None and (entry.matched.late or entry.matched.late_contents)
         self.matched = entry.matched if late else None
         self.device = prepared.device
+        self.versions = entry.versions()
         self.started = state.losses.called(entry.starts)
         self.before = held_before(self.traced.changes, bound)
         self.thread = threading.get_ident()
@@ -171,7 +172,8 @@ class Fallback:
 
     def changed(self) -> str:
         """See `passes.run.step.Fallback`."""
-        return self.matched.changed_since() if self.matched is not None else ""
+        late = self.matched.changed_since() if self.matched is not None else ""
+        return late or self.entry.changed_since(self.versions, in_backward=True)
 
     @property
     def path(self) -> str:
@@ -197,6 +199,8 @@ class Fallback:
         if lost:
             return f"it overwrote {self.traced.primal_names[min(lost)]}, whose old value was not kept"
         since = "what it reads was changed between forward and backward"
+        if changed := self.entry.changed_since(self.versions):
+            return f"{since}: {changed}"
         for name, then, now in zip(DEFAULTS, self.key.defaults, torch_defaults(), strict=True):
             if now != then and not name.startswith("autocast"):  # a replay has the forward's own
                 return f"{since}: torch's {name} is {now}, in the forward {then}"

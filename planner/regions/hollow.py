@@ -62,6 +62,7 @@ class Run:
         overlapping: outputs with a gradient that share memory with others, likewise.
         listeners: who listens to the outputs.
         read: by its number, each primal that its backward may read, as it was when the forward ended.
+        constants: what its graph holds itself, likewise.
         lent: whether it has parameters for this call only (`functional_call`), which are not the model's own.
     """
 
@@ -76,12 +77,13 @@ class Run:
     overlapping: Versions = field(default_factory=lambda: Versions(()))
     listeners: Listeners = field(default_factory=lambda: Listeners((), (), ()))
     read: dict[int, Versions] = field(default_factory=dict)
+    constants: Versions = field(default_factory=lambda: Versions(()))
     ended: bool = False
 
     def let_go(self) -> None:
         """Keep no tensor of the step."""
         self.given.clear()
-        self.views = self.overlapping = Versions(())
+        self.views = self.overlapping = self.constants = Versions(())
         self.listeners, self.read = Listeners((), (), ()), {}
 
 

@@ -29,6 +29,7 @@ from .hollow import Hollow, Run
 from .losses import losses_set_aside
 from .part import Part
 
+_CONSTANT = "a tensor that it reads is changed in place before its backward: register it (self.register_buffer)"
 HOOKED = (
     "its output {} is one from which it computes another, and code after it registers a hook on it, calls retain_grad()"
     " or asks for its gradient: a part of that would be missing"
@@ -84,6 +85,7 @@ class HollowForward:
         read = {i: t for i, t in enumerate(primals) if i not in part.traced.mutated and not t.is_inference()}
         with disable_current_modes():  # those that look at the step's ops need not see these
             run.read = {i: Versions([t]) for i, t in read.items()}
+            run.constants = Versions(part.traced.graph_module.buffers())
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in outputs]
         set_again(part.traced.settings, self.module, leaves)
         return deliver(part.traced.changes, leaves, bound, part.traced.output_template)
@@ -191,6 +193,8 @@ class _HollowResult(torch.autograd.Function):
         if taken := run.listeners.take():
             why = HOOKED.format(run.listeners.names[next(iter(taken))])
             hollow.again = hollow.parts.refuse(run.path, why) or hollow.again
+        if run.constants.changed:
+            hollow.again = hollow.parts.refuse(run.path, _CONSTANT) or hollow.again
         changed = tuple(i for i, version in run.read.items() if version.changed)
         hollow.again = hollow.parts.learn_of_changes(run.path, run.number, changed) or hollow.again
         run.ended = True

@@ -1210,6 +1210,55 @@ def test_a_change_between_forward_and_backward_raises(name: str, change: Any, ho
         output.backward()
 
 
+class Shifted(nn.Module):
+    """Reads tensors that are not registered: one of its own, one in a list, one in the memory of a buffer."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.net, self.how, self.shift = mlp(0.0), how, torch.ones(32)
+        self.listed = [torch.ones(32)]
+        self.register_buffer("mean", torch.zeros(32))
+        self.view = self.mean.view(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "its memory":
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
+        shift = {"shift": self.shift, "listed": self.listed[0]}.get(self.how, self.view.reshape(32))
+        return torch.sigmoid(self.net(x) - shift).square()
+
+
+@pytest.mark.parametrize("kind", ["planned", "replayed", "forward alone"])
+@pytest.mark.parametrize(("how", "path"), [("shift", "self.shift"), ("listed", "a tensor of shape (32,)")])
+def test_a_change_of_what_is_not_registered_raises_where_it_is_read_again(how: str, path: str, kind: str) -> None:
+    model, plain = Shifted(how), Shifted(how)
+    plain.load_state_dict(model.state_dict())
+    x = batch(16, 32)
+    chosen = plan(model, x, recompute=["aten.sub", "aten.sigmoid"] if kind == "planned" else ())
+    gradient = batch(32, 16).t() if kind == "replayed" else batch(16, 32)
+    found = []
+    for module, own in ((chosen.module, model), (plain, plain)):
+        found.append(module(x))
+        (own.shift if how == "shift" else own.listed[0]).add_(1)
+    found[1].backward(gradient)
+    if kind == "forward alone":
+        found[0].backward(gradient)
+        assert_same_gradients(model, plain)
+        return
+    with pytest.raises(RuntimeError, match=rf"between forward and backward: {re.escape(path)}.* was changed in place"):
+        found[0].backward(gradient)
+
+
+def test_a_view_of_a_buffer_that_forward_changes_is_refused_where_a_constant_would_be_read() -> None:
+    told = r"\(4, 8\) that is not registered, in the memory of mean at forward: .* Take the view in forward"
+    with pytest.raises(Unsupported, match=told):
+        plan(Shifted("its memory"), batch(16, 32), regions="whole")
+    model, plain = twins(Shifted("a view"))
+    x = batch(16, 32)
+    for module in (tight(model, x).module, plain):
+        squares(module(x)).backward()
+    assert_same_gradients(model, plain)
+
+
 def test_data_moved_elsewhere_between_forward_and_backward_is_the_same_data() -> None:
     model, plain = twins(mlp(0.0))
     x = batch(8, 32)

@@ -64,7 +64,7 @@ from .arguments import (
 )
 from .binding import names_given
 from .buffers import refuse_needed, refuse_returned, refuse_with_gradient, write_back
-from .carried import STATE, Carries, carried, is_carried, may_be_carried, notes_of
+from .carried import STATE, Carries, carried, is_carried, may_be_carried, notes_of, of_one_kind
 from .collectives import functional_collectives
 from .compiled import refuse_compiled_parts
 from .constants import Constants
@@ -500,7 +500,8 @@ class StepTracer:
             self.given_now[:] = [given]
             torch_was = torch_settings()
             try:
-                value = run_model(self.model, self.loss_fn, self.signature, bound)
+                with of_one_kind(bound):
+                    value = run_model(self.model, self.loss_fn, self.signature, bound)
             finally:
                 self.asks = self.asks or known.computed.wanted
             failures.check()

@@ -79,19 +79,24 @@ def put_state(model: nn.Module, bound: Mapping[str, Any]) -> None:
 
 @contextmanager
 def in_arguments(model: nn.Module, bound: Mapping[str, Any]) -> Iterator[None]:
-    """Have forward, which runs in the block, find in the model what the arguments have, and leave it in them.
+    """Have forward, which runs in the block, find in the model what the arguments have, and leave it in them."""
+    put_state(model, bound)
+    yield
+    for path in carried(bound):
+        bound[STATE][path] = _own(model, path).get(place_of(path)[1])
+
+
+@contextmanager
+def of_one_kind(bound: Mapping[str, Any]) -> Iterator[None]:
+    """Refuse state that forward, which is traced in the block, leaves in another shape or dtype than it found.
 
     Raises:
         StateChanged: each call finds something else there, for which it would be planned anew.
     """
-    if STATE not in bound:
-        yield
-        return
-    before = {path: _rebuilt(value) for path, value in bound[STATE].items()}  # forward may change it in place
-    put_state(model, bound)
+    before = {path: _rebuilt(value) for path, value in bound.get(STATE, {}).items()}  # it may change it in place
     yield
     for path, then in before.items():
-        now = bound[STATE][path] = _own(model, path).get(place_of(path)[1])
+        now = bound[STATE][path]
         if _holds_any(then) and _holds_any(now) and not alike(now, then):
             raise StateChanged(
                 "state that has another shape or dtype after each call", f"self.{path}", "each call would be planned "

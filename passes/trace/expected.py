@@ -74,11 +74,26 @@ class Same:
     value: Any
 
 
+def look_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What Python may ask of a tensor and torch lets change without another object: `.data = ...`, `resize_`."""
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+
+
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A tensor that is neither parameter, buffer nor input; `live` when the graph holds this very object."""
+    """A tensor that is neither parameter, buffer nor input, its look and its version, as Python may have read them.
+
+    Where the graph holds this very object, it may change in place.
+    """
 
     value: torch.Tensor
+    look: tuple[Any, ...]
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Constant:
+        """As the tensor is now; one that was made under `inference_mode` has no version, and is refused later."""
+        return cls(tensor, look_of(tensor), 0 if tensor.is_inference() else tensor._version)
 
 
 @dataclass(frozen=True)
@@ -268,7 +283,7 @@ def apart(now: str, then: str) -> tuple[str, str]:
 def describe(expected: Expected) -> str:
     """What a read expects, in an error message."""
     match expected:
-        case Literal(value) | Same(value) | Constant(value):
+        case Literal(value) | Same(value) | Constant(value=value):
             return shown(value)
         case Contents(kind, parts) if kind in (list, tuple) and len(parts) < _FEW:
             inside = ", ".join(map(describe, parts)) + "," * (kind is tuple and len(parts) == 1)

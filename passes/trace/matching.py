@@ -29,6 +29,7 @@ from .expected import (
     counterparts,
     describe,
     literals_in,
+    look_of,
     made_of,
     parts_of,
     same_value,
@@ -274,19 +275,17 @@ class _Matching:
 
     def _same_tensor(self, expected: Constant, value: Any) -> bool:
         then = expected.value
+        self.matched.looks.append((then, expected.look))
         if value is then and id(then) in self.reads.live:
-            return True
+            return look_of(then) == expected.look
         tensors = [t for t in (value, then) if isinstance(t, torch.Tensor)]
         for tensor in tensors:
             refuse_untracked(tensor, "what forward reads")
         self.matched.versions += [(t, t._version) for t in tensors]
-        return value is then or (
-            type(value) is type(then)
-            and value.dtype is then.dtype
-            and value.device == then.device
-            and value.stride() == then.stride()
-            and torch.equal(value, then)
-        )
+        if then._version != expected.version or look_of(then) != expected.look:
+            return False
+        alike = type(value) is type(then) and look_of(value) == expected.look and value.stride() == then.stride()
+        return value is then or (alike and torch.equal(value, then))
 
 
 _AGREES: dict[type, Callable[[_Matching, Any, Any], bool]] = {

@@ -25,7 +25,7 @@ from passes.printable import shown
 from .arguments import StateEntry
 from .carried import place_of
 from .closures import remembered_by
-from .expected import LITERALS, MISSING, Expected, Literal, apart, holds_these, same_value, stood_for
+from .expected import LITERALS, MISSING, Expected, Literal, apart, holds_these, look_of, same_value, stood_for
 from .settings import Setting
 
 Getter = Callable[[str, Any], Any]
@@ -247,6 +247,7 @@ class Matched:
         self.empty: list[Any] = []
         self.contents: list[tuple[Any, list[Any]]] = []
         self.versions: list[tuple[torch.Tensor, int]] = []
+        self.looks: list[tuple[torch.Tensor, tuple[Any, ...]]] = []
         self.computed: list[tuple[Getter, str, Any]] = []
         self.state_getters: list[tuple[Getter, str]] = []
         self.ties: list[int] = []
@@ -271,6 +272,7 @@ class Matched:
             and not any(self.empty)
             and all(holds_these(container, items) for container, items in self.contents)
             and all(tensor._version == version for tensor, version in self.versions)
+            and all(look_of(tensor) == look for tensor, look in self.looks)
             and all(same_value(get(name, MISSING), value) for get, name, value in self.computed)
         )
 

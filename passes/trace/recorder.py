@@ -279,7 +279,7 @@ class Recorder:
                 return None  # of the trace itself
             if vars(value):
                 self.opaque.setdefault(id(value), value)
-            return Constant(value)
+            return Constant.of(value)
         if id(value) in self.numbers:
             return Object(self.numbers[id(value)])
         parts = None if isinstance(value, enum.Enum) else parts_of(value)

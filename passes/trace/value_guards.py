@@ -25,6 +25,7 @@ from torch import Tensor
 from passes._torch import (
     DataDependentOutputException,
     DisableTorchFunction,
+    FakeTensor,
     FunctionalTensor,
     TorchDispatchMode,
     WeakIdKeyDictionary,
@@ -42,6 +43,7 @@ LARGEST = 1 << 22  # elements
 LARGEST_OF_STATE = 1 << 10
 FACTORIES = frozenset({torch.arange, torch.zeros, torch.ones, torch.full, torch.tensor, torch.linspace, torch.eye,
                        torch.scalar_tensor})  # fmt: skip
+_ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
 QUESTIONS = YES_OR_NO | {Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__index__}
 
 
@@ -107,6 +109,9 @@ class KnownValues(Listening):
     def hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         if is_question(func, args):
             return self.computed.ask(func, args, kwargs, self._call, DataDependentOutputException)
+        if func in _ARRAYS and not isinstance(args[0], (FunctionalTensor, FakeTensor)):
+            with disable_current_modes():  # which would give a fake tensor's memory, of which there is none
+                return func(*args, **kwargs)
         return self._call(func, args, kwargs)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -253,6 +253,36 @@ def test_a_state_that_is_reset_needs_no_other_plan() -> None:
     plan.remove(model)
 
 
+def test_an_evaluation_may_leave_a_state_of_another_shape() -> None:
+    class Centred(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = torch.zeros(BATCH, 1, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.before(x)
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(1, keepdim=True)
+            return self.after(y - self.mean).pow(2).mean()
+
+    model, plain = twins(Centred())
+    plan = auto_checkpoint(model, batch(), budget_mb=None)
+    for is_training in (False, True):
+        x = batch()
+        train([(plan.module, model), (plain, plain)], x, 0)
+        for run, own in ((plan.module, model), (plain, plain)):
+            kept, own.mean = own.mean, torch.zeros(1, 1, WIDTH)
+            own.train(is_training)
+            torch.manual_seed(1)
+            with torch.no_grad():
+                run(x[:3])
+            assert own.mean.shape == (3, 1, WIDTH)
+            own.train()
+            own.mean = kept
+    train([(plan.module, model), (plain, plain)], x, 2)
+    assert_same_gradients(model, plain)
+    assert_same_state(model, plain)
+
+
 @pytest.mark.filterwarnings("ignore:backward started from")
 def test_a_replay_does_not_move_the_state_again() -> None:
     class Two(Recurrent):

@@ -1248,6 +1248,21 @@ def test_a_change_of_what_is_not_registered_raises_where_it_is_read_again(how: s
         found[0].backward(gradient)
 
 
+def test_what_is_not_registered_and_is_trained_from_now_on_gets_its_gradient() -> None:
+    model, plain = Shifted("shift"), Shifted("shift")
+    plain.load_state_dict(model.state_dict())
+    x = batch(16, 32)
+    chosen = plan(model, x)
+    for module, own in ((chosen.module, model), (plain, plain)):
+        own.shift.requires_grad_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such calls run in eager
+            squares(module(x)).backward()
+    assert_same_gradients(model, plain)
+    assert model.shift.grad is not None
+    assert torch.equal(model.shift.grad, plain.shift.grad)  # type: ignore[arg-type]
+
+
 def test_a_view_of_a_buffer_that_forward_changes_is_refused_where_a_constant_would_be_read() -> None:
     told = r"\(4, 8\) that is not registered, in the memory of mean at forward: .* Take the view in forward"
     with pytest.raises(Unsupported, match=told):

@@ -415,6 +415,12 @@ CHANGES: dict[str, Change] = {
         lambda m: m.t.mask.__setitem__(0, True),
     ),
     "an array of C's": (reader("t", (ctypes.c_double * 1)(2.0), lambda v: v[0]), lambda m: m.t.__setitem__(0, 3.0)),
+    "the numbers in a tensor": (reader("t", torch.ones(2), lambda v: v.tolist()[0]), lambda m: m.t.fill_(3.0)),
+    "the array of a tensor": (reader("t", torch.ones(2), lambda v: float(v.numpy()[0])), lambda m: m.t.fill_(3.0)),
+    "the shape of a tensor": (reader("t", torch.ones(2), len), lambda m: setattr(m.t, "data", torch.ones(3))),
+    "whether a tensor is trained": (
+        reader("t", torch.ones(2), lambda v: 2.0 if v.requires_grad else 3.0), lambda m: m.t.requires_grad_()
+    ),
     "a number of another class": (reader("t", Number(2.0)), setting("t", Number(3.0))),
     "array scalar": (reader("t", numpy.float32(2.0), float), setting("t", numpy.float32(3.0))),
     "a long list": (reader("t", [2.0] * 5000, lambda v: v[4321]), lambda m: m.t.__setitem__(4321, 3.0)),

@@ -178,7 +178,7 @@ class Reads:
     Attributes:
         objects: the model first; then its submodules and what else was reached.
         by_object: the reads of each object; `fixed` are those of classes, functions and globals.
-        live: ids of the tensors that the graph holds itself, whose changes in place are therefore seen.
+        live: ids of the tensors that the graph holds itself, and nothing else reads: it sees their changes in place.
         arguments: what each of the call's `held_objects` has to be.
     """
 

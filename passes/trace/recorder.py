@@ -105,6 +105,7 @@ class Recorder:
         self.functions: dict[int, types.FunctionType] = {}
         self.watched: dict[type, dict[str, Any]] = {}
         self.opaque: dict[int, Any] = {}
+        self.taken: list[torch.Tensor] = []  # whose numbers Python took, so that changes in place count
         self.open: set[int] = set()  # containers that are being taken apart
         self.room = _ROOM  # items of containers that may be
         self.registered: dict[tuple[int, Any, str], torch.Tensor] = {}
@@ -243,7 +244,8 @@ class Recorder:
             read = self._as_it_is_now(replace(self.reads.pop(key), late=key in self.late))
             (by_object.setdefault(read.holder.index, []) if isinstance(read.holder, Object) else fixed).append(read)
         nodes = graph_module.graph.find_nodes(op="get_attr")
-        live = frozenset(id(getattr(graph_module, str(n.target), None)) for n in nodes)
+        held = {id(getattr(graph_module, str(n.target), None)) for n in nodes}
+        live = frozenset(held.difference(map(id, self.taken)))
         return Reads(
             tuple(self.entries), tuple(self.known), by_object, tuple(fixed), self.loss, live, self.arguments or ()
         )

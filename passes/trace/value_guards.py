@@ -43,7 +43,7 @@ LARGEST = 1 << 22  # elements
 LARGEST_OF_STATE = 1 << 10
 FACTORIES = frozenset({torch.arange, torch.zeros, torch.ones, torch.full, torch.tensor, torch.linspace, torch.eye,
                        torch.scalar_tensor})  # fmt: skip
-_ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
+_NUMBERS: set[Any] = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.tolist}
 QUESTIONS = YES_OR_NO | {Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__index__}
 
 
@@ -76,6 +76,9 @@ class KnownValues(Listening):
         changing: the numbers of those that forward is known to change.
         asked: all that forward asks on the sample; see `answers`.
         may_count: whether to answer with numbers of the inputs.
+
+    Attributes:
+        taken: tensors that the step is not given, and whose numbers Python took.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class KnownValues(Listening):
         super().__init__()
         self.computed = Answers(asked)
         self.known = WeakIdKeyDictionary()
+        self.taken: list[Tensor] = []
         self.tape: list[Call] = []
         self.answers: list[Any] = []
         self.asked_at, self.may_count, self.counts = 0, may_count, False
@@ -109,7 +113,8 @@ class KnownValues(Listening):
     def hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         if is_question(func, args):
             return self.computed.ask(func, args, kwargs, self._call, DataDependentOutputException)
-        if func in _ARRAYS and not isinstance(args[0], (FunctionalTensor, FakeTensor)):
+        if func in _NUMBERS and not isinstance(args[0], (FunctionalTensor, FakeTensor)) and self._of(args[0]) is None:
+            self.taken.append(args[0])
             with disable_current_modes():  # which would give a fake tensor's memory, of which there is none
                 return func(*args, **kwargs)
         return self._call(func, args, kwargs)

@@ -416,6 +416,9 @@ CHANGES: dict[str, Change] = {
     ),
     "an array of C's": (reader("t", (ctypes.c_double * 1)(2.0), lambda v: v[0]), lambda m: m.t.__setitem__(0, 3.0)),
     "the numbers in a tensor": (reader("t", torch.ones(2), lambda v: v.tolist()[0]), lambda m: m.t.fill_(3.0)),
+    "the numbers in a tensor that is computed with, too": (
+        lambda: Net(lambda self, h: h * self.t.sum() * self.t.tolist()[0], t=torch.ones(2)), lambda m: m.t.fill_(3.0)
+    ),
     "the array of a tensor": (reader("t", torch.ones(2), lambda v: float(v.numpy()[0])), lambda m: m.t.fill_(3.0)),
     "the shape of a tensor": (reader("t", torch.ones(2), len), lambda m: setattr(m.t, "data", torch.ones(3))),
     "whether a tensor is trained": (

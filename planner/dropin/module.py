@@ -76,6 +76,10 @@ class PlannedModule(fx.GraphModule):
             cls.forward = _with_signature(state.signature)
         return code
 
+    def _recompile_submodules(self) -> list[tuple[str, Any]]:
+        """Leave graph modules of the model as they are: their classes would change, which guards compare."""
+        return []
+
     @torch.compiler.disable(reason=OPAQUE)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own call: planned in training, the original forward under `eval()` or `no_grad`."""

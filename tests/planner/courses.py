@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from passes._torch import as_distributed, local_part
 from passes.trace.structure import flatten
 from tests.passes.program_ops import Pick
+from tests.planner.history_models import unregistered
 from tests.planner.history_ranks import own_seed
 
 HOOKS_OF_LAYERS = (4, 5)
@@ -60,9 +61,9 @@ def draw_course(pick: Pick, frozen: Mapping[str, bool], seed: int, plans: int, w
     also = {n for n in frozen if pick(0, 2) == 0} if rarely(4) else set()
     return Course(
         seed, pick(0, plans - 1), training=not rarely(),
-        frozen=frozenset(n for n, always in frozen.items() if always or n in also), before=one(4), clear=not rarely(4),
+        frozen=frozenset(n for n, always in frozen.items() if always or n in also), before=one(6), clear=not rarely(4),
         forwards=2 if rarely(5) else 1, rows=one(2), given=one(5), autocast=rarely(5), no_grad=rarely(10),
-        hooks=one(5), touched=one(4), last_first=rarely(2), start=one(2, 4), layout=one(3, 4), inside=rarely(3),
+        hooks=one(5), touched=one(5), last_first=rarely(2), start=one(2, 4), layout=one(3, 4), inside=rarely(3),
         asked=rarely(), twice=rarely(10), learn=rarely(3), unsummed=rarely(4),
     )  # fmt: skip
 
@@ -111,6 +112,12 @@ def _before(course: Course, owner: nn.Module) -> None:
         _replace_parameters(owner)
     elif course.before == 4:
         owner.double().float()
+    elif course.before == 5:
+        for tensor in unregistered(owner):
+            tensor.add_(0.5)
+    elif course.before == 6:
+        for tensor in unregistered(owner):
+            tensor.data = tensor.data + 0.25
     owner.train(course.training)
     for name, parameter in owner.named_parameters():
         parameter.requires_grad_(name not in course.frozen)
@@ -225,6 +232,9 @@ def _touch(course: Course, owner: nn.Module) -> None:
                 buffer.add_(1)
     elif course.touched == 4:
         torch.manual_seed(course.seed + 1)
+    elif course.touched == 5:
+        for tensor in unregistered(owner):
+            tensor.add_(0.5)
 
 
 def _backward(course: Course, owner: nn.Module, tensors: list[torch.Tensor], pick: Pick) -> list[Any]:

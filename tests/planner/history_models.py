@@ -32,11 +32,12 @@ class Blocks(nn.Module):
     Args:
         glue: for each call of a program how it is called and what becomes of its results.
         alone: whether the loss is all that is returned.
+        pick: draws which programs are `Levelled`.
     """
 
-    def __init__(self, programs: list[Program], glue: list[Glue], alone: bool) -> None:
+    def __init__(self, programs: list[Program], glue: list[Glue], alone: bool, pick: Pick) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(p.model for p in programs)
+        self.blocks = nn.ModuleList(_levelled(p.model, pick) for p in programs)
         ends = list(accumulate(len(p.sample) - 1 for p in programs))
         self.inputs = [slice(end - len(p.sample) + 1, end) for end, p in zip(ends, programs, strict=True)]
         self.glue, self.alone = glue, alone
@@ -65,6 +66,28 @@ class Blocks(nn.Module):
         return x.square().mean() if self.alone else (x, *made)
 
 
+class Levelled(nn.Module):
+    """A model whose first input is multiplied by a tensor that nobody registers, or by a number of it.
+
+    Args:
+        way: 0 for the tensor, 1 for the number, 2 for both, 3 for a view of a buffer, 4 for one that forward changes.
+    """
+
+    def __init__(self, model: nn.Module, way: int) -> None:
+        super().__init__()
+        self.model, self.way, self.level = model, way, torch.ones(1)
+        self.register_buffer("steady", torch.ones(2))
+        if way > 2:
+            self.level = self.steady[:1]
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> Any:
+        if self.way == 4:
+            self.steady.mul_(1.5)
+        x = x if self.way == 1 else x * self.level
+        x = x * self.level.tolist()[0] if self.way in (1, 2) else x
+        return self.model(x.tanh(), *more)
+
+
 @dataclass
 class Glue:
     """What lies between two programs."""
@@ -77,6 +100,15 @@ class Glue:
     from_before: bool  # what came before the last program is read again
     custom: bool  # a custom autograd function comes before
     skipped: bool  # now and then
+
+
+def _levelled(model: nn.Module, pick: Pick) -> nn.Module:
+    return Levelled(model, pick(0, 4)).train() if pick(0, 3) == 0 else model
+
+
+def unregistered(model: nn.Module) -> list[torch.Tensor]:
+    """The tensors of a model that nobody registers."""
+    return [module.level for module in model.modules() if isinstance(module, Levelled)]
 
 
 def _on_its_own(tensor: torch.Tensor, others: list[torch.Tensor]) -> bool:
@@ -105,7 +137,7 @@ def draw_model(pick: Pick, blocks: bool) -> tuple[nn.Module, tuple[torch.Tensor,
     """
     if not blocks:
         program = draw_program(pick)
-        return program.model, program.sample
+        return _levelled(program.model, pick), program.sample
     shape = draw_shape(pick)
     programs = [draw_program(pick, 5, shape) for _ in range(pick(2, 4))]
     again = [pick(0, len(programs) - 1)] if pick(0, 3) == 0 else []
@@ -113,7 +145,7 @@ def draw_model(pick: Pick, blocks: bool) -> tuple[nn.Module, tuple[torch.Tensor,
         Glue(i, bool(pick(0, 2)), *(pick(0, 3) == 3 for _ in range(5)), pick(0, 5) == 5)
         for i in (*range(len(programs)), *again)
     ]
-    model = Blocks(programs, glue, bool(pick(0, 2))).train()
+    model = Blocks(programs, glue, bool(pick(0, 2)), pick).train()
     for program in programs[: pick(0, len(programs) - 1)] if pick(0, 3) == 0 else ():
         program.model.requires_grad_(False)
     if pick(0, 3) == 0:

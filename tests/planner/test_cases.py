@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.fx import symbolic_trace
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -1261,6 +1262,15 @@ def test_what_is_not_registered_and_is_trained_from_now_on_gets_its_gradient() -
     assert_same_gradients(model, plain)
     assert model.shift.grad is not None
     assert torch.equal(model.shift.grad, plain.shift.grad)  # type: ignore[arg-type]
+
+
+def test_a_graph_module_within_the_model_is_not_planned_anew() -> None:
+    model, plain = twins(Wrap(lambda self, x: squares(self.net(x)), net=symbolic_trace(mlp(0.0))))
+    x = batch(16, 32)
+    chosen = plan(model, x, on_new_shape="error")
+    for module in (chosen.module, plain):
+        module(x).backward()
+    assert_same_gradients(model, plain)
 
 
 def test_a_view_of_a_buffer_that_forward_changes_is_refused_where_a_constant_would_be_read() -> None:

@@ -178,8 +178,9 @@ class Reads:
     Attributes:
         objects: the model first; then its submodules and what else was reached.
         by_object: the reads of each object; `fixed` are those of classes, functions and globals.
-        live: ids of the tensors that the graph holds itself, and nothing else reads: it sees their changes in place.
+        live: ids of the tensors that the graph holds itself, whose changes in place are therefore seen.
         arguments: what each of the call's `held_objects` has to be.
+        taken: ids of the tensors whose numbers Python took.
     """
 
     entries: tuple[StateEntry, ...]
@@ -189,6 +190,7 @@ class Reads:
     loss: Expected
     live: frozenset[int]
     arguments: tuple[Expected, ...] = ()
+    taken: frozenset[int] = frozenset()
 
     def but(self, settings: Iterable[Setting], carried: Iterable[str] = ()) -> Reads:
         """Without those of attributes that forward only adds to, or that are `carried`, by their paths."""
@@ -256,11 +258,7 @@ class Matched:
         self.late_contents: list[tuple[Read, Any, list[Any]]] = []
 
     def state(self, fixed: bool = True) -> list[torch.Tensor] | None:
-        """The parameters and buffers of the next call, or None where what was read has changed.
-
-        Args:
-            fixed: whether to look at those reads, too.
-        """
+        """The parameters and buffers of the next call; None where what was read has changed (the `fixed`, if asked)."""
         return self.tensors() if self._holds(fixed) else None
 
     def _holds(self, fixed: bool) -> bool:

@@ -244,11 +244,11 @@ class Recorder:
             read = self._as_it_is_now(replace(self.reads.pop(key), late=key in self.late))
             (by_object.setdefault(read.holder.index, []) if isinstance(read.holder, Object) else fixed).append(read)
         nodes = graph_module.graph.find_nodes(op="get_attr")
-        held = {id(getattr(graph_module, str(n.target), None)) for n in nodes}
-        live = frozenset(held.difference(map(id, self.taken)))
+        live = frozenset(id(getattr(graph_module, str(n.target), None)) for n in nodes)
         return Reads(
-            tuple(self.entries), tuple(self.known), by_object, tuple(fixed), self.loss, live, self.arguments or ()
-        )
+            tuple(self.entries), tuple(self.known), by_object, tuple(fixed), self.loss, live, self.arguments or (),
+            frozenset(map(id, self.taken)),
+        )  # fmt: skip
 
     def _as_it_is_now(self, read: Read) -> Read:
         holder = read.holder

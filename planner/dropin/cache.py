@@ -294,7 +294,7 @@ class PlanState:
         if num_dispatch_modes():
             return "within a TorchDispatchMode (it would be told of planning's ops, and keep their tensors)"
         if self.first.by_regions and backward_number() >= 0:
-            return "within a backward (a custom function's, a reentrant checkpoint's: leave that out)"
+            return "within a backward (a custom function's, a reentrant torch.utils.checkpoint's: leave that out)"
         if (name := next(untracked(self.model), None)) is not None:
             return f"while {name} is a tensor made under torch.inference_mode() (its clone() outside is not)"
         cached = next(cached_parametrizations(self.model), None) is not None

@@ -100,7 +100,7 @@ class HollowForward:
         if under_transform(tensors):
             why = "it runs under a transform of torch.func, or in forward-mode differentiation"
         if backward_number() >= 0:
-            why = "it runs within a backward (a custom function's, a reentrant checkpoint's): leave that out"
+            why = "it runs in a backward (a custom function's, a reentrant torch.utils.checkpoint's): leave that out"
         if hook := repeated_hook(self.module, None):
             why = f"its forward hook {hook} would run within the plan and around it: register it on a submodule"
         if why:

@@ -1273,6 +1273,18 @@ def test_a_graph_module_within_the_model_is_not_planned_anew() -> None:
     assert_same_gradients(model, plain)
 
 
+def test_a_copy_of_a_recurrent_layer_does_not_mind_the_training_of_the_other() -> None:
+    original, copied = twins(Wrap(lambda self, x: squares(self.rnn(x)[0]), rnn=nn.GRU(8, 8)))  # weak references go on
+    x = torch.randn(4, 5, 8)
+    chosen = plan(copied, x, on_new_shape="error")
+    for _ in range(2):
+        for module, own in ((chosen.module, copied), (original, original)):
+            module(x).backward()
+            with torch.no_grad():
+                own.rnn.weight_hh_l0.sub_(own.rnn.weight_hh_l0.grad)
+        assert_same_gradients(copied, original)
+
+
 def test_a_view_of_a_buffer_that_forward_changes_is_refused_where_a_constant_would_be_read() -> None:
     told = r"\(4, 8\) that is not registered, in the memory of mean at forward: .* Take the view in forward"
     with pytest.raises(Unsupported, match=told):

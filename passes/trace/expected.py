@@ -26,6 +26,7 @@ from passes._torch import wrapped_tensors
 from passes.printable import describe_kind, shown
 
 from .places import is_users
+from .unregistered import Constant
 
 
 class Missing:
@@ -72,28 +73,6 @@ class Same:
     """A class or anything else that is compared by identity; of a function also one made anew that reads the same."""
 
     value: Any
-
-
-def look_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What Python may ask of a tensor and torch lets change without another object: `.data = ...`, `resize_`."""
-    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
-
-
-@dataclass(frozen=True, eq=False)
-class Constant:
-    """A tensor that is neither parameter, buffer nor input, its look and its version, as Python may have read them.
-
-    Where the graph holds this very object, it may change in place.
-    """
-
-    value: torch.Tensor
-    look: tuple[Any, ...]
-    version: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Constant:
-        """As the tensor is now; one that was made under `inference_mode` has no version, and is refused later."""
-        return cls(tensor, look_of(tensor), 0 if tensor.is_inference() else tensor._version)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from passes.printable import describe_kind, shown
 from .expected import (
     BY_VALUE,
     MISSING,
-    Constant,
     Contents,
     Expected,
     Literal,
@@ -29,7 +28,6 @@ from .expected import (
     counterparts,
     describe,
     literals_in,
-    look_of,
     made_of,
     parts_of,
     same_value,
@@ -53,6 +51,7 @@ from .reads import (
     of_stood_for,
 )
 from .refuse import refuse_untracked
+from .unregistered import Constant, look_of, numbers_of
 
 
 class Differs(Exception):
@@ -275,14 +274,14 @@ class _Matching:
 
     def _same_tensor(self, expected: Constant, value: Any) -> bool:
         then = expected.value
-        self.matched.looks.append((then, expected.look))
+        tensors = [t for t in (value, then) if isinstance(t, torch.Tensor)]
+        self.matched.unregistered.looks += [(t, expected.look) for t in tensors]
         if value is then and id(then) in self.reads.live - self.reads.taken:
             return look_of(then) == expected.look
-        tensors = [t for t in (value, then) if isinstance(t, torch.Tensor)]
         for tensor in tensors:
             refuse_untracked(tensor, "what forward reads")
-        self.matched.versions += [(t, t._version) for t in tensors]
-        if look_of(then) != expected.look or (id(then) in self.reads.taken and then._version != expected.version):
+        self.matched.unregistered.numbers += [(t, numbers_of(t)) for t in tensors]
+        if look_of(then) != expected.look or (id(then) in self.reads.taken and numbers_of(then) != expected.numbers):
             return False
         alike = type(value) is type(then) and look_of(value) == expected.look and value.stride() == then.stride()
         return value is then or (alike and torch.equal(value, then))

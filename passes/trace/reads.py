@@ -25,8 +25,9 @@ from passes.printable import shown
 from .arguments import StateEntry
 from .carried import place_of
 from .closures import remembered_by
-from .expected import LITERALS, MISSING, Expected, Literal, apart, holds_these, look_of, same_value, stood_for
+from .expected import LITERALS, MISSING, Expected, Literal, apart, holds_these, same_value, stood_for
 from .settings import Setting
+from .unregistered import Unregistered
 
 Getter = Callable[[str, Any], Any]
 
@@ -248,8 +249,7 @@ class Matched:
         self.hooks: list[tuple[Any, ...]] = []
         self.empty: list[Any] = []
         self.contents: list[tuple[Any, list[Any]]] = []
-        self.versions: list[tuple[torch.Tensor, int]] = []
-        self.looks: list[tuple[torch.Tensor, tuple[Any, ...]]] = []
+        self.unregistered = Unregistered()
         self.computed: list[tuple[Getter, str, Any]] = []
         self.state_getters: list[tuple[Getter, str]] = []
         self.ties: list[int] = []
@@ -269,8 +269,7 @@ class Matched:
             and all(map(is_, map(type, self.objects), self.kinds))
             and not any(self.empty)
             and all(holds_these(container, items) for container, items in self.contents)
-            and all(tensor._version == version for tensor, version in self.versions)
-            and all(look_of(tensor) == look for tensor, look in self.looks)
+            and self.unregistered.hold()
             and all(same_value(get(name, MISSING), value) for get, name, value in self.computed)
         )
 

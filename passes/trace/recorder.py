@@ -40,7 +40,6 @@ from .expected import (
     LITERALS,
     MISSING,
     ON_THE_HEAP,
-    Constant,
     Contents,
     Expected,
     Literal,
@@ -80,6 +79,7 @@ from .rerun import reads
 from .settings import Setting, is_plain, tensors_in
 from .structure import copies_in, flatten, held_objects
 from .templates import Template, argument_path, object_paths
+from .unregistered import Constant
 
 
 class Recorder:

@@ -126,8 +126,9 @@ def run(seed: int, steps: int = STEPS, way: str | None = None) -> History:
             course.hooks = 0  # a gradient that the plan did not expect is not found, where the parameter has a hook
         if way in RANKS:
             course.before %= 2  # what they know of parameters is found once
-        if way == "exported" and course.hooks in HOOKS_OF_LAYERS:
-            course.hooks = 0  # it has none of the layers
+        if way == "exported":  # it has none of the layers, and its own of what nobody registers
+            course.hooks *= course.hooks not in HOOKS_OF_LAYERS
+            course.before, course.touched = course.before % 5, course.touched % 5
         if not pair.take(course, i, history) and way in RANKS:
             break  # a step that failed leaves its parameters gathered
     return history

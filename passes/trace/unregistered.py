@@ -14,8 +14,12 @@ def look_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def numbers_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """What tells of other numbers in it: how often it was changed in place, and where its memory is."""
-    return tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
+    """What tells of other numbers in it: how often it was changed in place, and where its memory is.
+
+    One that was made under `inference_mode` does not count its changes.
+    """
+    changes = 0 if tensor.is_inference() else tensor._version
+    return changes, tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +35,8 @@ class Constant:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Constant:
-        """As the tensor is now; one that was made under `inference_mode` has no version, and is refused later."""
-        return cls(tensor, look_of(tensor), (0, 0) if tensor.is_inference() else numbers_of(tensor))
+        """As the tensor is now."""
+        return cls(tensor, look_of(tensor), numbers_of(tensor))
 
 
 class Unregistered:

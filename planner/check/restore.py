@@ -78,7 +78,7 @@ class Snapshot:
         for tensor, before in self.tensors:
             if tensor.shape != before.shape:
                 tensor.data = before
-            elif not torch.equal(tensor, before):
+            elif tensor.layout is not torch.strided or not torch.equal(tensor, before):  # sparse ones are not compared
                 tensor.data.copy_(before)
 
 

@@ -20,6 +20,7 @@ from passes.trace.matching import Differs, match, match_arguments
 from passes.trace.overlaps import Overlaps, lie_apart, overlaps, spans
 from passes.trace.reads import Matched, Reads
 from passes.trace.structure import held_objects
+from passes.trace.unregistered import numbers_of
 from planner.decided import Decided
 
 from .plan_key import Key, arrangement, manner, state_key
@@ -81,15 +82,15 @@ class Entry:
         halves = self.planned.rewritten
         return dict.fromkeys(halves.forward.buffers(), False) | dict.fromkeys(halves.backward.buffers(), True)
 
-    def versions(self) -> list[int]:
-        """Those of the constants, which go up with each change in place."""
-        return [t._version for t in self.constants]
+    def numbers(self) -> list[tuple[int, int]]:
+        """What tells of those in the constants, one by one."""
+        return list(map(numbers_of, self.constants))
 
-    def changed_since(self, versions: Sequence[int], in_backward: bool = False) -> str:
-        """Which constant (that the backward reads) has another version than that, in words; "" for none."""
-        for (tensor, read_again), version in zip(self.constants.items(), versions, strict=True):
-            if tensor._version != version and (read_again or not in_backward):
-                return f"{self.reads.path_of(tensor)} was changed in place"
+    def changed_since(self, numbers: Sequence[tuple[int, int]], in_backward: bool = False) -> str:
+        """Which constant (that the backward reads) has others, in words; "" for none."""
+        for (tensor, read_again), then in zip(self.constants.items(), numbers, strict=True):
+            if numbers_of(tensor) != then and (read_again or not in_backward):
+                return f"{self.reads.path_of(tensor)} was changed in place, or given other data"
         return ""
 
     def lacks(self, keys: Iterable[Any], layouts: Layouts) -> bool:

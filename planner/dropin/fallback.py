@@ -103,7 +103,7 @@ class Fallback:
         late = entry.matched is not None and (entry.matched.late or entry.matched.late_contents)
         self.matched = entry.matched if late else None
         self.device = prepared.device
-        self.versions = entry.versions()
+        self.numbers = entry.numbers()
         self.started = state.losses.called(entry.starts)
         self.before = held_before(self.traced.changes, bound)
         self.thread = threading.get_ident()
@@ -173,7 +173,7 @@ class Fallback:
     def changed(self) -> str:
         """See `passes.run.step.Fallback`."""
         late = self.matched.changed_since() if self.matched is not None else ""
-        return late or self.entry.changed_since(self.versions, in_backward=True)
+        return late or self.entry.changed_since(self.numbers, in_backward=True)
 
     @property
     def path(self) -> str:
@@ -199,7 +199,7 @@ class Fallback:
         if lost:
             return f"it overwrote {self.traced.primal_names[min(lost)]}, whose old value was not kept"
         since = "what it reads was changed between forward and backward"
-        if changed := self.entry.changed_since(self.versions):
+        if changed := self.entry.changed_since(self.numbers):
             return f"{since}: {changed}"
         for name, then, now in zip(DEFAULTS, self.key.defaults, torch_defaults(), strict=True):
             if now != then and not name.startswith("autocast"):  # a replay has the forward's own

@@ -48,7 +48,7 @@ from tests.distributed.harness import Failed, try_ranks
 from tests.passes.program_ops import Pick
 from tests.passes.programs import Rejected, fresh
 from tests.planner.courses import HOOKS_OF_LAYERS, Course, autocast, copied, draw_course, take, unsummed
-from tests.planner.history_models import Blocks, draw_model
+from tests.planner.history_models import Blocks, draw_model, unregistered
 from tests.planner.history_ranks import REPLICATED, SHARDED, draw_spread
 from tests.zoo.compare import same_bits
 
@@ -282,9 +282,12 @@ class _State:
     def __init__(self, module: nn.Module) -> None:
         self.state = {n: t.detach().clone() for n, t in module.state_dict().items()}
         self.gradients = {n: copied(p.grad) for n, p in module.named_parameters()}
+        self.unregistered = [t.clone() for t in unregistered(module)]
 
     def restore(self, module: nn.Module) -> None:
         module.load_state_dict(self.state)
+        for tensor, then in zip(unregistered(module), self.unregistered, strict=False):  # an export shows none
+            tensor.copy_(then)
         for name, parameter in module.named_parameters():
             parameter.grad = copied(self.gradients[name])
 

@@ -1273,6 +1273,23 @@ def test_a_graph_module_within_the_model_is_not_planned_anew() -> None:
     assert_same_gradients(model, plain)
 
 
+@pytest.mark.parametrize("made", ["sparse", "sparse, compressed", "under inference_mode"])
+def test_attributes_that_torch_cannot_compare_are_no_hindrance(made: str) -> None:
+    with torch.inference_mode(made == "under inference_mode"):
+        shift = torch.ones(32)
+    kept = {"sparse": lambda: shift.to_sparse(), "sparse, compressed": lambda: torch.diag(shift).to_sparse_csr()}
+    model = Shifted("shift")
+    plain = Shifted("shift")
+    plain.load_state_dict(model.state_dict())
+    for own in (model, plain):
+        own.shift, own.listed = shift, [kept[made]()] if made in kept else []
+    x = batch(16, 32)
+    chosen = plan(model, x, check=True)
+    for module in (chosen.module, plain):
+        squares(module(x)).backward()
+    assert_same_gradients(model, plain)
+
+
 def test_a_copy_of_a_recurrent_layer_does_not_mind_the_training_of_the_other() -> None:
     original, copied = twins(Wrap(lambda self, x: squares(self.rnn(x)[0]), rnn=nn.GRU(8, 8)))  # weak references go on
     x = torch.randn(4, 5, 8)

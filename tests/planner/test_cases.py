@@ -1282,7 +1282,7 @@ def test_attributes_that_torch_cannot_compare_are_no_hindrance(made: str) -> Non
     plain = Shifted("shift")
     plain.load_state_dict(model.state_dict())
     for own in (model, plain):
-        own.shift, own.listed = shift, [kept[made]()] if made in kept else []
+        own.shift, own.listed = shift, [kept[made]() if made in kept else shift]
     x = batch(16, 32)
     chosen = plan(model, x, check=True)
     for module in (chosen.module, plain):

@@ -522,7 +522,7 @@ class StepTracer:
             known.computed.check_all_asked()
         self.given_now.clear()
         self.guard = known.guard
-        self.recorder.taken += known.taken
+        self.recorder.take_numbers(known.taken)
         return replace(result, answers=known.computed.found)
 
     def _refuse_attributes(

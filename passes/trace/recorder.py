@@ -105,7 +105,7 @@ class Recorder:
         self.functions: dict[int, types.FunctionType] = {}
         self.watched: dict[type, dict[str, Any]] = {}
         self.opaque: dict[int, Any] = {}
-        self.taken: list[torch.Tensor] = []  # whose numbers Python took, so that changes in place count
+        self.taken: list[torch.Tensor] = []
         self.open: set[int] = set()  # containers that are being taken apart
         self.room = _ROOM  # items of containers that may be
         self.registered: dict[tuple[int, Any, str], torch.Tensor] = {}
@@ -173,6 +173,10 @@ class Recorder:
         found = [self.snapshot(v, argument_path(p)) for v, p in zip(values, object_paths(template), strict=True)]
         # Functions are the same by the key of a call; what their closures hold was noted.
         self.arguments = tuple(f if is_looked_into(v) else None for v, f in zip(values, found, strict=True))
+
+    def take_numbers(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that Python took numbers from these: their changes in place count, also where the graph holds them."""
+        self.taken += tensors
 
     def let_go(self) -> None:
         """Keep no copies of what the call was given, as these hold tensors of the trace."""

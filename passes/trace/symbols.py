@@ -103,6 +103,8 @@ class _Unrecorded:
 
     def take_arguments(self, bound: Any, template: Any) -> None: ...
 
+    def take_numbers(self, tensors: Any) -> None: ...
+
     def settings(self) -> tuple[Any, ...]:
         return ()
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from passes._torch import as_distributed, local_part
 from passes.trace.structure import flatten
 from tests.passes.program_ops import Pick
-from tests.planner.history_models import unregistered
+from tests.planner.history_models import levelled, unregistered
 from tests.planner.history_ranks import own_seed
 
 HOOKS_OF_LAYERS = (4, 5)
@@ -61,7 +61,7 @@ def draw_course(pick: Pick, frozen: Mapping[str, bool], seed: int, plans: int, w
     also = {n for n in frozen if pick(0, 2) == 0} if rarely(4) else set()
     return Course(
         seed, pick(0, plans - 1), training=not rarely(),
-        frozen=frozenset(n for n, always in frozen.items() if always or n in also), before=one(6), clear=not rarely(4),
+        frozen=frozenset(n for n, always in frozen.items() if always or n in also), before=one(7), clear=not rarely(4),
         forwards=2 if rarely(5) else 1, rows=one(2), given=one(5), autocast=rarely(5), no_grad=rarely(10),
         hooks=one(5), touched=one(5), last_first=rarely(2), start=one(2, 4), layout=one(3, 4), inside=rarely(3),
         asked=rarely(), twice=rarely(10), learn=rarely(3), unsummed=rarely(4),
@@ -93,6 +93,7 @@ def take(course: Course, module: nn.Module, owner: nn.Module, sample: tuple[torc
         _learn(owner.parameters())
     found += [(f"parameter {n}", copied(p)) for n, p in owner.named_parameters()]
     found += [(f"buffer {n}", b.clone()) for n, b in owner.named_buffers()]
+    found += [(f"unregistered {i}", t.clone()) for i, t in enumerate(unregistered(owner))]
     return [*found, ("generator state", torch.get_rng_state())]
 
 
@@ -118,6 +119,9 @@ def _before(course: Course, owner: nn.Module) -> None:
     elif course.before == 6:
         for tensor in unregistered(owner):
             tensor.data = tensor.data + 0.25
+    elif course.before == 7:
+        for part in levelled(owner):
+            part.factor, part.level = 1.5 - part.factor, part.level.clone()
     owner.train(course.training)
     for name, parameter in owner.named_parameters():
         parameter.requires_grad_(name not in course.frozen)

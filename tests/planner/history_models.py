@@ -70,20 +70,23 @@ class Levelled(nn.Module):
     """A model whose first input is multiplied by a tensor that nobody registers, or by a number of it.
 
     Args:
-        way: 0 for the tensor, 1 for the number, 2 for both, 3 for a view of a buffer, 4 for one that forward changes.
+        way: 0 for the tensor, 1 for the number, 2 for both, 3 for a view of a buffer, 4 for one that forward changes,
+            5 for state that each call moves on, 6 for a number that is none of a tensor.
     """
 
     def __init__(self, model: nn.Module, way: int) -> None:
         super().__init__()
-        self.model, self.way, self.level = model, way, torch.ones(1)
+        self.model, self.way, self.level, self.factor = model, way, torch.ones(1), 1.0
         self.register_buffer("steady", torch.ones(2))
-        if way > 2:
+        if way in (3, 4):
             self.level = self.steady[:1]
 
     def forward(self, x: torch.Tensor, *more: torch.Tensor) -> Any:
         if self.way == 4:
             self.steady.mul_(1.5)
-        x = x if self.way == 1 else x * self.level
+        if self.way == 5:
+            self.level = 0.5 * self.level + x.detach().cos().mean()
+        x = x * self.factor if self.way in (1, 6) else x * self.level
         x = x * self.level.tolist()[0] if self.way in (1, 2) else x
         return self.model(x.tanh(), *more)
 
@@ -103,12 +106,17 @@ class Glue:
 
 
 def _levelled(model: nn.Module, pick: Pick) -> nn.Module:
-    return Levelled(model, pick(0, 4)).train() if pick(0, 3) == 0 else model
+    return Levelled(model, pick(0, 6)).train() if pick(0, 3) == 0 else model
 
 
 def unregistered(model: nn.Module) -> list[torch.Tensor]:
     """The tensors of a model that nobody registers."""
-    return [module.level for module in model.modules() if isinstance(module, Levelled)]
+    return [module.level for module in levelled(model)]
+
+
+def levelled(model: nn.Module) -> list[Levelled]:
+    """The parts of a model that have such."""
+    return [module for module in model.modules() if isinstance(module, Levelled)]
 
 
 def _on_its_own(tensor: torch.Tensor, others: list[torch.Tensor]) -> bool:

@@ -86,7 +86,7 @@ class Levelled(nn.Module):
             self.steady.mul_(1.5)
         if self.way == 5:
             self.level = 0.5 * self.level + x.detach().cos().mean()
-        x = x * self.factor if self.way in (1, 6) else x * self.level
+        x = x * self.factor if self.way in (1, 6) else x * self.level.clone()  # which may change later
         x = x * self.level.tolist()[0] if self.way in (1, 2) else x
         return self.model(x.tanh(), *more)
 

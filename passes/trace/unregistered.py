@@ -6,6 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+
+from .._torch import DisableTorchFunction
+
+_WITH_MEMORY = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def look_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -18,8 +23,8 @@ def numbers_of(tensor: torch.Tensor) -> tuple[int, int]:
 
     One that was made under `inference_mode` does not count its changes.
     """
-    changes = 0 if tensor.is_inference() else tensor._version
-    return changes, tensor.data_ptr() if tensor.layout is torch.strided else 0
+    has_memory = type(tensor) in _WITH_MEMORY and tensor.layout is torch.strided
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr() if has_memory else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +41,8 @@ class Constant:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Constant:
         """As the tensor is now."""
-        return cls(tensor, look_of(tensor), numbers_of(tensor))
+        with DisableTorchFunction():  # modes that listen to forward need not hear of it
+            return cls(tensor, look_of(tensor), numbers_of(tensor))
 
 
 class Unregistered:

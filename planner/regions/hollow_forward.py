@@ -85,7 +85,7 @@ class HollowForward:
         read = {i: t for i, t in enumerate(primals) if i not in part.traced.mutated and not t.is_inference()}
         with disable_current_modes():  # those that look at the step's ops need not see these
             run.read = {i: Versions([t]) for i, t in read.items()}
-            run.constants = Versions(part.traced.graph_module.buffers())
+            run.constants = Versions(t for t in part.traced.graph_module.buffers() if not t.is_inference())
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in outputs]
         set_again(part.traced.settings, self.module, leaves)
         return deliver(part.traced.changes, leaves, bound, part.traced.output_template)

@@ -68,7 +68,7 @@ from .carried import STATE, Carries, carried, is_carried, may_be_carried, notes_
 from .collectives import functional_collectives
 from .compiled import refuse_compiled_parts
 from .constants import Constants
-from .constructs import LAZY, refuse_settings
+from .constructs import ACCUMULATED, LAZY, refuse_settings
 from .contexts import private_contexts
 from .custom_backward import used_in_backward
 from .expected import MISSING
@@ -361,6 +361,7 @@ def export_step(tracer: StepTracer, fake: list[Any]) -> JointGraph:
     finally:
         tracer.watch.stop()
         tracer.recorder.stop()
+    _drop_ranges(joint.graph_module.graph)
     check_in_the_kernels(joint.graph_module.graph)
     settle_gradients(joint.graph_module.graph)
     for node in joint.graph_module.graph.nodes:
@@ -505,6 +506,8 @@ class StepTracer:
             finally:
                 self.asks = self.asks or known.computed.wanted
             failures.check()
+            if any(t.is_leaf and t.grad is not None for t in flat[: len(self.entries)]):
+                raise ACCUMULATED.at("forward")
             refuse_settings(torch_was)
             refuse_with_gradient(self.model, self.entries, state, self.given, self.carried)
             replaced = write_back(self.model, self.entries, state, self.carried)
@@ -804,6 +807,13 @@ def drop_tangents_of_state(graph: fx.Graph, num_primals: int, num_differentiated
                 "Change it under torch.no_grad(), outside forward.",
             )  # fmt: skip
         graph.erase_node(tangent)
+
+
+def _drop_ranges(graph: fx.Graph) -> None:
+    """Those of `torch.profiler.record_function` name what runs between two of its ops, and compute nothing."""
+    for node in reversed(list(graph.nodes)):
+        if getattr(node.target, "namespace", "") == "profiler":
+            graph.erase_node(node)
 
 
 def _refuse_overwritten(joint: JointGraph, given: Sequence[torch.Tensor], names: Sequence[str]) -> None:

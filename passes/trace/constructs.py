@@ -89,6 +89,16 @@ GRADIENT = Construct(
     "it is what tracing found, and the planned steps neither read nor set it",
     "Read and set it outside forward, between the steps.",
 )
+RETAINED = Construct(
+    "retain_grad() in forward",
+    "a planned step keeps no gradients of what it computes on its way",
+    "Return the tensor, and call retain_grad() on it after the call.",
+)
+ACCUMULATED = Construct(
+    "a backward in forward that adds to gradients of parameters",
+    "it runs while tracing, and the planned steps would not add them",
+    "Add that loss to the one that forward returns, or leave this module to eager (regions=).",
+)
 
 OF_ARGUMENT = Construct(
     "an argument's requires_grad set in forward",

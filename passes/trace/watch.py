@@ -16,6 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
+from .._torch import TORCH_FOLDER
 from ..errors import Unsupported
 from .constructs import (
     BETWEEN,
@@ -27,6 +28,7 @@ from .constructs import (
     OF_ARGUMENT,
     REDRAWN,
     REENTRANT,
+    RETAINED,
     SAVED,
     TYPES,
     Construct,
@@ -140,11 +142,15 @@ class Watch(TorchFunctionMode):
                 if _lie_alike(*args):  # what `x.data *= mask` does last
                     return None
                 self._refuse(DATA, user_frame(caller))
+            elif args and id(args[0]) in self.given and _is_gradient(func) and _asks_for_gradients(caller.f_code):
+                self._refuse(GRADIENT, user_frame(caller))
             elif is_users_file(caller.f_code.co_filename) and args:
+                if func is torch.Tensor.retain_grad and not args[0].is_leaf:
+                    self._refuse(RETAINED, caller)
                 sets = func is torch.Tensor.requires_grad_ or _sets(func, "requires_grad")
                 if sets and id(args[0]) in self.plain_inputs:
                     self._refuse(OF_ARGUMENT, caller)
-                if id(args[0]) in self.given and _flags(func):
+                if sets and id(args[0]) in self.given:
                     self._refuse(GRADIENT, caller)
                 history = [name for ids, names in self.history if id(args[0]) in ids for name in names]
                 if _sets(func, "_version", "__get__") or any(_sets(func, name, "__get__") for name in history):
@@ -228,6 +234,7 @@ _REENTRANT = _code_of(torch.utils.checkpoint.CheckpointFunction.forward)
 
 
 _SAVED = _code_of(torch.autograd.graph.saved_tensors_hooks.__enter__)
+_MOVES = _code_of(torch.nn.Module._apply)  # which takes gradients along
 _WATCHED = frozenset({ENVIRONMENT, _CHECKPOINT, _REENTRANT, _SAVED})
 
 
@@ -258,14 +265,15 @@ def _lie_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return tensor.layout is other.layout is torch.strided and place(tensor) == place(other)
 
 
-def _flags(func: Any) -> bool:
-    """Whether a function reads or sets a tensor's gradient, or sets whether it requires one."""
-    return (
-        func is torch.Tensor.requires_grad_
-        or _sets(func, "requires_grad")
-        or _sets(func, "grad")
-        or _sets(func, "grad", "__get__")
-    )
+def _asks_for_gradients(code: types.CodeType) -> bool:
+    """Whether code is the user's, or torch's that the user calls for that: `zero_grad`, `clip_grad_norm_`."""
+    of_torch = code.co_filename.startswith(TORCH_FOLDER) and code is not _MOVES
+    return of_torch or is_users_file(code.co_filename)
+
+
+def _is_gradient(func: Any) -> bool:
+    """Whether a function reads or sets a tensor's gradient."""
+    return _sets(func, "grad") or _sets(func, "grad", "__get__")
 
 
 def _caller(frame: types.FrameType | None) -> types.FrameType | None:

@@ -1290,6 +1290,73 @@ def test_attributes_that_torch_cannot_compare_are_no_hindrance(made: str) -> Non
     assert_same_gradients(model, plain)
 
 
+def emptied(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.last.zero_grad()
+    return squares(self.last(self.first(x)))
+
+
+def clipped(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if self.last[0].weight.grad is not None:
+        nn.utils.clip_grad_norm_(self.last.parameters(), 1e-3)
+    return squares(self.last(self.first(x)))
+
+
+def clipped_whatever(self: Any, x: torch.Tensor) -> torch.Tensor:
+    nn.utils.clip_grad_norm_(self.last.parameters(), 1e-3)
+    return squares(self.last(self.first(x)))
+
+
+def local(self: Any, x: torch.Tensor) -> torch.Tensor:
+    h = self.first(x)
+    squares(self.last(h.detach())).backward()
+    return squares(h)
+
+
+def retained(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.kept = self.first(x)
+    self.kept.retain_grad()
+    return squares(self.last(self.kept))
+
+
+@pytest.mark.every(1)
+@pytest.mark.parametrize(
+    ("forward", "told"),
+    [
+        (emptied, "a parameter's .grad or requires_grad in forward"),
+        (clipped, "a parameter's .grad or requires_grad in forward"),
+        (clipped_whatever, "a parameter's .grad or requires_grad in forward"),
+        (local, "a backward in forward that adds to gradients of parameters"),
+        (retained, r"retain_grad\(\) in forward"),
+    ],
+)
+def test_gradients_that_forward_handles_are_refused_and_left_to_eager_by_regions(forward: Any, told: str) -> None:
+    model, plain = twins(Wrap(forward, first=mlp(0.0), last=mlp(0.0)))
+    x = batch(64, 32)
+    with pytest.raises(Unsupported, match=told):
+        plan(model, x, regions="whole", check=False)
+    chosen = plan(model, x, check=False)
+    for _ in range(3):
+        for module in (chosen.module, plain):
+            module(x).backward()
+        assert_same_gradients(model, plain)
+    if forward is retained:
+        assert torch.equal(model.kept.grad, plain.kept.grad)  # type: ignore[union-attr, arg-type]
+
+
+def test_ranges_of_the_profiler_in_forward_are_planned() -> None:
+    def named(self: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.profiler.record_function("first"):
+            x = self.first(x)
+            with torch.profiler.record_function("last"):
+                return squares(self.last(x))
+
+    model, plain = twins(Wrap(named, first=mlp(0.0), last=mlp(0.0)))
+    x = batch(64, 32)
+    for module in (tight(model, x, regions="whole").module, plain):
+        module(x).backward()
+    assert_same_gradients(model, plain)
+
+
 def test_a_copy_of_a_recurrent_layer_does_not_mind_the_training_of_the_other() -> None:
     original, copied = twins(Wrap(lambda self, x: squares(self.rnn(x)[0]), rnn=nn.GRU(8, 8)))  # weak references go on
     x = torch.randn(4, 5, 8)

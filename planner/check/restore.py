@@ -19,11 +19,15 @@ from passes.trace.nodes import refill
 
 CONTAINERS = (dict, OrderedDict, list, set)
 DEPTH = 3
+MOST_BYTES = 1 << 28
 SKIPPED = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.Generator, torch.device, torch.dtype)
 
 
 class Snapshot:
-    """What modules, and the containers and objects that they hold, contain; and the data of the plain tensors in them.
+    """What modules, and the containers and objects that they hold, contain; and the data of the tensors in them.
+
+    So it is of modules that are held without being registered (a teacher in a list): their buffers, and parameters of
+    up to `MOST_BYTES` in all, and of parameters that are held so.
 
     Args:
         roots: modules (with all below them), and other values that the step is given.
@@ -33,22 +37,26 @@ class Snapshot:
     def __init__(self, roots: Iterable[Any], own: Iterable[torch.Tensor]) -> None:
         self.contents: list[tuple[Any, Any]] = []
         self.tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.seen = {id(t) for t in own}
-        for root in roots:
-            for value in root.modules() if isinstance(root, nn.Module) else [root]:
-                self._walk(value, 0)
+        self.gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self.seen, self.room = {id(t) for t in own}, MOST_BYTES
+        every = [value for root in roots for value in (root.modules() if isinstance(root, nn.Module) else [root])]
+        self.registered = {id(value) for value in every if isinstance(value, nn.Module)}
+        for value in every:
+            self._walk(value, 0)
 
     def _walk(self, value: Any, depth: int) -> None:
         if id(value) in self.seen or isinstance(value, SKIPPED) or depth > DEPTH:
             return
         if isinstance(value, nn.Module) and depth:
-            return  # a root of its own, or another model that this one refers to
+            for module in value.modules() if id(value) not in self.registered else ():  # else a root of its own
+                self._walk(module, 0)
+            return
         if type(value).__module__.startswith("torch.distributed"):
             return  # what gathers parameters and sums gradients keeps its own house
         self.seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            if depth <= 2 and type(value) is torch.Tensor and not value.is_meta:
-                self.tensors.append((value, value.detach().clone()))
+            if depth <= 2 and type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta:
+                self._keep(value)
             return
         held = value if type(value) in (*CONTAINERS, tuple) else getattr(value, "__dict__", None)
         if not isinstance(held, (*CONTAINERS, tuple)):
@@ -58,6 +66,13 @@ class Snapshot:
         inside = list(held.values()) if isinstance(held, dict) else list(held)
         for child in inside:
             self._walk(child, depth + 1)
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, nn.Parameter):
+            self.gradients.append((tensor, tensor.grad))
+            self.room -= tensor.nbytes
+        if self.room >= 0 or not isinstance(tensor, nn.Parameter):
+            self.tensors.append((tensor, tensor.detach().clone()))
 
     def changed(self) -> list[str]:
         """Names of attributes and keys that now hold something else."""
@@ -80,6 +95,8 @@ class Snapshot:
                 tensor.data = before
             elif tensor.layout is not torch.strided or not torch.equal(tensor, before):  # sparse ones are not compared
                 tensor.data.copy_(before)
+        for tensor, gradient in self.gradients:
+            tensor.grad = gradient
 
 
 def _same(held: Any, before: Any) -> bool:

@@ -192,6 +192,7 @@ class Walk(Protocol):
     """What collects the nodes."""
 
     seen: dict[int, Any]
+    registered: frozenset[int]  # ids of the model's own modules and parameters
 
     def add(self, node: Node) -> Node:
         """Keep a node."""

@@ -56,6 +56,8 @@ def visit(walk: Walk, value: Any, path: str, name: str) -> None:
 
 def _visit_tensor(walk: Walk, tensor: torch.Tensor, path: str, name: str) -> None:
     if type(tensor) is not torch.Tensor:  # parameters and buffers are the graph's
+        if isinstance(tensor, nn.Parameter) and id(tensor) not in walk.registered:
+            _visit_parameter(walk, tensor, path, name)
         return
     small = tensor.numel() <= LARGEST_COPY and not tensor.is_meta and tensor.layout is torch.strided
     data = tensor.detach().clone() if small else None
@@ -67,6 +69,23 @@ def _visit_tensor(walk: Walk, tensor: torch.Tensor, path: str, name: str) -> Non
     walk.add(Node(tensor, path, name, "tensor", lambda: mutation_count(tensor), give))
 
 
+def _visit_parameter(walk: Walk, parameter: nn.Parameter, path: str, name: str) -> None:
+    """What hangs on one that nobody registers."""
+    own = vars(parameter)
+
+    def give(content: dict[str, Any]) -> None:
+        parameter.grad = content["grad"]
+        refill(own, {key: value for key, value in content.items() if key != "grad"})
+
+    walk.add(Node(parameter, path, name, "attributes", lambda: {"grad": parameter.grad, **own}, give))
+
+
+def _visit_optimizer(walk: Walk, optimizer: torch.optim.Optimizer, path: str, name: str) -> None:
+    """Which state it has of each parameter, but not the numbers in that."""
+    for held in (optimizer.state, *optimizer.state.values()):
+        walk.add(Node(held, f"{path}.state", "state", "items", _shallow(held), _refiller(held)))
+
+
 def _visit_module(walk: Walk, module: nn.Module, path: str, name: str) -> None:
     own = module.__dict__
     node = walk.add(Node(module, path, name, "attributes", lambda: dict(own), lambda c: refill(own, c)))
@@ -75,6 +94,8 @@ def _visit_module(walk: Walk, module: nn.Module, path: str, name: str) -> None:
             taken: Any = value
             node_path = f"{path}.{key}"
             walk.add(Node(taken, node_path, key, "names", _shallow(taken), _refiller(taken)))
+            unregistered = taken.items() if id(module) not in walk.registered else ()
+            walk.follow((tensor, f"{path}.{own_name}", own_name) for own_name, tensor in unregistered)
         elif key == "_modules" or key not in _OF_MODULE:
             walk.follow([(value, f"{path}.{key}", key)])
         elif type(value) in (dict, OrderedDict, set):  # hooks
@@ -207,6 +228,7 @@ def _refiller(value: Any) -> Callable[[Any], None]:
 _VISITORS: tuple[tuple[Any, Callable[[Walk, Any, str, str], None]], ...] = (
     (torch.Tensor, _visit_tensor),
     (nn.Module, _visit_module),
+    (torch.optim.Optimizer, _visit_optimizer),
     (type, _visit_class),
     (_FUNCTIONS, visit_function),
     (random.Random, _visit_random),

@@ -65,6 +65,7 @@ class Snapshot:
         self, model: nn.Module, loss_fn: Any = None, arguments: Iterable[Any] = (), draws: bool = True
     ) -> None:
         self.nodes: list[Node] = []
+        self.registered = frozenset(map(id, (*model.modules(), *model.parameters())))
         shared = [(generator, path, name) for generator, path, name in _shared_generators() if generator is not None]
         self.seen: dict[int, Any] = {} if draws else {id(generator): generator for generator, *_ in shared}
         self._queue: deque[tuple[Any, str, str]] = deque()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -109,6 +110,17 @@ def set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
         module.__dict__.pop("forward", None)
     else:
         module.__dict__["forward"] = forward
+
+
+def copied_forward(module: nn.Module, previous: Callable[..., Any] | None, memo: dict[int, Any]) -> Any:
+    """The module's own forward, for the copy of it that `copy.deepcopy` makes while another stands in its place.
+
+    Args:
+        previous: the forward that the module had of its own; None for its class's.
+    """
+    if previous is not None:
+        return copy.deepcopy(previous, memo)
+    return type(module).forward.__get__(memo.get(id(module), module))
 
 
 def run_model(

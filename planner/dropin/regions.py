@@ -13,7 +13,7 @@ from torch import nn
 
 from passes._torch import arrived, dispatch_modes, function_modes, global_hooks, is_compiled
 from passes.run._torch import Autocast, active_saving_hooks, under_transform
-from passes.trace.arguments import call_signature, set_forward
+from passes.trace.arguments import call_signature, copied_forward, set_forward
 from passes.trace.binding import binder, call_bound
 from passes.trace.expected import unless_none
 from passes.trace.matching import Differs, match
@@ -105,6 +105,9 @@ class RegionForward:
     def stands_for(self) -> Any:
         """What it is for guards (`stood_for`)."""
         return unless_none(self.previous)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copied_forward(self.model, self.previous, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # something around it was compiled since it was planned

@@ -17,7 +17,7 @@ from passes.run._torch import active_saving_hooks, backward_number, under_transf
 from passes.run.listeners import Listeners
 from passes.run.mixing import Versions
 from passes.run.tensors import overlapping
-from passes.trace.arguments import call_signature, repeated_hook, set_forward, state_tensors
+from passes.trace.arguments import call_signature, copied_forward, repeated_hook, set_forward, state_tensors
 from passes.trace.binding import bind_call, call_bound
 from passes.trace.expected import unless_none
 from passes.trace.given import Given, all_outputs, deliver, left_alone, targets_of
@@ -53,6 +53,9 @@ class HollowForward:
     def stands_for(self) -> Any:
         """What it is for guards (`stood_for`)."""
         return unless_none(self.previous)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copied_forward(self.module, self.previous, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hollow, path = self.hollow, self.path

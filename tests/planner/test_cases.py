@@ -1357,6 +1357,59 @@ def test_ranges_of_the_profiler_in_forward_are_planned() -> None:
     assert_same_gradients(model, plain)
 
 
+class Teaching(nn.Module):
+    """Holds another network without registering it, which forward runs in training mode, or trains."""
+
+    def __init__(self, is_trained: bool) -> None:
+        super().__init__()
+        self.net, self.hidden = mlp(0.0), [nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32))]
+        self.step = torch.optim.Adam(self.hidden[0].parameters()) if is_trained else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.net(x)
+        if self.step is not None:
+            self.step.zero_grad()
+            with torch.enable_grad():
+                squares(self.hidden[0](x) - found.detach()).backward()
+            self.step.step()
+        with torch.no_grad():
+            wanted = self.hidden[0](x)
+        return squares(found - wanted)
+
+
+@pytest.mark.every(1)
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_planning_leaves_what_is_held_without_being_registered(is_trained: bool) -> None:
+    model, plain = twins(Teaching(is_trained))
+    x = batch(64, 32)
+    with pytest.raises(BudgetError):
+        plan(model, x, 0.001)
+    chosen = plan(model, x)
+    for own in (model, plain):
+        assert all(p.grad is None for p in own.hidden[0].parameters())
+        assert own.step is None or not own.step.state
+    for _ in range(3):
+        assert_same_state(model.hidden[0], plain.hidden[0])
+        for module in (chosen.module, plain):
+            module(x).backward()
+        assert_same_gradients(model, plain)
+
+
+def test_a_copy_of_a_region_that_forward_makes_is_plain() -> None:
+    def copying(self: Any, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        target = copy.deepcopy(self.last).requires_grad_(False)
+        return squares(self.last(h) - target(0.5 * h))
+
+    model, plain = twins(Wrap(copying, first=mlp(0.0), last=mlp(0.0)))
+    x = batch(64, 32)
+    chosen = plan(model, x, regions=["first", "last"], recompute="*")
+    for _ in range(2):
+        for module in (chosen.module, plain):
+            module(x).backward()
+        assert_same_gradients(model, plain)
+
+
 def test_a_copy_of_a_recurrent_layer_does_not_mind_the_training_of_the_other() -> None:
     original, copied = twins(Wrap(lambda self, x: squares(self.rnn(x)[0]), rnn=nn.GRU(8, 8)))  # weak references go on
     x = torch.randn(4, 5, 8)

@@ -234,7 +234,6 @@ _REENTRANT = _code_of(torch.utils.checkpoint.CheckpointFunction.forward)
 
 
 _SAVED = _code_of(torch.autograd.graph.saved_tensors_hooks.__enter__)
-_MOVES = _code_of(torch.nn.Module._apply)  # which takes gradients along
 _WATCHED = frozenset({ENVIRONMENT, _CHECKPOINT, _REENTRANT, _SAVED})
 
 
@@ -267,7 +266,7 @@ def _lie_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _asks_for_gradients(code: types.CodeType) -> bool:
     """Whether code is the user's, or torch's that the user calls for that: `zero_grad`, `clip_grad_norm_`."""
-    of_torch = code.co_filename.startswith(TORCH_FOLDER) and code is not _MOVES
+    of_torch = code.co_filename.startswith(TORCH_FOLDER) and code.co_name != "_apply"  # of Module.to()
     return of_torch or is_users_file(code.co_filename)
 
 

@@ -68,11 +68,13 @@ class Snapshot:
             self._walk(child, depth + 1)
 
     def _keep(self, tensor: torch.Tensor) -> None:
-        if isinstance(tensor, nn.Parameter):
-            self.gradients.append((tensor, tensor.grad))
-            self.room -= tensor.nbytes
-        if self.room >= 0 or not isinstance(tensor, nn.Parameter):
+        if not isinstance(tensor, nn.Parameter):
             self.tensors.append((tensor, tensor.detach().clone()))
+            return
+        self.gradients.append((tensor, tensor.grad))
+        self.room -= tensor.nbytes
+        if self.room >= 0:  # on the host: a device may be full
+            self.tensors.append((tensor, tensor.detach().to("cpu", copy=True)))
 
     def changed(self) -> list[str]:
         """Names of attributes and keys that now hold something else."""
@@ -92,8 +94,10 @@ class Snapshot:
                 refill(held, before)
         for tensor, before in self.tensors:
             if tensor.shape != before.shape:
-                tensor.data = before
-            elif tensor.layout is not torch.strided or not torch.equal(tensor, before):  # sparse ones are not compared
+                tensor.data = before.to(tensor.device)
+                continue
+            now = tensor.detach().to(before.device)
+            if tensor.layout is not torch.strided or not torch.equal(now, before):  # sparse ones are not compared
                 tensor.data.copy_(before)
         for tensor, gradient in self.gradients:
             tensor.grad = gradient

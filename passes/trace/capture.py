@@ -506,13 +506,13 @@ class StepTracer:
             finally:
                 self.asks = self.asks or known.computed.wanted
             failures.check()
-            if any(t.is_leaf and t.grad is not None for t in flat[: len(self.entries)]):
-                raise ACCUMULATED.at("forward")
             refuse_settings(torch_was)
             refuse_with_gradient(self.model, self.entries, state, self.given, self.carried)
             replaced = write_back(self.model, self.entries, state, self.carried)
             self.replaced = tuple(replaced)
             stack.close()  # what follows is not read by forward
+            if any(t.is_leaf and t.grad is not None for t in flat[: len(self.entries)]):
+                raise ACCUMULATED.at("forward")
             self.written |= given.places(self.recorder.written)
             result = given.returned(value, self.written)
             refuse_returned(replaced, result.tensors)

@@ -51,7 +51,7 @@ from .reads import (
     of_stood_for,
 )
 from .refuse import refuse_untracked
-from .unregistered import Constant, look_of, numbers_of
+from .unregistered import Constant, equal, look_of, numbers_of
 
 
 class Differs(Exception):
@@ -276,17 +276,15 @@ class _Matching:
         then = expected.value
         tensors = [t for t in (value, then) if isinstance(t, torch.Tensor)]
         self.matched.unregistered.looks += [(t, expected.look) for t in tensors]
-        if value is then and id(then) in self.reads.live - self.reads.taken:
+        numbers_count = id(then) in self.reads.taken
+        if value is then and id(then) in self.reads.live and not numbers_count:
             return look_of(then) == expected.look
         for tensor in tensors:
             refuse_untracked(tensor, "what forward reads")
         self.matched.unregistered.numbers += [(t, numbers_of(t)) for t in tensors]
-        if look_of(then) != expected.look or (id(then) in self.reads.taken and numbers_of(then) != expected.numbers):
+        if look_of(then) != expected.look or (numbers_count and numbers_of(then) != expected.numbers):
             return False
-        if value is then or type(value) is not type(then) or look_of(value) != expected.look:
-            return value is then
-        dense = value.layout is then.layout is torch.strided  # torch compares no others
-        return dense and value.stride() == then.stride() and torch.equal(value, then)
+        return value is then or equal(value, then)
 
 
 _AGREES: dict[type, Callable[[_Matching, Any, Any], bool]] = {

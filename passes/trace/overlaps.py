@@ -12,12 +12,12 @@ from .._torch import local_part
 from ..run.tensors import memory_of
 
 Overlaps = tuple[tuple[int, int], ...]
-_WITH_MEMORY = (torch.Tensor, nn.Parameter, nn.Buffer)
+WITH_MEMORY = (torch.Tensor, nn.Parameter, nn.Buffer)  # other classes may have no memory
 
 
 def spans(tensors: Sequence[torch.Tensor]) -> list[int] | None:
     """How many bytes of memory each reaches over; None where one has none of its own."""
-    return [_end(t) - t.data_ptr() for t in tensors] if all(type(t) in _WITH_MEMORY for t in tensors) else None
+    return [_end(t) - t.data_ptr() for t in tensors] if all(type(t) in WITH_MEMORY for t in tensors) else None
 
 
 def lie_apart(tensors: Sequence[torch.Tensor], spans: Sequence[int]) -> bool:
@@ -30,8 +30,8 @@ def overlaps(tensors: Sequence[torch.Tensor], overwritten: Sequence[int]) -> Ove
     """Pairs of a tensor that is overwritten and another one that has some of its memory."""
     if not overwritten:
         return ()
-    local = [t if type(t) in _WITH_MEMORY else local_part(t) for t in tensors]
-    places = [memory_of(t) if type(t) in _WITH_MEMORY else 0 for t in local]
+    local = [t if type(t) in WITH_MEMORY else local_part(t) for t in tensors]
+    places = [memory_of(t) if type(t) in WITH_MEMORY else 0 for t in local]
     owners: dict[int, list[int]] = {}
     for i in overwritten:
         owners.setdefault(places[i], []).append(i)

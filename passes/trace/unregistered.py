@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from .._torch import DisableTorchFunction
-
-_WITH_MEMORY = (torch.Tensor, nn.Parameter, nn.Buffer)
+from .overlaps import WITH_MEMORY
 
 
 def look_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -23,8 +21,14 @@ def numbers_of(tensor: torch.Tensor) -> tuple[int, int]:
 
     One that was made under `inference_mode` does not count its changes.
     """
-    has_memory = type(tensor) in _WITH_MEMORY and tensor.layout is torch.strided
+    has_memory = type(tensor) in WITH_MEMORY and tensor.layout is torch.strided
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr() if has_memory else 0
+
+
+def equal(a: Any, b: torch.Tensor) -> bool:
+    """Whether a value is a tensor with the look, strides and numbers of another; torch compares dense ones alone."""
+    dense = type(a) is type(b) and a.layout is b.layout is torch.strided
+    return dense and look_of(a) == look_of(b) and a.stride() == b.stride() and torch.equal(a, b)
 
 
 @dataclass(frozen=True, eq=False)

@@ -235,7 +235,7 @@ def test_states_are_counted(kind: type[Deep]) -> None:
         peak = plan.static_bytes + measure_peak(partial(train, [(plan.module, model)], batch(), step))
         if step and kind is Repackaged:  # nothing from before the first is freed where it is measured
             assert before + peak == plan.peak_bytes
-        assert peak <= plan.peak_bytes
+        assert 0.8 * plan.peak_bytes <= peak <= plan.peak_bytes
 
 
 def test_a_state_that_is_reset_needs_no_other_plan() -> None:

@@ -58,6 +58,8 @@ try:
         "_C._get_mkldnn_enabled", "_C._get_cudnn_enabled", "Tensor._make_wrapper_subclass",
         "_C._disabled_torch_function_impl", "autograd.function.BackwardCFunction",
         "nn.utils.parametrize._cache_enabled", "library._scoped_library", "_is_all_true", "_is_any_true",
+        "nn.modules.activation._is_make_fx_tracing", "_nested_tensor_from_mask_left_aligned",
+        "_nested_tensor_from_mask",
     ):  # fmt: skip
         operator.attrgetter(_name)(torch)
 except (ImportError, AttributeError) as error:
@@ -72,6 +74,8 @@ from .run._torch import DEFAULTS, Autocast
 __all__ = [
     "AUTOGRAD_KEYS",
     "FUNCTIONAL_COLLECTIVES",
+    "LEFT_ALIGNED",
+    "NESTED_FROM_MASK",
     "TORCH_FOLDER",
     "TORCH_VERSION",
     "TRUE_OF_ALL_OR_ANY",
@@ -116,6 +120,7 @@ __all__ = [
     "is_distributed",
     "is_traced",
     "keep_gradient_spread",
+    "left_aligned",
     "local_part",
     "local_parts",
     "look_alike",
@@ -140,6 +145,7 @@ __all__ = [
     "swapped_state",
     "symbolic",
     "torch_settings",
+    "unaware_of_tracing",
     "with_modes_inside",
     "without_sources",
     "wrapped_tensors",
@@ -309,6 +315,58 @@ def compiling_flags() -> Iterator[None]:
         yield
     finally:
         compiler._is_compiling_flag, compiler._is_exporting_flag = before
+
+
+@contextlib.contextmanager
+def unaware_of_tracing() -> Iterator[None]:
+    """Let torch's modules that ask whether something traces them go eager's way in this thread (attention's fast path).
+
+    They do so by `has_torch_function`, which holds under any function mode, and by make_fx's own mode.
+    """
+    asked = [(_OVERRIDES, "has_torch_function"), (_ATTENTION, "_is_make_fx_tracing")]
+    before = [getattr(module, name) for module, name in asked]
+    here = _InThisThread()
+
+    def has_torch_function(values: Any) -> bool:
+        if not here or not all(map(_is_of_a_trace, function_mode_stack())):
+            return bool(before[0](values))
+        return any(type(v) not in (torch.Tensor, nn.Parameter) and _overrides_functions(type(v)) for v in values)
+
+    try:
+        _OVERRIDES.has_torch_function = has_torch_function
+        _ATTENTION._is_make_fx_tracing = lambda: not here and before[1]()
+        yield
+    finally:
+        for (module, name), value in zip(asked, before, strict=True):
+            setattr(module, name, value)
+
+
+_OVERRIDES: Any = torch.overrides
+_ATTENTION: Any = torch.nn.modules.activation
+
+
+NESTED_FROM_MASK = torch._nested_tensor_from_mask
+LEFT_ALIGNED: Any = torch._nested_tensor_from_mask_left_aligned  # of a tensor and a mask: whether its True come first
+
+
+def left_aligned(mask: torch.Tensor) -> bool:
+    """The same of a mask alone; a trace, whose kernels would answer for zeros, has to know it.
+
+    Raises:
+        DataDependentOutputException: it has no values.
+    """
+    if isinstance(mask, (FakeTensor, FunctionalTensor)):
+        raise DataDependentOutputException(LEFT_ALIGNED)
+    return bool(LEFT_ALIGNED(mask.unsqueeze(-1), mask))
+
+
+def _is_of_a_trace(mode: Any) -> bool:
+    return type(mode).__module__.startswith(("passes.", "planner.", "torch._", "torch.fx."))
+
+
+def _overrides_functions(kind: type) -> bool:
+    disabled = torch._C._disabled_torch_function_impl
+    return getattr(kind, "__torch_function__", disabled) is not disabled
 
 
 class _GeneratorOfThread:
@@ -697,8 +755,12 @@ def global_hooks() -> list[Any]:
 
 def function_modes() -> list[Any]:
     """The `TorchFunctionMode`s that are active, but for torch's own (of the default device) and ours."""
-    count = torch._C._len_torch_function_stack()
-    return [mode for mode in map(torch._C._get_function_stack_at, range(count)) if _is_users(type(mode))]
+    return [mode for mode in function_mode_stack() if _is_users(type(mode))]
+
+
+def function_mode_stack() -> list[Any]:
+    """All that are active."""
+    return list(map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack())))
 
 
 def num_dispatch_modes() -> int:

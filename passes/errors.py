@@ -48,6 +48,10 @@ class StateChanged(Unsupported):
     """Forward leaves something that a later call reads: a table that grows with the longest batch, or a counter."""
 
 
+class OnlyInEager(Unsupported):
+    """What eager alone runs as it is: a call in training that comes to it does so, with a warning."""
+
+
 class InputMismatch(PlannerError):
     """A call's inputs do not have the structure, shape, dtype or device the plan was made for.
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import TRUE_OF_ALL_OR_ANY, is_traced
+from .._torch import LEFT_ALIGNED, TRUE_OF_ALL_OR_ANY, is_traced
 from ..errors import CaptureError
 from .places import place, user_frame
 
@@ -31,7 +31,7 @@ _TRUE = frozenset({Tensor.__bool__, torch.is_nonzero, Tensor.is_nonzero})
 _ALIKE: dict[Any, Any] = {
     torch.equal: torch.eq, Tensor.equal: torch.eq, torch.allclose: torch.isclose, Tensor.allclose: torch.isclose,
 }  # fmt: skip
-YES_OR_NO = _TRUE | _ALIKE.keys()
+YES_OR_NO = _TRUE | _ALIKE.keys() | {LEFT_ALIGNED}
 _LOOKING = frozenset({
     *TRUE_OF_ALL_OR_ANY,
     *(getattr(of, name) for of in (torch, Tensor) for name in ("all", "any", "isnan", "isinf", "isfinite")),

@@ -5,11 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from .._torch import is_compiled
-from ..errors import Unsupported
-
-
-class CompiledPart(Unsupported):
-    """A submodule that is compiled in place."""
+from ..errors import OnlyInEager, Unsupported
 
 
 def refuse_compiled(model: nn.Module) -> None:
@@ -24,10 +20,10 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 def refuse_compiled_parts(model: nn.Module) -> None:
-    """Raise CompiledPart for a submodule that is compiled in place, in what is to be one step."""
+    """Raise OnlyInEager for a submodule that is compiled in place, in what is to be one step."""
     for name, part in model.named_modules():
         if name and is_compiled(part):
-            raise CompiledPart(
+            raise OnlyInEager(
                 "compiled submodule", f"{name} ({type(part).__name__}, by its compile())",
                 "a planned step runs its ops without the compiler, and would have other bits",
                 'Plan the model before compile() is called, or by regions (regions="auto", or patterns), between which '

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .._torch import TORCH_FOLDER, torch_settings
-from ..errors import Unsupported
+from ..errors import OnlyInEager, Unsupported
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,11 @@ class Construct:
     what: str
     why: str
     remedy: str
+    error: type[Unsupported] = Unsupported
 
     def at(self, place: str) -> Unsupported:
         """The refusal of one that was found there."""
-        return Unsupported(self.what, place, self.why, self.remedy)
+        return self.error(self.what, place, self.why, self.remedy)
 
 
 SEED = Construct(
@@ -118,6 +119,21 @@ MEMORY = Construct(
     "Ask outside forward, and pass the answer as an argument.",
 )
 
+NESTED = Construct(
+    "a nested tensor, which nn.TransformerEncoder makes of a padded batch in eval mode without gradients,",
+    "its shape depends on the data, which a trace does not have",
+    "Build it with enable_nested_tensor=False, or call torch.backends.mha.set_fastpath_enabled(False) before planning "
+    "and training.",
+    OnlyInEager,
+)
+
+INFERENCE = Construct(
+    "torch.inference_mode() in forward",
+    "tensors made in it cannot be traced, and some kernels have other bits in it",
+    "Use torch.no_grad(), or keep what runs in it out of the modules that are to be planned (regions=).",
+    OnlyInEager,
+)
+
 UNTRACKED = Construct(
     "tensor made under torch.inference_mode()",
     "torch does not count its changes, which a plan has to notice",
@@ -178,6 +194,8 @@ BETWEEN = frozenset({
 @functools.lru_cache(maxsize=8192)
 def python_call(code: types.CodeType) -> Construct | None:
     """What a function that is not the user's is, if the user's code is not to call it in forward."""
+    if code is torch.inference_mode.__enter__.__code__:
+        return INFERENCE
     path, name = code.co_filename, code.co_name
     return _FILES.get(path) or next((c for (file, n), c in _NAMED.items() if n == name and path.endswith(file)), None)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import private_generator
+from .._torch import private_generator, unaware_of_tracing
 from ..exclusive import exclusive
 from .state import Snapshot
 
@@ -27,7 +27,10 @@ def isolated(model: nn.Module, loss_fn: Any = None, arguments: Sequence[Any] = (
     collects = gc.isenabled()
     try:
         gc.disable()  # what a collection calls back, or finalizes, is not part of the forward
-        with private_generator(), before.iterators_held(), torch.random.fork_rng(devices=devices), torch.enable_grad():
+        with (
+            private_generator(), before.iterators_held(), torch.random.fork_rng(devices=devices), torch.enable_grad(),
+            unaware_of_tracing(),
+        ):  # fmt: skip
             yield before
     finally:
         if collects:

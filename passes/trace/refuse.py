@@ -17,7 +17,7 @@ from passes._torch import (
     plain_class,
     wrapped_tensors,
 )
-from passes.errors import Unsupported
+from passes.errors import OnlyInEager, Unsupported
 
 from .constructs import UNTRACKED
 from .modules import misnamed
@@ -117,9 +117,9 @@ def storage_kind(tensor: torch.Tensor) -> str:
 
 
 def refuse_not_dense(tensor: torch.Tensor, place: str) -> None:
-    """Raise Unsupported for a tensor whose memory is not one strided block, in what is to be one step."""
+    """Raise OnlyInEager for a tensor whose memory is not one strided block, in what is to be one step."""
     if kind := storage_kind(tensor):
-        raise Unsupported(
+        raise OnlyInEager(
             f"{kind} tensor", place, "its memory is not one dense block",
             "Use a dense tensor (to_dense(), dequantize(), padding with a mask), or, if it is sparse, name submodules "
             'to plan that take none (regions=["encoder.*"]): code between them may read it.',

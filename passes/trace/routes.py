@@ -3,21 +3,25 @@
 Some of autograd's formulas look at values: whether a factor of `prod` is zero, where a full `max` lies. Under any
 dispatch mode, which tracing is, they take a way around that gives other bits, or other strides (ATen's
 `isTensorSubclassLike`). While tracing, such an op's backward is therefore one op of its own, `planner::gradient_of`,
-that runs eager's formula. `python -m tests.databases.routes` finds them.
+that runs eager's formula. `python -m tests.databases.routes` finds them; with `--autocast`, kernels that call ops
+which autocast casts: in eager it reaches those, and a planned step runs kernels without autocast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from passes._torch import AUTOGRAD_KEYS, native_kernels, skip_autograd
-from passes.errors import Unsupported
+from passes.errors import OnlyInEager, Unsupported
 from passes.fuse.fused import LIBRARY
 from passes.run._torch import active_autocast, under_autocast
 from passes.run.gradients import gradient_of, sum_of_selected
+
+from .places import place, user_frame
 
 aten = torch.ops.aten
 
@@ -62,6 +66,14 @@ REROUTED: dict[Any, tuple[int, ...]] = {
 IN_PLACE = {aten.masked_fill_.Tensor: aten.masked_fill.Tensor, aten.cumprod_.default: aten.cumprod.default}
 
 
+# Ops whose kernels, or gradients above, take products of matrices, and what they are called.
+WITH_PRODUCTS = {
+    aten._trilinear.default: "F.bilinear", aten.linalg_pinv.atol_rtol_tensor: "torch.linalg.pinv",
+    aten.ormqr.default: "the gradient of torch.ormqr",
+    aten.linalg_householder_product.default: "the gradient of torch.linalg.householder_product",
+}  # fmt: skip
+
+
 class _Rerouted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: Any, constants: tuple[int, ...], *tensors: torch.Tensor) -> Any:
@@ -73,6 +85,7 @@ class _Rerouted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         tensors, needed = list(ctx.saved_tensors), ctx.needs_input_grad[2:]
+        _refuse_cast_products(ctx.op, tensors)
         name = str(ctx.op).removeprefix("aten.")
         differentiated = [i for i, wanted in enumerate(needed) if wanted]
         found = [
@@ -85,6 +98,7 @@ class _Rerouted(torch.autograd.Function):
 def kernels() -> dict[tuple[Any, Any], Callable[..., Any]]:
     """What stands for each op on each of autograd's keys while tracing."""
     found = {op: _kernel(op) for op in (*REROUTED, *IN_PLACE)}
+    found |= {op: _products(op) for op in WITH_PRODUCTS if op not in found}
     found |= {aten.ctc_loss.IntList: _ctc_loss, aten.cross_entropy_loss.default: _cross_entropy_loss}
     found |= {aten.affine_grid_generator.default: _affine_grid, aten.cudnn_batch_norm.default: _cudnn_batch_norm}
     return {(op, key): kernel for op, kernel in found.items() for key in AUTOGRAD_KEYS}
@@ -121,6 +135,29 @@ def _kernel(op: Any) -> Callable[..., Any]:
         return result if op is functional else args[0].copy_(result)
 
     return run
+
+
+def _products(op: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _refuse_cast_products(op, [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)])
+        with native_kernels():
+            return op(*args, **kwargs)
+
+    return run
+
+
+def _refuse_cast_products(op: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise OnlyInEager where autocast would cast what the op's kernel multiplies."""
+    cast = dict(active_autocast())
+    if op in WITH_PRODUCTS and any(
+        t.is_floating_point() and t.dtype not in (torch.float64, cast.get(t.device.type, t.dtype)) for t in tensors
+    ):
+        raise OnlyInEager(
+            f"{WITH_PRODUCTS[op]} under autocast", place(user_frame(sys._getframe(1))),
+            "autocast reaches the products within its kernel, and a planned step runs kernels without autocast",
+            "Put torch.autocast(device_type, enabled=False) around it, or keep it in a submodule, which then runs in "
+            "eager between regions.",
+        )  # fmt: skip
 
 
 def _cross_entropy_loss(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from passes._torch import (
+    LEFT_ALIGNED,
     DataDependentOutputException,
     DisableTorchFunction,
     FakeTensor,
@@ -31,6 +32,7 @@ from passes._torch import (
     WeakIdKeyDictionary,
     behind_functional,
     disable_current_modes,
+    left_aligned,
     mutation_count,
     outside_tracing,
 )
@@ -44,7 +46,7 @@ LARGEST_OF_STATE = 1 << 10
 FACTORIES = frozenset({torch.arange, torch.zeros, torch.ones, torch.full, torch.tensor, torch.linspace, torch.eye,
                        torch.scalar_tensor})  # fmt: skip
 _NUMBERS: set[Any] = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.tolist}
-QUESTIONS = YES_OR_NO | {Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__index__}
+QUESTIONS = YES_OR_NO | {left_aligned, Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__index__}
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ class KnownValues(Listening):
         return self._call(func, args, kwargs)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is LEFT_ALIGNED:  # whatever the values of the other tensor
+            func, args = left_aligned, args[1:]
         tensors = list(tensors_in((args, kwargs)))
         known = [t for t in tensors if self._of(t) is not None]
         given = frozenset[int]().union(*(self.known[t].given for t in known))

@@ -16,7 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
-from .._torch import TORCH_FOLDER
+from .._torch import NESTED_FROM_MASK, TORCH_FOLDER
 from ..errors import Unsupported
 from .constructs import (
     BETWEEN,
@@ -25,6 +25,7 @@ from .constructs import (
     GRADIENT,
     HISTORY,
     MEMORY,
+    NESTED,
     OF_ARGUMENT,
     REDRAWN,
     REENTRANT,
@@ -144,6 +145,8 @@ class Watch(TorchFunctionMode):
                 self._refuse(DATA, user_frame(caller))
             elif args and id(args[0]) in self.given and _is_gradient(func) and _asks_for_gradients(caller.f_code):
                 self._refuse(GRADIENT, user_frame(caller))
+            elif func is NESTED_FROM_MASK:
+                self._refuse(NESTED, user_frame(caller))
             elif is_users_file(caller.f_code.co_filename) and args:
                 if func is torch.Tensor.retain_grad and not args[0].is_leaf:
                     self._refuse(RETAINED, caller)

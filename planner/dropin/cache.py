@@ -26,7 +26,15 @@ from passes._torch import (
     saving_hooks_aside,
 )
 from passes.device import empty_cache, kind_of
-from passes.errors import CaptureError, ForwardFailed, InputMismatch, NoBackward, StateChanged, Unsupported
+from passes.errors import (
+    CaptureError,
+    ForwardFailed,
+    InputMismatch,
+    NoBackward,
+    OnlyInEager,
+    StateChanged,
+    Unsupported,
+)
 from passes.exclusive import turn
 from passes.printable import brief, describe_kind
 from passes.run._torch import Autocast, active_saving_hooks, backward_number
@@ -36,7 +44,6 @@ from passes.run.step import refuse_tracing
 from passes.trace.arguments import argument_names, run_model, set_forward, state_tensors
 from passes.trace.binding import binder
 from passes.trace.carried import carried, carry
-from passes.trace.compiled import CompiledPart
 from passes.trace.first_call import Remembers, remember, remembered
 from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match, match_arguments
@@ -243,7 +250,7 @@ class PlanState:
             except (ForwardFailed, StateChanged) as error:  # the plain forward leaves what it leaves in eager
                 warnings.warn(f"planned step not used, not under the budget: {error}", stacklevel=user_level())
                 return None, []
-            except (CaptureError, RegionError, CompiledPart) as error:  # training goes on
+            except (CaptureError, RegionError, OnlyInEager) as error:  # training goes on
                 self.idle.append((key, trained))
                 warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=user_level())
                 return None, []

@@ -79,7 +79,8 @@ def state_key(t: torch.Tensor) -> tuple[Any, ...]:
     if is_distributed(t):
         spread: Any = t
         return (*state_key(local_part(t)), tuple(map(str, spread.placements)), tuple(t.shape))
-    return t.shape, t.dtype, home(t), t.requires_grad, arrangement(t), manner(t)
+    shape = "nested" if t.is_nested else t.shape  # a nested one has none
+    return shape, t.dtype, home(t), t.requires_grad, arrangement(t), manner(t)
 
 
 def module_key(module: nn.Module) -> Any:

@@ -100,6 +100,8 @@ class HollowForward:
             why = "it is called in a thread that forward starts: call it in the one that calls the model"
         if owner := active_saving_hooks():
             why = f"it runs under {owner}, which decides what is kept there: leave that out"
+        if any(t.is_nested for t in tensors):
+            why = "it is called with a nested tensor, which has no shape: pad it, with a mask"
         if under_transform(tensors):
             why = "it runs under a transform of torch.func, or in forward-mode differentiation"
         if backward_number() >= 0:

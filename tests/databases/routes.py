@@ -3,7 +3,8 @@
 ATen asks whether any dispatch mode is active (`isTensorSubclassLike`) and then avoids what reads values, so the plain
 step under an empty mode shows the formulas that a trace would take. Each sample runs as it is, with zeros among its
 values, with its matrices in columns, and with gradients that are not finite. Prints what has other bits, or gradients
-in other strides; `passes.trace.routes` lists the ops.
+in other strides; `passes.trace.routes` lists the ops. With `--autocast bfloat16`: ops whose kernels call others that
+autocast casts, which it does in eager and not in a planned step, whose kernels run without it, as under a mode.
 """
 
 from __future__ import annotations
@@ -31,6 +32,27 @@ class Empty(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
+
+
+def cast_within(cast: torch.dtype, samples: int, names: list[str]) -> Iterator[tuple[str, str]]:
+    """`(sample, what differs)` of each sample that autocast to `cast` reaches within a kernel."""
+    for case in cases(torch.float32, ("outside",), samples, names, modules=True):
+        try:
+            step = case.make()
+            with Empty():
+                _, other_gradients = plain_step(step)
+                rerouted_step = run(step, step, other_gradients)
+            other = run(step, step, other_gradients)
+            with torch.autocast("cpu", dtype=cast):
+                _, gradients = plain_step(step)
+                plain = [run(step, step, gradients) for _ in range(REPEATS)]
+                with Empty():
+                    traced = run(step, step, gradients)
+        except Exception:  # noqa: BLE001 - not a sample for training under autocast
+            continue
+        found = _differences(plain[0], traced)
+        if found and not _differences(other, rerouted_step) and not any(_differences(plain[0], p) for p in plain[1:]):
+            yield case.name, ", ".join(found)
 
 
 def rerouted(dtype: torch.dtype, samples: int, names: list[str]) -> Iterator[tuple[str, str]]:
@@ -89,9 +111,13 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--samples", type=int, default=1)
+    parser.add_argument("--autocast", choices=["bfloat16", "float16"], help="look for kernels that autocast reaches")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    found = list(rerouted(DTYPES[options.dtype], options.samples, options.names))
+    if options.autocast:
+        found = list(cast_within(getattr(torch, options.autocast), options.samples, options.names))
+    else:
+        found = list(rerouted(DTYPES[options.dtype], options.samples, options.names))
     for name, what in found:
         print(f"{name}: {what}")
     return 0

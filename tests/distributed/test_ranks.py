@@ -323,7 +323,7 @@ def test_a_killed_rank_is_an_error_on_the_others() -> None:
     first, second = try_ranks(fail, "killed")
     assert isinstance(second, Failed)
     assert first[0] == RankError.__name__ and "rank 1 of 2" in first[1] and first[2] < 30
-    said = r"Connection closed by peer[^()]*[0-9]|Read error[^()]*[0-9]: Connection reset by peer"  # as gloo came to know
+    said = r"Connection closed by peer[^()]*[0-9]|Read error[^()]*[0-9]: Connection reset by peer"  # as gloo notices
     assert re.fullmatch(rf".* cannot be reached \(({said})\)", first[1])
 
 

@@ -74,6 +74,7 @@ from .run._torch import DEFAULTS, Autocast
 __all__ = [
     "AUTOGRAD_KEYS",
     "FUNCTIONAL_COLLECTIVES",
+    "INFERENCE_CODE",
     "LEFT_ALIGNED",
     "NESTED_FROM_MASK",
     "TORCH_FOLDER",
@@ -345,6 +346,7 @@ _OVERRIDES: Any = torch.overrides
 _ATTENTION: Any = torch.nn.modules.activation
 
 
+INFERENCE_CODE = torch.inference_mode.__enter__.__code__
 NESTED_FROM_MASK = torch._nested_tensor_from_mask
 LEFT_ALIGNED: Any = torch._nested_tensor_from_mask_left_aligned  # of a tensor and a mask: whether its True come first
 

@@ -121,6 +121,11 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return block
 
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes take no new segment; of the small pool, whose segments are small, always."""
+        size = -(-size // GRANULE) * GRANULE
+        return size <= LARGEST_SMALL or self._best_fit(self.large, size) is not None
+
     def release(self, block: Block) -> None:
         """Take back what `allocate` returned."""
         block.free = True

@@ -7,15 +7,17 @@ Neural Net Inference", 2020): the largest block first, each in the smallest gap.
 from __future__ import annotations
 
 import random
-from bisect import insort
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from passes.allocator import ENDLESS, GRANULE, LARGEST_SMALL, CachingAllocator
+import numpy as np
+
+from passes.allocator import ENDLESS, GRANULE, LARGEST_SMALL, Block, CachingAllocator
 from passes.device import round_up
 
 FAR = ENDLESS  # where the last gap lies, which has no end
-PAIRS = 12_000_000  # of blocks that are compared in all
+_LATE = ENDLESS // 2  # what makes a gap that grows come after all others that end
+PAIRS = 60_000_000  # of blocks that are compared in all
 
 
 class Held(NamedTuple):
@@ -27,10 +29,16 @@ class Held(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Free memory, in the order in which the allocator takes it."""
+    """Free memory; `grows` where more can be mapped behind it, which the allocator would rather leave."""
 
     size: int
     address: int
+    grows: bool = False
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        """Their order is that in which the allocator takes them."""
+        return self.grows, self.size, self.address
 
 
 Blocks = Mapping[int, Held]  # by the number of the allocation
@@ -51,67 +59,101 @@ def held_blocks(events: Sequence[int]) -> dict[int, Held]:
 
 def gaps_of(allocator: CachingAllocator) -> list[Gap]:
     """The free memory for larger blocks."""
-    return [Gap(size, address) for size, address, _ in allocator.large.free]
+    return [Gap(size, address, _can_grow(block)) for size, address, block in allocator.large.free]
+
+
+def _can_grow(block: Block) -> bool:
+    return block.after is not None and not block.after.mapped
 
 
 class Packer:
     """Finds addresses for blocks, the largest first, each in the smallest gap there is for as long as it is held.
 
     Attributes:
+        repeats: blocks that lie where an earlier one does.
         pairs: of blocks that may still be compared.
     """
 
     def __init__(self, blocks: Blocks) -> None:
-        self.blocks, self.pairs = blocks, PAIRS
+        self.repeats, self.pairs = _repeats(blocks), PAIRS
+        last = {first: blocks[n].dies for n, first in self.repeats.items()}
+        self.blocks = {n: block._replace(dies=last.get(n, block.dies)) for n, block in blocks.items()}
 
     def pack(
-        self, which: Collection[int], gaps: Sequence[Gap], lying: Mapping[int, tuple[int, Held]], way: int
+        self, which: Collection[int], gaps: Sequence[Gap], lying: Collection[tuple[int, Held]], way: int
     ) -> tuple[dict[int, int], int]:
         """Addresses of the blocks, and the bytes of the last of the gaps that they need, which has no end.
 
         Args:
             gaps: what is free besides, the last of them at `FAR`.
-            lying: addresses of other blocks.
+            lying: other blocks, each with its address.
             way: which of the ways to pack: but for the first, sizes are a little off.
         """
         rng, blocks = random.Random(way), self.blocks
+        given = set(which)
+        repeats = {n: self.repeats[n] for n in which if self.repeats.get(n) in given}
+        which = [n for n in which if n not in repeats]
         off = {n: rng.uniform(0.8, 1.2) if way else 1.0 for n in which}
         ordered = sorted(which, key=lambda n: (-blocks[n].size * off[n], blocks[n].born - blocks[n].dies))
-        placed = sorted((address, held) for address, held in lying.values())
+        room, top, by_address = len(lying) + len(which), 0, sorted(gaps, key=lambda gap: gap.address)
+        addresses, ends, born, dies = (np.zeros(room, np.int64) for _ in range(4))
+        for k, (address, held) in enumerate(lying):
+            addresses[k], ends[k], born[k], dies[k] = address, address + held.size, held.born, held.dies
         found: dict[int, int] = {}
-        top, by_address = 0, sorted(gaps, key=lambda gap: gap.address)
-        for n in ordered:
+        for k, n in enumerate(ordered, len(lying)):
             block = blocks[n]
-            busy = [(a, a + h.size) for a, h in placed if h.born < block.dies and block.born < h.dies]
-            self.pairs -= len(placed)
-            found[n] = _smallest(by_address, busy, block.size)
-            insort(placed, (found[n], block))
-            if found[n] >= FAR:
-                top = max(top, found[n] + block.size - FAR)
-        return found, top
+            self.pairs -= k
+            meeting = np.nonzero((born[:k] < block.dies) & (dies[:k] > block.born))[0]
+            busy = sorted(zip(addresses[meeting].tolist(), ends[meeting].tolist(), strict=True))
+            found[n] = address = _smallest(by_address, busy, block.size)
+            addresses[k], ends[k], born[k], dies[k] = address, address + block.size, block.born, block.dies
+            if address >= FAR:
+                top = max(top, address + block.size - FAR)
+        return found | {n: found[first] for n, first in repeats.items()}, top
+
+
+    def in_the_way_of(
+        self, which: Sequence[int], addresses: Mapping[int, int], lying: Sequence[tuple[int, Held]]
+    ) -> list[int]:
+        """Those of the blocks that would lie upon one of `lying`, both being held at one time."""
+        at = np.array([addresses[n] for n in which], np.int64)
+        sizes, born, dies = np.array([self.blocks[n] for n in which], np.int64).reshape(-1, 3).T
+        found = np.zeros(len(which), bool)
+        for address, held in lying:
+            in_time = (held.born < dies) & (born < held.dies)
+            found |= in_time & (address < at + sizes) & (at < address + held.size)
+        return [n for n, is_upon in zip(which, found.tolist(), strict=True) if is_upon]
+
+
+def _repeats(blocks: Blocks) -> dict[int, int]:
+    """Workspaces that are held right after an equal one was given back, with the first of those."""
+    found: dict[int, int] = {}
+    before = -1
+    for n, block in blocks.items():
+        last = blocks.get(before)
+        if last is not None and last.size == block.size and (last.dies, block.born, block.dies - 1) == (
+            last.born + 1, last.dies + 1, block.born
+        ):  # fmt: skip
+            found[n] = found.get(before, before)
+        before = n
+    return found
 
 
 def _smallest(gaps: Sequence[Gap], busy: Sequence[tuple[int, int]], size: int) -> int:
     """The address of the smallest room for so many bytes; `gaps` and what is busy in them by address."""
     best, room, k = 0, ENDLESS, 0
     for gap in gaps:
-        place, end = gap.address, gap.address + gap.size
+        place, end, late = gap.address, gap.address + gap.size, _LATE * gap.grows
         while k < len(busy) and busy[k][0] < end:
-            if size <= busy[k][0] - place < room:
-                best, room = place, busy[k][0] - place
+            if size <= busy[k][0] - place and busy[k][0] - place + late < room:
+                best, room = place, busy[k][0] - place + late
             place = max(place, busy[k][1])
             k += 1
-        if size <= end - place < room and gap.address < FAR:
-            best, room = place, end - place
+        if size <= end - place and end - place + late < room and gap.address < FAR:
+            best, room = place, end - place + late
         elif gap.address >= FAR and room == ENDLESS:
             best = place
     return best
-
-
-def meet(address: int, block: Held, other_address: int, other: Held) -> bool:
-    """Whether two blocks are held at one time and would lie upon each other."""
-    in_time = other.born < block.dies and block.born < other.dies
-    return in_time and other_address < address + block.size and address < other_address + other.size
 
 
 def any_in(gap: Gap, addresses: Collection[int]) -> bool:
@@ -121,7 +163,7 @@ def any_in(gap: Gap, addresses: Collection[int]) -> bool:
 
 def spacer_in(gap: Gap, least: int, gaps: Sequence[Gap]) -> int:
     """The smallest size that is served from a gap and leaves less than `least` bytes of it."""
-    smaller = max((g.size for g in gaps if g.size < gap.size), default=0)
+    smaller = max((g.size for g in gaps if g.rank < gap.rank and g.size <= gap.size), default=0)
     return min(gap.size, max(gap.size - least, smaller, LARGEST_SMALL) + GRANULE)
 
 

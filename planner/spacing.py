@@ -9,25 +9,24 @@ elsewhere the rest is packed anew, and spacers that change nothing are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from passes.allocator import ENDLESS, LARGEST_SMALL, OWN_SEGMENT, SMALL_SEGMENT, Block, CachingAllocator
+from passes.allocator import OWN_SEGMENT, SMALL_SEGMENT
 from passes.device import round_up
 from passes.run.arena import Arena, Spacing
 
 from .arena import ENOUGH, Reservation, aimed_bytes, least_to_ask_for
 from .events import Apart, Order
 from .footprint import Footprint, Start, ready
-from .packing import FAR, Gap, Held, Packer, Run, any_in, by_place, gaps_of, held_blocks, meet, spacer_in
+from .packing import FAR, Gap, Packer, by_place, gaps_of, held_blocks
+from .placing import Placing
 
 RESTS: tuple[Arena, ...] = ((), (OWN_SEGMENT,), (2 * OWN_SEGMENT,))  # segments beside it
 MORE = (0, 1, 2, 3, 4, 6, 8, 12)  # how much larger than packed it may be, in units of 2 MiB
-WAYS, TRIED, ANEW = 30, 6, 60  # ways to pack that are compared, and that are tried; how often one try packs anew
+WAYS, TRIED = 30, 6  # ways to pack that are compared, and that are tried
 EVENTS = 600_000  # that are played in all
-SINGLE = 2  # how many of an op's blocks are tried one by one
-SLACK = 1.001  # allocated with spacers over without: where blocks lie decides which are given out with their rest
-LASTING = 1000  # how much more it counts where a block lies that outlives its op
+SLACK = 1.01  # allocated with spacers over without: where blocks lie decides which are given out with their rest
 # Spacers that there may be for each op: where no more is reserved than aimed at, and elsewhere.
 FEW, MANY = 0.1, 0.5
 DROPS = 900_000  # events that are played to see which spacers change nothing
@@ -87,9 +86,11 @@ class _Search:
         found, least = list[tuple[int, int, Arena, int]](), least_to_ask_for(self.start)
         for rest in RESTS:
             allocator = ready(self.start, rest, self.before)
+            if rest and allocator.reserved_bytes == ready(self.start, (), self.before).reserved_bytes:
+                continue  # it is served from what is there
             gaps, blocks = [*gaps_of(allocator), Gap(FAR, FAR)], self.packer.blocks
             ways = max(2, min(WAYS, self.packer.pairs // (4 * len(blocks) ** 2 + 1)))
-            packed = sorted((self.packer.pack(blocks, gaps, {}, way)[1], way) for way in range(ways))
+            packed = sorted((self.packer.pack(blocks, gaps, (), way)[1], way) for way in range(ways))
             for rank, (packed_bytes, way) in enumerate(packed[:TRIED]):
                 size = max(round_up(packed_bytes, SMALL_SEGMENT), sum(rest) + SMALL_SEGMENT)
                 for k, more in enumerate(MORE):
@@ -99,12 +100,13 @@ class _Search:
                 yield arena, way
 
     def _attempt(self, arena: Arena, way: int) -> None:
-        allocator = ready(self.start, arena, self.before)
-        is_there = any(gap.size == arena[-1] for gap in gaps_of(allocator))
-        if not is_there or allocator.peak_allocated_bytes > self.limit_bytes:
+        starts = [replace(self.start, descending=way) for way in (False, True)]
+        allocators = [ready(start, arena, self.before) for start in starts]
+        is_there = any(gap.size == arena[-1] for gap in gaps_of(allocators[0]))
+        if not is_there or allocators[0].peak_allocated_bytes > self.limit_bytes:
             return
-        placing = _Placing(self.apart, self.packer, allocator, arena[-1], self.limit_bytes, way)
-        self.events -= 2 * self.length
+        placing = Placing(self.apart, self.packer, allocators, arena[-1], self.limit_bytes, way)
+        self.events -= 4 * self.length
         if placing.run(self.needed.reserved_bytes):
             self._consider(arena, placing.spacers)
 
@@ -142,153 +144,3 @@ class _Search:
             if allocator.peak_reserved_bytes > self.needed.reserved_bytes:
                 return False
         return allocator.peak_allocated_bytes <= self.limit_bytes
-
-
-class _Placing:
-    """One step, with spacers where blocks would not come to lie where they are packed.
-
-    Attributes:
-        spacers: their sizes, by the place of the op in the schedule.
-        lying: the blocks that are held, with their addresses.
-    """
-
-    def __init__(
-        self, apart: Apart, packer: Packer, allocator: CachingAllocator, largest: int, limit_bytes: int, way: int
-    ) -> None:
-        self.events, self.runs = apart.steps[1], apart.runs[1]
-        self.packer, self.allocator, self.limit_bytes, self.way = packer, allocator, limit_bytes, way
-        self.blocks, gaps = packer.blocks, gaps_of(allocator)
-        arena = next(gap for gap in gaps if gap.size == largest)
-        self.shift = arena.address - FAR
-        self.gaps = [*(gap for gap in gaps if gap is not arena), Gap(FAR, FAR)]
-        self.end = arena.address + arena.size
-        self.planned, _ = packer.pack(self.blocks, self.gaps, {}, way)
-        self.spacers: dict[int, tuple[int, ...]] = {}
-        self.lying: dict[int, tuple[int, Held]] = {}
-        self.made: list[Block] = []
-        self.is_off, self.anew = False, 0
-
-    def run(self, most_reserved: int) -> bool:
-        """Whether less is reserved for the step."""
-        done = 0
-        for run in self.runs:
-            self._play(done, run.start)
-            self._op(run)
-            done = run.end
-            if self.allocator.peak_reserved_bytes >= most_reserved or self.anew > ANEW or self.packer.pairs <= 0:
-                return False
-        self._play(done, len(self.events))
-        return self.allocator.peak_reserved_bytes < most_reserved
-
-    def _op(self, run: Run) -> None:
-        count = sum(event > 0 for event in self.events[run.start : run.end])
-        wanted = [n for n in range(len(self.made), len(self.made) + count) if n in self.blocks]
-        if not wanted:
-            self._play(run.start, run.end)
-            return
-        if self.is_off:
-            self._pack_anew(wanted[0])
-        sizes = self._chosen(wanted, run)
-        spacers = [self.allocator.allocate(size) for size in sizes]
-        self._play(run.start, run.end)
-        for spacer in spacers:
-            self.allocator.release(spacer)
-        if sizes:
-            self.spacers[run.place] = sizes
-
-    def _pack_anew(self, first: int) -> None:
-        """Around what lies elsewhere: what it is in the way of, or else all that comes."""
-        self.is_off, self.anew = False, self.anew + 1
-        later = [n for n in self.blocks if n >= first]
-        moved = [pair for n, pair in self.lying.items() if pair[0] != self.planned[n]]
-        stuck = [n for n in later if any(meet(self.planned[n], self.blocks[n], *pair) for pair in moved)]
-        staying = {n: (self.planned[n], self.blocks[n]) for n in set(later) - set(stuck)}
-        found, packed_bytes = self.packer.pack(stuck, self.gaps, self.lying | staying, self.way)
-        if packed_bytes > self.end - self.shift - FAR:
-            other, other_bytes = self.packer.pack(later, self.gaps, self.lying, self.way)
-            found = other if other_bytes < packed_bytes else found
-        self.planned |= found
-
-    def _chosen(self, wanted: Sequence[int], run: Run) -> tuple[int, ...]:
-        """Spacers for all blocks of an op, for those that outlive it, for one, or none: what errs least."""
-        lasting = [n for n in wanted if self.blocks[n].dies >= run.end]
-        single = sorted(wanted, key=lambda n: -self.blocks[n].size)[:SINGLE]
-        least, best = float(ENDLESS), tuple[int, ...]()
-        ways = [(which, tight) for tight in (True, False) for which in (wanted, lasting, *([n] for n in single))]
-        for sizes in dict.fromkeys([*(self._in_the_way(*way) for way in ways), ()]):
-            if (wrong := self._wrong(sizes, run)) < least or (not sizes and wrong == least):
-                least, best = wrong, sizes
-            if not wrong:
-                break
-        return best
-
-    def _in_the_way(self, which: Collection[int], tight: bool) -> tuple[int, ...]:
-        """Sizes of spacers that leave no gap for these blocks that the allocator would take instead.
-
-        Args:
-            tight: whether they leave what is too small, or fill gaps.
-        """
-        gaps = gaps_of(self.allocator)
-        targets, sizes = {self._address(n) for n in which}, list[int]()
-        for n in which:
-            address, size = self._address(n), self.blocks[n].size
-            own = next((g for g in gaps if g.address <= address and address + size <= g.address + g.size), None)
-            if own is None:
-                continue
-            front = address - own.address
-            if front <= LARGEST_SMALL or any(own.address <= a < address for a in targets):
-                front = 0
-            least = min(size, front) if front else size
-            others = [g for g in gaps if least <= g.size and g < own and not any_in(g, targets)]
-            needed = [spacer_in(gap, least, gaps) if tight else gap.size for gap in others]
-            needed += [front] if front else []
-            for each in dict.fromkeys(needed):
-                sizes += [each] * (needed.count(each) - sizes.count(each))
-        return tuple(sizes)
-
-    def _address(self, n: int) -> int:
-        address = self.planned[n]
-        return address + self.shift if address >= FAR else address
-
-    def _wrong(self, sizes: Sequence[int], run: Run) -> float:
-        """Bytes that come to lie elsewhere than packed, those that outlive the op above all; endless where too much
-        would be allocated, or more be reserved. Nothing is changed.
-        """
-        allocator = self.allocator
-        peaks = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
-        most = allocator.allocated_bytes + sum(sizes)
-        if sizes and (most > self.limit_bytes or max(sizes) > max(gaps_of(allocator), default=Gap(0, 0)).size):
-            return ENDLESS
-        reserved, made, wrong, n = allocator.reserved_bytes, dict[int, Block](), 0, len(self.made) - 1
-        spacers = [allocator.allocate(size) for size in sizes]
-        is_more = allocator.reserved_bytes > reserved
-        for event in self.events[run.start : run.end]:
-            if event < 0:
-                if (given := made.pop(-1 - event, None)) is not None:
-                    allocator.release(given)
-                continue
-            reserved, n, block = allocator.reserved_bytes, n + 1, allocator.allocate(event)
-            made[n], most = block, max(most, allocator.allocated_bytes)
-            is_more = is_more or (n in self.blocks and allocator.reserved_bytes > reserved)
-            if n in self.blocks and block.address != self._address(n):
-                wrong += self.blocks[n].size * (LASTING if self.blocks[n].dies >= run.end else 1)
-        is_more = is_more or most > self.limit_bytes
-        for block in (*made.values(), *spacers):
-            allocator.release(block)
-        allocator.peak_allocated_bytes, allocator.peak_reserved_bytes = peaks
-        return ENDLESS if sizes and is_more else wrong
-
-    def _play(self, start: int, end: int) -> None:
-        for event in self.events[start:end]:
-            if event < 0:
-                self.allocator.release(self.made[-1 - event])
-                self.lying.pop(-1 - event, None)
-                continue
-            n, block = len(self.made), self.allocator.allocate(event)
-            self.made.append(block)
-            if n in self.blocks:
-                held = self.blocks[n]
-                self.is_off = self.is_off or block.address != self._address(n)
-                inside = self.shift + FAR <= block.address < self.end
-                address = block.address - self.shift if inside else block.address
-                self.lying[n] = address, Held(block.size, held.born, held.dies)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .._torch import TORCH_FOLDER, torch_settings
+from .._torch import INFERENCE_CODE, TORCH_FOLDER, torch_settings
 from ..errors import OnlyInEager, Unsupported
 
 
@@ -194,7 +194,7 @@ BETWEEN = frozenset({
 @functools.lru_cache(maxsize=8192)
 def python_call(code: types.CodeType) -> Construct | None:
     """What a function that is not the user's is, if the user's code is not to call it in forward."""
-    if code is torch.inference_mode.__enter__.__code__:
+    if code is INFERENCE_CODE:
         return INFERENCE
     path, name = code.co_filename, code.co_name
     return _FILES.get(path) or next((c for (file, n), c in _NAMED.items() if n == name and path.endswith(file)), None)

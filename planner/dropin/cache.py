@@ -195,10 +195,12 @@ class PlanState:
         first, self.first_call = self.first_call, None
         self.first.planned.prepared.sizes.first_call = None
         if first is not None:
+            planned, device = self.first.planned, self.first.planned.prepared.device
+            ask_for(planned.reservation.arena, device, self)  # else segments of other sizes would be reserved for it
             with saving_hooks_aside(), self.set_aside(), gathered_aside(self.model):
                 left = first.of(self.model, bound, self.loss_fn)
             remember(left)
-            empty_cache(self.first.planned.prepared.device)  # the step finds the allocator as planned for
+            empty_cache(device)  # the step finds the allocator as planned for
 
     def _unplanned(self, bound: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> Any:
         note_plain(self.model)

@@ -1,4 +1,4 @@
-"""What eager decides by whether something traces it, or reaches within its kernels: a plan does the same, or says so."""
+"""What eager decides by whether something traces it, or reaches within its kernels: plans do the same, or say so."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ a fused LSTM layer for a copy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,32 @@ def _rnn_layer_backward(*args: Any, out_val: Any) -> int:
     return 2 * _rnn_layer(*args, out_val=out_val)
 
 
+def _attention(x: torch.Tensor, key: torch.Tensor, *weights: torch.Tensor) -> int:
+    """Products with weights at each position, and of each query with all keys, and of that with all values."""
+    positions, width = x.numel() // max(1, x.shape[-1]), x.shape[-1]
+    return 2 * positions * (sum(w.numel() for w in weights) + 2 * key.shape[-2] * width)
+
+
+def _native_attention(query: torch.Tensor, key: torch.Tensor, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    return _attention(query, key, args[3], args[5])
+
+
+def _encoder_layer(x: torch.Tensor, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    return _attention(x, x, args[2], args[4], args[13], args[15])
+
+
+def _trilinear(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *expanded: Any, out_val: Any, **kwargs: Any
+) -> int:
+    """A multiplication and an addition for each index of all three."""
+    sizes = []
+    for tensor, dims in zip((a, b, c), expanded, strict=False):
+        sizes.append(list(tensor.shape))
+        for dim in sorted(dims):
+            sizes[-1].insert(dim, 1)
+    return 2 * math.prod(map(max, *sizes))
+
+
 def _like(name: str) -> Callable[..., Any]:
     """The registry's formula for an op of the same arguments."""
     packet = getattr(aten, name, None)
@@ -71,6 +98,9 @@ def _like(name: str) -> Callable[..., Any]:
 _UNLISTED: dict[str, Callable[..., Any]] = {
     "aten.mkldnn_rnn_layer": _rnn_layer,
     "aten.mkldnn_rnn_layer_backward": _rnn_layer_backward,
+    "aten._native_multi_head_attention": _native_attention,
+    "aten._transformer_encoder_layer_fwd": _encoder_layer,
+    "aten._trilinear": _trilinear,
     "aten._scaled_dot_product_flash_attention_for_cpu": _like("_scaled_dot_product_flash_attention"),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _like("_scaled_dot_product_flash_attention_backward"),
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from passes.profile import OpProfile, profile
@@ -67,3 +69,31 @@ def test_attention_on_the_cpu_counts_what_its_matrix_products_would() -> None:
     assert forward.flops in (0, forward.work), "listed since torch 2.14: all or nothing"
     assert forward.work == counter.get_total_flops()
     assert any(p.work > forward.work for p in fused)
+
+
+@pytest.mark.parametrize("part", [
+    nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True), nn.MultiheadAttention(16, 2, batch_first=True),
+])  # fmt: skip
+def test_attentions_fast_path_counts_what_the_other_one_does(part: nn.Module) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part, self.last = part.eval().requires_grad_(False), nn.Linear(16, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.part(x, x, x)[0] if isinstance(self.part, nn.MultiheadAttention) else self.part(x)
+            return self.last(y)
+
+    x = torch.randn(3, 5, 16)
+    fused = [p for p in profiles(Head(), (x,)) if "encoder_layer" in p.target or "multi_head" in p.target]
+    counter = FlopCounterMode(display=False)
+    part.train()  # which has no fast path
+    with counter, sdpa_kernel(SDPBackend.MATH):
+        part(x, x, x) if isinstance(part, nn.MultiheadAttention) else part(x)
+    assert [p.work for p in fused] == [counter.get_total_flops()] and not fused[0].flops
+
+
+def test_a_bilinear_layer_counts_each_pair_of_inputs() -> None:
+    every = profiles(nn.Bilinear(5, 7, 3), (torch.randn(4, 5), torch.randn(4, 7)))
+    found = [p for p in every if "_trilinear" in p.target]
+    assert len(found) >= 2 and all(p.work == 2 * 4 * 5 * 7 * 3 for p in found)

@@ -72,7 +72,8 @@ def test_attention_on_the_cpu_counts_what_its_matrix_products_would() -> None:
 
 
 @pytest.mark.parametrize("part", [
-    nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True), nn.MultiheadAttention(16, 2, batch_first=True),
+    nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True),
+    nn.MultiheadAttention(16, 2, batch_first=True),
 ])  # fmt: skip
 def test_attentions_fast_path_counts_what_the_other_one_does(part: nn.Module) -> None:
     class Head(nn.Module):

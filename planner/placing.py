@@ -34,7 +34,7 @@ class World:
         # What is added to addresses as packed: the arena lies at FAR there. What was free before lies where it did in
         # either world, so that of two gaps of one size each is the other's.
         self.shifts = [(arena, arena.address - FAR)]
-        for gap, other in zip(sorted(self.own), sorted(self.own if like is None else like.own), strict=True):
+        for gap, other in zip(sorted(self.own), sorted(self.own if like is None else like.own), strict=False):
             self.shifts.append((gap, gap.address - other.address))
         self.lying: dict[int, tuple[int, Held]] = {}
         self.made: list[Block] = []

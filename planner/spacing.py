@@ -102,7 +102,7 @@ class _Search:
     def _attempt(self, arena: Arena, way: int) -> None:
         starts = [replace(self.start, descending=way) for way in (False, True)]
         allocators = [ready(start, arena, self.before) for start in starts]
-        is_there = any(gap.size == arena[-1] for gap in gaps_of(allocators[0]))
+        is_there = all(any(gap.size == arena[-1] for gap in gaps_of(each)) for each in allocators)
         if not is_there or allocators[0].peak_allocated_bytes > self.limit_bytes:
             return
         placing = Placing(self.apart, self.packer, allocators, arena[-1], self.limit_bytes, way)

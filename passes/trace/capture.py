@@ -91,6 +91,7 @@ from .layouts import (
 from .leaks import Remembered
 from .modules import fill_forward_paths, module_path, module_paths
 from .notice import Left, Rerun, check_backward, judged, notice, say_what_is_left
+from .once import alike_when_compiling
 from .overlaps import Overlaps, overlaps
 from .pieces import Pieces
 from .readers import readers
@@ -305,6 +306,8 @@ def capture(
                 tracer.notes += (f"{COMPILING} ({error.location or 'place unknown'})",)
             except CaptureError:
                 raise error from error.__cause__
+            if not alike_when_compiling(model, bound, loss_fn):
+                raise
         if tracer.asked:
             tracer.notes += (_note_of(tracer.asked),)
         if tracer.guard is not None and tracer.guard.counts:

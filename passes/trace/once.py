@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from passes._torch import TorchDispatchMode, swapped_state
+from passes._torch import TorchDispatchMode, compiling_flags, swapped_state
 
 from ..exclusive import alone, exclusive
 from ..ops import COLLECTIVES
@@ -23,6 +23,7 @@ from .nodes import twin
 from .state import Snapshot
 from .structure import Bound, flatten, unflatten
 from .templates import shared
+from .unregistered import equal
 
 
 def may_run(model: nn.Module, bound: Mapping[str, Any]) -> bool:
@@ -45,6 +46,24 @@ def refuse_failing(model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable
             run()
         except Exception as error:
             raise capture_error(error) from error
+
+
+def alike_when_compiling(model: nn.Module, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None) -> bool:
+    """Whether a forward computes the same, bit for bit, where `torch.compiler.is_compiling()` holds.
+
+    Without data that cannot be told, nor is anything trained; else what fails is another one.
+    """
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        return True
+    found = []
+    for way in (nullcontext, compiling_flags):
+        state = {name: twin(buffer) for name, buffer in model.named_buffers()}
+        try:
+            with once(model, bound, loss_fn, state) as (_, run, inputs), way():
+                found.append([*(t.detach() for t in flatten(run())[0]), *state.values(), *inputs])
+        except Exception:  # noqa: BLE001 - whatever it is, the two cannot be compared
+            return False
+    return len(found[0]) == len(found[1]) and all(map(equal, *found))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from passes.errors import OnlyInEager
+from passes.errors import CaptureError, OnlyInEager
 from planner import Plan, auto_checkpoint
 
 
@@ -124,3 +124,35 @@ def test_inference_mode_in_forward_is_left_to_eager(part: nn.Module) -> None:
     with pytest.raises(OnlyInEager, match=r"inference_mode\(\) in forward at .*no_grad"):
         plan(model, x)
     assert same_steps(model, plan(model, x, regions="auto").module, x)
+
+
+class Branching(nn.Module):
+    """Asks about the values of a tensor, unless it is compiled."""
+
+    def __init__(self, compiled: float) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2))
+        self.compiled, self.asks = compiled, True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        if self.asks and torch.compiler.is_compiling():
+            y = y * self.compiled
+        elif self.asks and y.sum().item() > -1e9:
+            y = y * 2
+        return self.last(y).square().mean()
+
+
+def test_a_librarys_compiled_path_is_taken_only_where_it_computes_the_same() -> None:
+    x = torch.randn(4, 16)
+    for factor, same in ((2.0, True), (3.0, False)):
+        model = Branching(factor)
+        made = plan(model, x, regions="auto")
+        assert bool(made.regions) is not same and any("is_compiling" in note for note in made.notes) is same
+        assert same_steps(model, made.module, x)
+    with pytest.raises(CaptureError, match=r"\.item\(\)"):
+        plan(model, x)
+    model.asks = False
+    made = plan(model, x, regions="auto")
+    model.asks = True
+    assert same_steps(model, made.module, x)

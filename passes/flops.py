@@ -59,9 +59,12 @@ def _rnn_layer_backward(*args: Any, out_val: Any) -> int:
 
 
 def _attention(x: torch.Tensor, key: torch.Tensor, *weights: torch.Tensor) -> int:
-    """Products with weights at each position, and of each query with all keys, and of that with all values."""
-    positions, width = x.numel() // max(1, x.shape[-1]), x.shape[-1]
-    return 2 * positions * (sum(w.numel() for w in weights) + 2 * key.shape[-2] * width)
+    """Products with weights at each position, and of each query with all keys, and of that with all values; of nested
+    tensors, which have no shape, with as many keys as there are in the mean.
+    """
+    width = weights[0].shape[-1]
+    positions, keys = x.numel() // width, key.numel() // (width * max(1, key.size(0)))
+    return 2 * positions * (sum(w.numel() for w in weights) + 2 * keys * width)
 
 
 def _native_attention(query: torch.Tensor, key: torch.Tensor, *args: Any, out_val: Any, **kwargs: Any) -> int:

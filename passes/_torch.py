@@ -74,7 +74,6 @@ from .run._torch import DEFAULTS, Autocast
 __all__ = [
     "AUTOGRAD_KEYS",
     "FUNCTIONAL_COLLECTIVES",
-    "INFERENCE_CODE",
     "LEFT_ALIGNED",
     "NESTED_FROM_MASK",
     "TORCH_FOLDER",
@@ -103,6 +102,7 @@ __all__ = [
     "checks_kept",
     "compiling_flags",
     "cuda_allocations",
+    "custom_op",
     "direct_call",
     "disable_current_modes",
     "dispatch_modes",
@@ -346,7 +346,20 @@ _OVERRIDES: Any = torch.overrides
 _ATTENTION: Any = torch.nn.modules.activation
 
 
-INFERENCE_CODE = torch.inference_mode.__enter__.__code__
+_OWN_OPS = frozenset({"aten", "prim", "prims", "planner", "c10d", "quantized", "profiler", "higher_order"})
+
+
+def custom_op(func: Any) -> str:
+    """The name of an operator that is not torch's own and has no autocast kernel; "" for all else."""
+    if not isinstance(func, (OpOverload, torch._ops.OpOverloadPacket)):
+        return ""
+    name = func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name
+    if name.partition("::")[0] in _OWN_OPS or name.startswith("_c10d"):
+        return ""
+    keys = ("AutocastCPU", "AutocastCUDA")
+    return "" if any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys) else str(name)
+
+
 NESTED_FROM_MASK = torch._nested_tensor_from_mask
 LEFT_ALIGNED: Any = torch._nested_tensor_from_mask_left_aligned  # of a tensor and a mask: whether its True come first
 

@@ -48,10 +48,15 @@ def kernel_settings() -> dict[str, Any]:
         "oneDNN": backends.mkldnn.enabled,
         "cuDNN": backends.cudnn.enabled,
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "flushing of denormals": _SMALLEST * _ONE == 0.0,  # which goes for Python's numbers in this thread, too
         "float32 precision of matrix products": (
             backends.mkldnn.matmul.fp32_precision, backends.cuda.matmul.fp32_precision
         ),
     }  # fmt: skip
+
+
+_SMALLEST, _ONE = 5e-324, 1.0
 
 
 def _default_device() -> torch.device:

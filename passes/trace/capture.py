@@ -39,7 +39,7 @@ from passes._torch import (
     without_sources,
 )
 from passes.alias import ancestors
-from passes.errors import CaptureError, NoBackward, StateChanged, Unsupported
+from passes.errors import CaptureError, NoBackward, OnlyInEager, StateChanged, Unsupported
 from passes.exclusive import exclusive
 from passes.fuse.rules import fuse
 from passes.memory import own_bytes
@@ -839,8 +839,14 @@ def _check_constants(graph_module: fx.GraphModule, parameters: Mapping[int, str]
     """
     for node in graph_module.graph.find_nodes(op="get_attr"):
         value = getattr(graph_module, str(node.target), None)
+        readers = ", ".join(u.name for u in node.users) or node.name
         if isinstance(value, torch.Generator):
-            raise own_generator(", ".join(u.name for u in node.users) or node.name)
+            raise own_generator(readers)
+        if isinstance(value, torch.ScriptObject):
+            raise OnlyInEager(
+                "a packed object of C++ (the weights of a quantized layer)", readers, "a plan does not know what it is "
+                "made of", "Keep the layer out of the modules that are to be planned (regions=).",
+            )  # fmt: skip
         if isinstance(value, torch.Tensor) and id(value) in parameters:
             raise Unsupported(
                 "a parameter that forward reads from a list, a closure or an object of its own", parameters[id(value)],

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from .._torch import INFERENCE_CODE, TORCH_FOLDER, torch_settings
+from .._torch import TORCH_FOLDER, torch_settings
 from ..errors import OnlyInEager, Unsupported
+from ..run._torch import kernel_settings
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ class Construct:
     remedy: str
     error: type[Unsupported] = Unsupported
 
-    def at(self, place: str) -> Unsupported:
+    def at(self, place: str, named: str = "") -> Unsupported:
         """The refusal of one that was found there."""
-        return self.error(self.what, place, self.why, self.remedy)
+        return self.error(self.what.replace("{}", named), place, self.why, self.remedy)
 
 
 SEED = Construct(
@@ -134,6 +135,26 @@ INFERENCE = Construct(
     OnlyInEager,
 )
 
+FLUSHED = Construct(
+    "torch.set_flush_denormal() in forward",
+    "it would run once, while tracing, and not in the planned steps",
+    "Call it before planning and training.",
+    OnlyInEager,
+)
+BLOCK = Construct(
+    "a block in forward with another setting of torch's ({}) than around it",
+    "a planned step runs all its kernels under one",
+    "Set it around planning and training, or keep the block out of the modules that are to be planned (regions=).",
+    OnlyInEager,
+)
+CAST_CUSTOM_OP = Construct(
+    "a custom op under autocast ({})",
+    "autocast may reach ops within its kernel, and a planned step runs kernels without autocast",
+    "Put torch.autocast(device_type, enabled=False) around it and cast what it is given, or register_autocast for it; "
+    "by regions (regions=) it runs in eager.",
+    OnlyInEager,
+)
+
 UNTRACKED = Construct(
     "tensor made under torch.inference_mode()",
     "torch does not count its changes, which a plan has to notice",
@@ -194,8 +215,6 @@ BETWEEN = frozenset({
 @functools.lru_cache(maxsize=8192)
 def python_call(code: types.CodeType) -> Construct | None:
     """What a function that is not the user's is, if the user's code is not to call it in forward."""
-    if code is INFERENCE_CODE:
-        return INFERENCE
     path, name = code.co_filename, code.co_name
     return _FILES.get(path) or next((c for (file, n), c in _NAMED.items() if n == name and path.endswith(file)), None)
 
@@ -218,11 +237,18 @@ def of_builtin(function: Any) -> Construct | None:
         return OUTSIDE if name.startswith("read") else None
     holder = owner.__name__ if isinstance(owner, (types.ModuleType, type)) else ""
     full = f"{holder}.{name}"
+    if name == "set_flush_denormal":
+        return FLUSHED
     if full in _CLOCKS:
         return CLOCK
     if full in _ENTROPY:
         return DRAW
     return OUTSIDE if full in _OUTSIDE else None
+
+
+def settings_of_kernels() -> dict[str, Any]:
+    """What decides the bits of kernels, by name."""
+    return {**kernel_settings(), "number of threads": torch.get_num_threads()}
 
 
 def refuse_settings(before: Mapping[str, Any]) -> None:

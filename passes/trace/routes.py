@@ -68,7 +68,10 @@ IN_PLACE = {aten.masked_fill_.Tensor: aten.masked_fill.Tensor, aten.cumprod_.def
 
 # Ops whose kernels, or gradients above, take products of matrices, and what they are called.
 WITH_PRODUCTS = {
-    aten._trilinear.default: "F.bilinear", aten.linalg_pinv.atol_rtol_tensor: "torch.linalg.pinv",
+    aten._trilinear.default: "F.bilinear",
+    aten._transformer_encoder_layer_fwd.default: "the fast path of nn.TransformerEncoderLayer",
+    aten._native_multi_head_attention.default: "the fast path of nn.MultiheadAttention",
+    aten.linalg_pinv.atol_rtol_tensor: "torch.linalg.pinv",
     aten.ormqr.default: "the gradient of torch.ormqr",
     aten.linalg_householder_product.default: "the gradient of torch.linalg.householder_product",
 }  # fmt: skip
@@ -97,8 +100,10 @@ class _Rerouted(torch.autograd.Function):
 
 def kernels() -> dict[tuple[Any, Any], Callable[..., Any]]:
     """What stands for each op on each of autograd's keys while tracing."""
-    found = {op: _kernel(op) for op in (*REROUTED, *IN_PLACE)}
+    found: dict[Any, Callable[..., Any]] = {op: _kernel(op) for op in (*REROUTED, *IN_PLACE)}
     found |= {op: _products(op) for op in WITH_PRODUCTS if op not in found}
+    found[aten.linalg_svdvals.default], found[aten.linalg_eigvalsh.default] = _svdvals, _eigvalsh
+    found[aten.mkldnn_rnn_layer.default] = _rnn_layer
     found |= {aten.ctc_loss.IntList: _ctc_loss, aten.cross_entropy_loss.default: _cross_entropy_loss}
     found |= {aten.affine_grid_generator.default: _affine_grid, aten.cudnn_batch_norm.default: _cudnn_batch_norm}
     return {(op, key): kernel for op, kernel in found.items() for key in AUTOGRAD_KEYS}
@@ -137,6 +142,34 @@ def _kernel(op: Any) -> Callable[..., Any]:
     return run
 
 
+def _svdvals(matrix: torch.Tensor, *, driver: str | None = None) -> Any:
+    """Where no gradient is needed eager computes values alone; a trace, which may be of a subclass, vectors as well."""
+    with native_kernels():
+        if torch.is_grad_enabled() and matrix.requires_grad:
+            return aten.linalg_svdvals.default(matrix, driver=driver)
+        return aten._linalg_svd.default(matrix, False, False, driver=driver)[1]
+
+
+def _eigvalsh(matrix: torch.Tensor, UPLO: str = "L") -> Any:
+    """As `_svdvals`."""
+    with native_kernels():
+        if torch.is_grad_enabled() and matrix.requires_grad:
+            return aten.linalg_eigvalsh.default(matrix, UPLO)
+        return aten._linalg_eigh.default(matrix, UPLO, False)[0]
+
+
+def _rnn_layer(*args: Any, **kwargs: Any) -> Any:
+    """oneDNN's kernel asks itself whether gradients are recorded; planned steps run kernels where they would be."""
+    if not torch.is_grad_enabled():
+        raise OnlyInEager(
+            "nn.LSTM without gradients (no_grad, or within a custom function)", place(user_frame(sys._getframe(1))),
+            "oneDNN has another kernel there, with other bits", "Keep it in a module of its own: between regions "
+            "(regions=) it runs in eager. Or detach() its result, with requires_grad_(False) on its parameters.",
+        )  # fmt: skip
+    with native_kernels():
+        return aten.mkldnn_rnn_layer.default(*args, **kwargs)
+
+
 def _products(op: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         _refuse_cast_products(op, [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)])
@@ -146,12 +179,16 @@ def _products(op: Any) -> Any:
     return run
 
 
+def may_be_cast(values: Sequence[Any]) -> bool:
+    """Whether autocast, as it is now, would cast one of these where an op that it casts reads it."""
+    cast = dict(active_autocast())
+    tensors = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()] if cast else []
+    return any(t.dtype not in (torch.float64, cast.get(t.device.type, t.dtype)) for t in tensors)
+
+
 def _refuse_cast_products(op: Any, tensors: Sequence[torch.Tensor]) -> None:
     """Raise OnlyInEager where autocast would cast what the op's kernel multiplies."""
-    cast = dict(active_autocast())
-    if op in WITH_PRODUCTS and any(
-        t.is_floating_point() and t.dtype not in (torch.float64, cast.get(t.device.type, t.dtype)) for t in tensors
-    ):
+    if op in WITH_PRODUCTS and may_be_cast(tensors):
         raise OnlyInEager(
             f"{WITH_PRODUCTS[op]} under autocast", place(user_frame(sys._getframe(1))),
             "autocast reaches the products within its kernel, and a planned step runs kernels without autocast",

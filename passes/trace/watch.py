@@ -16,14 +16,17 @@ import torch
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
-from .._torch import NESTED_FROM_MASK, TORCH_FOLDER
+from .._torch import NESTED_FROM_MASK, TORCH_FOLDER, custom_op, pytree
 from ..errors import Unsupported
 from .constructs import (
     BETWEEN,
+    BLOCK,
+    CAST_CUSTOM_OP,
     DATA,
     ENVIRONMENT,
     GRADIENT,
     HISTORY,
+    INFERENCE,
     MEMORY,
     NESTED,
     OF_ARGUMENT,
@@ -35,6 +38,7 @@ from .constructs import (
     Construct,
     of_builtin,
     python_call,
+    settings_of_kernels,
 )
 from .drawn import Drawn
 from .places import (
@@ -46,6 +50,7 @@ from .places import (
     place_at,
     user_frame,
 )
+from .routes import may_be_cast
 
 
 @functools.lru_cache(maxsize=4096)
@@ -91,7 +96,7 @@ class Watch(TorchFunctionMode):
         self._running = self.custom_backward = False
         self.notes: tuple[str, ...] = ()
         self.updates, self.checkpoints = updates, list[tuple[str, tuple[str, ...]]]()
-        self.drawn = Drawn()
+        self.drawn, self.settings = Drawn(), settings_of_kernels()
         self._open: list[tuple[types.FrameType, str, dict[str, Any], int]] = []
 
     @property
@@ -139,6 +144,7 @@ class Watch(TorchFunctionMode):
         sys.setprofile(None)
         try:
             caller = sys._getframe(1)
+            self._refuse_kernels_of(func, args, caller)
             if _sets(func, "data"):
                 if _lie_alike(*args):  # what `x.data *= mask` does last
                     return None
@@ -214,10 +220,19 @@ class Watch(TorchFunctionMode):
             self.notes += (CHECKPOINTED,)
             self._open.append((frame, place(user_frame(frame)), self.updates(), self.drawn.count))
 
-    def _refuse(self, found: Construct, frame: types.FrameType | None) -> None:
+    def _refuse(self, found: Construct, frame: types.FrameType | None, named: str = "") -> None:
         if frame is not None:
-            self.error = found.at(place(frame))
+            self.error = found.at(place(frame), named)
             raise self.error
+
+    def _refuse_kernels_of(self, func: Any, args: Any, frame: types.FrameType) -> None:
+        """Refuse a call whose kernels run otherwise in eager than in a planned step."""
+        if torch.is_inference_mode_enabled():
+            self._refuse(INFERENCE, user_frame(frame))
+        if (now := settings_of_kernels()) != self.settings:
+            self._refuse(BLOCK, user_frame(frame), next(k for k in now if now[k] != self.settings[k]))
+        if (name := custom_op(func)) and may_be_cast(pytree.tree_leaves(args)):
+            self._refuse(CAST_CUSTOM_OP, user_frame(frame), name)
 
 
 def _code_of(function: Any) -> types.CodeType:

@@ -24,6 +24,7 @@ from passes.profile import Counting
 from passes.run.listeners import Listeners
 from passes.run.mixing import Versions
 from passes.trace.capture import OutputLeaf
+from passes.trace.constructs import settings_of_kernels
 from passes.trace.given import Given
 
 from .find import Candidates
@@ -123,6 +124,7 @@ class Hollow:
         outputs: what the model returned, and each of those tensors without its data.
         descend: whether the children of what cannot be a region are tried in its place.
         thread: the one that runs it, which alone may capture, and whose memory is measured.
+        settings: of torch, under which kernels run around it.
         stand_ins: of the model's own parameters, by their ids: code may hold these elsewhere, in a list.
         own: the ids of what the step has in their places.
         nodes, given: the contexts of its autograd nodes, and what regions were called with, as it was then.
@@ -134,7 +136,7 @@ class Hollow:
     ) -> None:  # fmt: skip
         self.model, self.parts, self.device = model, parts, device
         self.descend, self.candidates = candidates.descend, dict(candidates.chosen)
-        self.thread = threading.get_ident()
+        self.thread, self.settings = threading.get_ident(), settings_of_kernels()
         self.home = torch.get_default_device()  # which, where nothing has data, is the meta device meanwhile
         self.static = set(map(place, static))
         self.marks: list[Mark] = []

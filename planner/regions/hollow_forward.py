@@ -19,6 +19,7 @@ from passes.run.mixing import Versions
 from passes.run.tensors import overlapping
 from passes.trace.arguments import call_signature, copied_forward, repeated_hook, set_forward, state_tensors
 from passes.trace.binding import bind_call, call_bound
+from passes.trace.constructs import settings_of_kernels
 from passes.trace.expected import unless_none
 from passes.trace.given import Given, all_outputs, deliver, left_alone, targets_of
 from passes.trace.settings import set_again, tensors_set
@@ -100,6 +101,8 @@ class HollowForward:
             why = "it is called in a thread that forward starts: call it in the one that calls the model"
         if owner := active_saving_hooks():
             why = f"it runs under {owner}, which decides what is kept there: leave that out"
+        if settings_of_kernels() != hollow.settings:
+            why = "it runs in a block with other settings of torch's than its backward: set them around the whole step"
         if any(t.is_nested for t in tensors):
             why = "it is called with a nested tensor, which has no shape: pad it, with a mask"
         if under_transform(tensors):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +13,8 @@ import torch
 from torch import nn
 
 from passes.errors import CaptureError, OnlyInEager
-from planner import Plan, auto_checkpoint
+from passes.run.step import ChangedInPlace
+from planner import Plan, auto_checkpoint, minimum_budget
 
 
 class Frozen(nn.Module):
@@ -118,10 +123,150 @@ def test_products_within_kernels_are_left_to_eager_under_autocast(way: str) -> N
             assert same_steps(model, plan(model, x, regions="auto").module, x)
 
 
+@pytest.mark.parametrize("decorated", [False, True])
 @pytest.mark.parametrize("part", [nn.GRU(32, 32, batch_first=True), nn.MultiheadAttention(32, 4, batch_first=True)])
-def test_inference_mode_in_forward_is_left_to_eager(part: nn.Module) -> None:
-    model, x = Frozen(part, torch.inference_mode), torch.randn(4, 16, 32)
+@pytest.mark.every(1)
+def test_inference_mode_in_forward_is_left_to_eager(part: nn.Module, decorated: bool) -> None:
+    model, x = Frozen(copy.deepcopy(part), None if decorated else torch.inference_mode), torch.randn(4, 16, 32)
+    if decorated:
+        model.part.forward = torch.inference_mode()(model.part.forward)
     with pytest.raises(OnlyInEager, match=r"inference_mode\(\) in forward at .*no_grad"):
+        plan(model, x)
+    assert same_steps(model, plan(model, x, regions="auto").module, x)
+
+
+def test_a_block_that_ends_inference_mode_is_none() -> None:
+    model = Frozen(nn.GRU(32, 32, batch_first=True), functools.partial(torch.inference_mode, False))
+    x = torch.randn(4, 16, 32)
+    assert same_steps(model, plan(model, x).module, x)
+
+
+class Computing(nn.Module):
+    """What `way` computes, between layers that can be planned."""
+
+    def __init__(self, way: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2))
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x) + self.way(x)).square().mean()
+
+
+@contextlib.contextmanager
+def set_to(change: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    change(value)
+    try:
+        yield
+    finally:
+        change(before)
+
+
+BLOCKS = {
+    "default dtype": lambda: set_to(torch.set_default_dtype, torch.float64, torch.float32),
+    "oneDNN": lambda: torch.backends.mkldnn.flags(enabled=False),
+    "float32 precision": lambda: set_to(torch.set_float32_matmul_precision, "medium", "highest"),
+    "number of threads": lambda: set_to(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
+    "set_flush_denormal": lambda: set_to(torch.set_flush_denormal, True, False),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.every(1)
+def test_a_block_of_another_setting_in_forward_is_left_to_eager(name: str) -> None:
+    def way(x: torch.Tensor) -> torch.Tensor:
+        with BLOCKS[name]():
+            return (x @ x.mT).tanh()[:, :1] * (torch.arange(16) / 7).to(x.dtype)
+
+    model, x = Computing(way), torch.randn(8, 16)
+    with pytest.raises(OnlyInEager, match=f"{name}.* at .*test_fast_paths"):
+        plan(model, x)
+    assert same_steps(model, plan(model, x, regions="auto").module, x)
+
+
+@pytest.mark.parametrize("name", ["default dtype", "set_flush_denormal"])
+@pytest.mark.every(1)
+def test_a_region_within_such_a_block_stays_eager(name: str) -> None:
+    class Around(Computing):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with BLOCKS[name]():
+                y = self.first(x)
+            return self.last(y).square().mean()
+
+    model, x = Around(torch.tanh), torch.randn(8, 16)
+    made = plan(model, x, regions=["first", "last"])
+    assert {r.path: "other settings" in r.eager for r in made.regions if r.path in ("first", "last")} == {
+        "first": True, "last": False
+    }  # fmt: skip
+    assert same_steps(model, made.module, x)
+
+
+@pytest.mark.parametrize("name", ["default dtype", "set_flush_denormal"])
+@pytest.mark.every(1)
+def test_such_a_setting_changed_before_a_backward_that_recomputes_is_an_error(name: str) -> None:
+    model, x = Computing(torch.tanh), torch.randn(64, 16)
+    made = auto_checkpoint(model, x, minimum_budget(model, x)[0], check=False)
+    assert made.recomputed
+    loss = made.module(x)
+    with BLOCKS[name](), pytest.raises(ChangedInPlace, match="default dtype|flushing of denormals"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("norm", ["svdvals", "eigvalsh", "matrix_norm", "cond"])
+@pytest.mark.every(1)
+def test_values_without_a_gradient_are_computed_without_vectors(norm: str) -> None:
+    def way(x: torch.Tensor) -> torch.Tensor:
+        square = x.mT @ x
+        if norm == "matrix_norm":
+            return torch.linalg.matrix_norm(square, 2)
+        found: torch.Tensor = getattr(torch.linalg, norm)(square)
+        return found
+
+    model, x = Computing(way), torch.randn(8, 16)
+    assert same_steps(model, plan(model, x).module, x)
+    x.requires_grad_()
+    assert same_steps(model, plan(model, x).module, x)
+
+
+def test_an_lstm_without_gradients_is_left_to_eager() -> None:
+    lstm = nn.LSTM(16, 16)
+
+    def way(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return lstm(x)[0]
+
+    model, x = Computing(way), torch.randn(8, 16)
+    with pytest.raises(OnlyInEager, match=r"nn\.LSTM without gradients .*test_fast_paths"):
+        plan(model, x)
+    assert same_steps(model, plan(model, x, regions="auto").module, x)
+
+
+@torch.library.custom_op("test_fast_paths::times", mutates_args=())
+def times(x: torch.Tensor) -> torch.Tensor:
+    return x @ x.mT @ x
+
+
+@times.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_custom_ops_are_left_to_eager_under_autocast() -> None:
+    model, x = Computing(lambda x: times(x).float()), torch.randn(8, 16)
+    assert same_steps(model, plan(model, x).module, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(OnlyInEager, match="custom op under autocast .test_fast_paths::times"):
+            plan(model, x)
+        assert same_steps(model, plan(model, x, regions="auto").module, x)
+
+
+@pytest.mark.skipif("x86" not in torch.backends.quantized.supported_engines, reason="no quantized kernels")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_quantized_layers_are_left_to_eager() -> None:
+    part = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(16, 16)), {nn.Linear})
+    model, x = Computing(part), torch.randn(8, 16)
+    model.way = part
+    with pytest.raises(OnlyInEager, match="packed object of C"):
         plan(model, x)
     assert same_steps(model, plan(model, x, regions="auto").module, x)
 

@@ -142,9 +142,9 @@ FLUSHED = Construct(
     OnlyInEager,
 )
 BLOCK = Construct(
-    "a block in forward with another setting of torch's ({}) than around it",
+    "another setting of torch's ({}) in a part of forward than in the rest",
     "a planned step runs all its kernels under one",
-    "Set it around planning and training, or keep the block out of the modules that are to be planned (regions=).",
+    "Set it around planning and training, or keep that part out of the modules that are to be planned (regions=).",
     OnlyInEager,
 )
 CAST_CUSTOM_OP = Construct(

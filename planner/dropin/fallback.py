@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from passes._torch import as_distributed, keep_gradient_spread, swapped_state
 from passes.device import kind_of
@@ -260,13 +261,9 @@ class Fallback:
             )
 
     def _replay(
-        self,
-        primals: Sequence[torch.Tensor],
-        generators: dict[str, torch.Generator],
-        gradients: dict[int, torch.Tensor],
-        taken: dict[int, Taken],
-        saving: AbstractContextManager[Any],
-    ) -> list[Any]:
+        self, primals: Sequence[torch.Tensor], generators: dict[str, torch.Generator],
+        gradients: dict[int, torch.Tensor], taken: dict[int, Taken], saving: AbstractContextManager[Any],
+    ) -> list[Any]:  # fmt: skip
         state, traced = self.state, self.traced
         leaves = [p.detach().requires_grad_(p.requires_grad) for p in primals]
         count = len(traced.state)
@@ -292,9 +289,11 @@ class Fallback:
         numbered = {leaf.index: output for leaf, output in zip(traced.outputs, outputs, strict=False)}
         for i, listener in taken.items():
             listener.move_to(numbered[i])
-        started = [(numbered[i], gradient) for i, gradient in gradients.items()]
+        started: list[Any] = [numbered[i] if taken else get_gradient_edge(numbered[i]) for i in gradients]
+        if not taken:  # nobody holds what the backward does not read, as in eager
+            value, own, targets, outputs, numbered = None, [], [], [], {}
         inputs = [t for t in leaves if t.requires_grad]
-        found = iter(torch.autograd.grad([o for o, _ in started], inputs, [g for _, g in started], allow_unused=True))
+        found = iter(torch.autograd.grad(started, inputs, list(gradients.values()), allow_unused=True))
         for i, listener in taken.items():
             listener.hand_over(numbered[i])
         return [next(found) if t.requires_grad else None for t in leaves]

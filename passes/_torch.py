@@ -59,7 +59,7 @@ try:
         "_C._disabled_torch_function_impl", "autograd.function.BackwardCFunction",
         "nn.utils.parametrize._cache_enabled", "library._scoped_library", "_is_all_true", "_is_any_true",
         "nn.modules.activation._is_make_fx_tracing", "_nested_tensor_from_mask_left_aligned",
-        "_nested_tensor_from_mask",
+        "_nested_tensor_from_mask", "_ops.OpOverloadPacket", "_C._dispatch_has_kernel_for_dispatch_key",
     ):  # fmt: skip
         operator.attrgetter(_name)(torch)
 except (ImportError, AttributeError) as error:
@@ -344,8 +344,6 @@ def unaware_of_tracing() -> Iterator[None]:
 
 _OVERRIDES: Any = torch.overrides
 _ATTENTION: Any = torch.nn.modules.activation
-
-
 _OWN_OPS = frozenset({"aten", "prim", "prims", "planner", "c10d", "quantized", "profiler", "higher_order"})
 
 

@@ -147,11 +147,11 @@ BLOCK = Construct(
     "Set it around planning and training, or keep that part out of the modules that are to be planned (regions=).",
     OnlyInEager,
 )
-CAST_CUSTOM_OP = Construct(
-    "a custom op under autocast ({})",
+CAST_WITHIN = Construct(
+    "{}",
     "autocast may reach ops within its kernel, and a planned step runs kernels without autocast",
-    "Put torch.autocast(device_type, enabled=False) around it and cast what it is given, or register_autocast for it; "
-    "by regions (regions=) it runs in eager.",
+    "Put torch.autocast(device_type, enabled=False) around it and cast what it is given, or keep it in a submodule, "
+    "which then runs in eager between regions (regions=).",
     OnlyInEager,
 )
 

@@ -21,6 +21,7 @@ from passes.fuse.fused import LIBRARY
 from passes.run._torch import active_autocast, under_autocast
 from passes.run.gradients import gradient_of, sum_of_selected
 
+from .constructs import CAST_WITHIN
 from .places import place, user_frame
 
 aten = torch.ops.aten
@@ -189,12 +190,7 @@ def may_be_cast(values: Sequence[Any]) -> bool:
 def _refuse_cast_products(op: Any, tensors: Sequence[torch.Tensor]) -> None:
     """Raise OnlyInEager where autocast would cast what the op's kernel multiplies."""
     if op in WITH_PRODUCTS and may_be_cast(tensors):
-        raise OnlyInEager(
-            f"{WITH_PRODUCTS[op]} under autocast", place(user_frame(sys._getframe(1))),
-            "autocast reaches the products within its kernel, and a planned step runs kernels without autocast",
-            "Put torch.autocast(device_type, enabled=False) around it, or keep it in a submodule, which then runs in "
-            "eager between regions.",
-        )  # fmt: skip
+        raise CAST_WITHIN.at(place(user_frame(sys._getframe(1))), f"{WITH_PRODUCTS[op]} under autocast")
 
 
 def _cross_entropy_loss(

@@ -21,7 +21,7 @@ from ..errors import Unsupported
 from .constructs import (
     BETWEEN,
     BLOCK,
-    CAST_CUSTOM_OP,
+    CAST_WITHIN,
     DATA,
     ENVIRONMENT,
     GRADIENT,
@@ -232,7 +232,7 @@ class Watch(TorchFunctionMode):
         if (now := settings_of_kernels()) != self.settings:
             self._refuse(BLOCK, user_frame(frame), next(k for k in now if now[k] != self.settings[k]))
         if (name := custom_op(func)) and may_be_cast(pytree.tree_leaves(args)):
-            self._refuse(CAST_CUSTOM_OP, user_frame(frame), name)
+            self._refuse(CAST_WITHIN, user_frame(frame), f"a custom op under autocast ({name})")
 
 
 def _code_of(function: Any) -> types.CodeType:

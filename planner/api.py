@@ -99,8 +99,10 @@ def auto_checkpoint(
               says so. `plan.bound` then bounds the schedules that run these ops at least as often as the plan does.
         check: whether two steps of the planned and of the plain model are run from equal state, on copies, and
             compared bit for bit before the plan is handed over; `plan.checked` tells. "auto" does so where the
-            memory is free, and for no longer than planning took, or a second: with one step instead of two, or not
-            at all. True does so always, also when a call with other shapes is planned anew.
+            memory is free (on a GPU, in training: within the budget), and for no longer than planning took, or a
+            second: with one step instead of two, or not at all. True does so always. A call in training that is
+            planned anew is checked as well: where the two differ, such calls run in eager, with a warning, and by
+            True an error says so.
         regions: "whole" plans the model as one step. Patterns of module paths ("model.layers.*") choose submodules:
             each is planned as a step of its own in place of its forward, all under one budget, and the code between
             them runs as it is, what it holds being measured on the sample. Where they cannot be had within the budget,

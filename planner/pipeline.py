@@ -73,7 +73,7 @@ def replanner(first: Decided) -> Replan:
         )  # fmt: skip
         decided = decide_step(model, arguments, prepared, budget_bytes, progress, starts)
         starts.add(decided)
-        check_step(model, decided, arguments, options.loss_fn, options.check is True)
+        check_step(model, decided, arguments, options.loss_fn, options.check, anew=True)
         return decided
 
     return replan

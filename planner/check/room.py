@@ -28,14 +28,19 @@ class Room:
     why: str
 
 
-def room_for(planned: Decided, originals: list[torch.Tensor]) -> Room:
-    """A check needs copies of all tensors that the step is given, the higher of two peaks, and two steps' results."""
+def room_for(planned: Decided, originals: list[torch.Tensor], anew: bool = False) -> Room:
+    """A check needs copies of all tensors that the step is given, the higher of two peaks, and two steps' results.
+
+    In training (`anew`) a GPU has no more for it than the budget leaves.
+    """
     prepared = planned.prepared
     static = prepared.lowered.problem.static_bytes
     copies = sum(part.nbytes for t in originals for part in dense_parts(t))
     results = 2 * (sum(t.nbytes for t in originals if t.requires_grad) + _returned_bytes(planned))
     plain, ours = (max(0, p - static) for p in (prepared.baseline_peak_bytes, planned.solution.peak_bytes))
     needed, free = copies + results + max(plain, ours), free_bytes(prepared.device)
+    if anew and planned.budget_bytes is not None and prepared.device.type == "cuda":
+        free = min(free, planned.budget_bytes - torch.cuda.memory_allocated(prepared.device))
     why = f"it needs {show_bytes(needed)} and {show_bytes(free)} are free"
     if needed <= free or prepared.device.type != "cuda":
         return Room(needed <= free, False, why)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.device import empty_cache
 from passes.exclusive import alone, exclusive
 from passes.ops import is_collective
 from passes.run.step import OtherAnswer
@@ -31,8 +32,9 @@ COST = 2.2  # of one compared step, in plain steps: the planned one recomputes
 
 @exclusive()
 def check_step(
-    model: nn.Module, planned: Decided, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None, check: Check
-) -> Checked:
+    model: nn.Module, planned: Decided, bound: Mapping[str, Any], loss_fn: Callable[..., Any] | None, check: Check,
+    anew: bool = False,
+) -> Checked:  # fmt: skip
     """Run the planned step beside the plain one, from equal state, and compare what can be observed bit for bit.
 
     Two steps, because what a forward changes shows at the second; between them parameters, float buffers and inputs
@@ -42,6 +44,7 @@ def check_step(
     Args:
         check: "auto" runs it where it takes no longer than planning took, or a second, its memory is free, and no other
             thread runs.
+        anew: whether it is a later plan, made in training.
 
     Raises:
         CheckError: something differs, or, under `check=True`, the check could not run.
@@ -51,23 +54,23 @@ def check_step(
     start, first = time.perf_counter(), planned.prepared.traced.first_call
     try:
         with remembered(first if first is not None and first.made_buffers else None):
-            return _check(model, planned, bound, loss_fn, check == "auto", start)
+            case = _case(model, planned, bound, loss_fn, check == "auto", anew)
+            return _check(case, planned, check == "auto", start)
     except _CannotRun as error:
         if check == "auto":
             if error.__cause__ is not None:
                 warnings.warn(f"the plan was not checked: {error}. Does the model run on this sample?", stacklevel=2)
             return Checked(0, str(error), time.perf_counter() - start)
         raise CheckError(f"the check cannot run: {error}.") from error.__cause__
+    finally:
+        empty_cache(planned.prepared.device)  # a step finds the allocator as planned for
 
 
 class _CannotRun(Exception):
     """Why no check is possible, in words."""
 
 
-def _check(
-    model: nn.Module, planned: Decided, bound: Mapping[str, Any], loss_fn: Any, auto: bool, start: float
-) -> Checked:
-    case = _case(model, planned, bound, loss_fn, auto)
+def _check(case: Case, planned: Decided, auto: bool, start: float) -> Checked:
     with case.left_as_it_was():
         plain = _plain_steps(case, max(LEAST_SECONDS, sum(planned.seconds.values())) if auto else None)
         try:
@@ -100,7 +103,9 @@ def _equal_deterministically(case: Case, planned: Decided, steps: int) -> bool:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _case(model: nn.Module, planned: Decided, bound: Mapping[str, Any], loss_fn: Any, auto: bool) -> Case:
+def _case(
+    model: nn.Module, planned: Decided, bound: Mapping[str, Any], loss_fn: Any, auto: bool, anew: bool
+) -> Case:
     if auto and not alone():
         raise _CannotRun("other threads are running, whose random draws its steps would repeat; plan.check runs it")
     traced = planned.prepared.traced
@@ -112,7 +117,7 @@ def _case(model: nn.Module, planned: Decided, bound: Mapping[str, Any], loss_fn:
     missing = [name for name, t in zip(case.names, case.originals, strict=True) if t.is_meta]
     if missing:
         raise _CannotRun(f"{missing[0]!r} is on the meta device, without data to compute with")
-    room = room_for(planned, case.originals)
+    room = room_for(planned, case.originals, anew)
     if auto and not room.fits:
         raise _CannotRun(room.why)
     case.offload = room.offload

@@ -54,7 +54,7 @@ from passes.trace.refuse import cached_parametrizations, has_sharded, is_sharded
 from passes.trace.structure import Bound, flatten, held_objects
 from passes.trace.templates import argument_path
 from planner.decided import Decided
-from planner.errors import RegionError
+from planner.errors import CheckError, RegionError
 from planner.options import AUTO, BUCKET
 from planner.pipeline import Replan
 from planner.ranks.sharded import Gathers, gathered_aside, input_dtype
@@ -253,6 +253,12 @@ class PlanState:
                 warnings.warn(f"planned step not used, not under the budget: {error}", stacklevel=user_level())
                 return None, []
             except (CaptureError, RegionError, OnlyInEager) as error:  # training goes on
+                self.idle.append((key, trained))
+                warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=user_level())
+                return None, []
+            except CheckError as error:
+                if self.first.planned.prepared.options.check is True:
+                    raise
                 self.idle.append((key, trained))
                 warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=user_level())
                 return None, []

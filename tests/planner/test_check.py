@@ -490,15 +490,24 @@ def test_no_wrong_plan_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
         made.check(model, sample)
 
 
-def test_plans_for_other_shapes_are_checked_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_for_other_shapes_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     model, sample, other = mlp(), batch(4, 32), batch(6, 32)
-    asked, automatic = plan(model, sample, check=True), plan(model, sample)
+    asked, automatic, never = (plan(model, sample, check=how) for how in (True, "auto", False))
+    plain = compare.run_step(model, model, other)
+
+    def differences(made: Plan) -> list[str]:
+        return compare.differences(plain, compare.run_step(made.module, model, other))
+
     sabotage(monkeypatch)
+    with pytest.warns(UserWarning, match="planning anew"):
+        assert differences(never)
+    with pytest.warns(UserWarning, match="planning anew"), pytest.raises(CheckError):
+        asked.module(other)
+    with pytest.warns(UserWarning, match="Such calls run in eager, not under the budget"):
+        assert not differences(automatic)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        automatic.module(other)
-        with pytest.raises(CheckError):
-            asked.module(other)
+        warnings.simplefilter("error")
+        assert not differences(automatic)  # nor is it planned again
 
 
 def test_unknown_value() -> None:

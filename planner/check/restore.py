@@ -56,7 +56,7 @@ class Snapshot:
         self.seen.add(id(value))
         if isinstance(value, torch.Tensor):
             if depth <= 2 and type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta:
-                self._keep(value)
+                self.keep(value)
             return
         held = value if type(value) in (*CONTAINERS, tuple) else getattr(value, "__dict__", None)
         if not isinstance(held, (*CONTAINERS, tuple)):
@@ -67,7 +67,8 @@ class Snapshot:
         for child in inside:
             self._walk(child, depth + 1)
 
-    def _keep(self, tensor: torch.Tensor) -> None:
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Give a tensor its data back, too."""
         if not isinstance(tensor, nn.Parameter):
             self.tensors.append((tensor, tensor.detach().clone()))
             return

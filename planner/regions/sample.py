@@ -13,7 +13,7 @@ from torch import nn
 
 from passes._torch import dense_parts, is_compiled, local_part, swapped_state
 from passes.device import empty_cache, kind_of
-from passes.memory import without_collections
+from passes.memory import place, without_collections
 from passes.profile import Counting
 from passes.run._torch import under_autocast
 from passes.trace.arguments import StateEntry, call_signature, lend_attributes, run_model, state_entries, state_tensors
@@ -103,7 +103,7 @@ class Sample:
         generators = Generators.of([*originals, *inputs])
         snapshot = Snapshot([self.model, self.loss_fn], originals)
         sharded = has_sharded(self.model)
-        own = self._stand_ins(entries, originals, sharded)
+        own = self._stand_ins(entries, originals, sharded, snapshot)
         copied = [t.detach().clone() if str(i) in self.written else t.detach() for i, t in enumerate(inputs)]
         without_data: AbstractContextManager[Any] = nullcontext()
         if self.device.type == "meta":
@@ -155,13 +155,23 @@ class Sample:
         return set(first.sizes)
 
     def _stand_ins(
-        self, entries: Sequence[StateEntry], originals: Sequence[torch.Tensor], sharded: bool
+        self, entries: Sequence[StateEntry], originals: Sequence[torch.Tensor], sharded: bool, snapshot: Snapshot
     ) -> dict[str, torch.Tensor]:
-        """What the step has in the place of parameters and buffers; of sharded ones the parameters themselves."""
-        return {
-            e.name: t if sharded and e.is_parameter else _stand_in_of(t, e.is_parameter, e.name in self.written)
-            for e, t in zip(entries, originals, strict=True)
-        }
+        """What the step has in the place of parameters and buffers; of sharded ones the parameters themselves.
+
+        A buffer of which a view is kept stays in its memory, and is put back: a copy's changes would not show there.
+        """
+        viewed = {where for t, _ in snapshot.tensors for where in _places(t)}
+        made = {}
+        for e, t in zip(entries, originals, strict=True):
+            if sharded and e.is_parameter:
+                made[e.name] = t
+            elif not e.is_parameter and not viewed.isdisjoint(_places(t)):
+                snapshot.keep(t)
+                made[e.name] = lend_attributes(t, t.detach().requires_grad_(t.requires_grad))
+            else:
+                made[e.name] = _stand_in_of(t, e.is_parameter, e.name in self.written)
+        return made
 
     def _observe(self, hollow: Hollow, step: Callable[[], None], counting: Counting | None) -> None:
         left = frozenset(hollow.sizes)
@@ -232,6 +242,10 @@ def _start_of_backward(output: torch.Tensor, path: str, layouts: Layouts) -> tor
         return torch.ones_like(output)
     last = sum((size - 1) * stride for size, stride in zip(output.shape, strides, strict=True))
     return output.new_ones(last + 1).as_strided(output.shape, strides)
+
+
+def _places(tensor: torch.Tensor) -> set[int]:
+    return {place(part.untyped_storage()) for part in dense_parts(tensor) if part.nbytes}
 
 
 def _consume(parameter: torch.Tensor) -> None:

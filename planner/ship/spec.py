@@ -33,11 +33,12 @@ def spec_of(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tenso
     traced, state = plan.prepared.traced, module._plan_state
     model = state.model
     given = state_tensors(model, traced.state)
-    _refuse_shared(traced, given)
-    tensors = _data(dict(zip((e.name for e in traced.state), given, strict=True)))
     halves = plan.rewritten.forward, plan.rewritten.backward
-    used = [n for half in halves for n in half.graph.nodes if n.op == "get_attr"]
-    constants = _data({str(n.target): attrgetter(str(n.target))(traced.graph_module) for n in used})
+    used = (str(n.target) for half in halves for n in half.graph.nodes if n.op == "get_attr")
+    read = {name: attrgetter(name)(traced.graph_module) for name in used}
+    _refuse_shared(traced, given, list(read.values()))
+    tensors = _data(dict(zip((e.name for e in traced.state), given, strict=True)))
+    constants = _data(read)
     spec = {
         "class": type(model).__name__,
         "torch": TORCH_VERSION,
@@ -62,15 +63,23 @@ def spec_of(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tenso
     return spec, {n: t.contiguous() for n, t in tensors.items()}, {n: t.contiguous() for n, t in constants.items()}
 
 
-def _refuse_shared(traced: Traced, state: Sequence[torch.Tensor]) -> None:
-    """Refuse memory of two tensors of which one changes: in a folder each has its own."""
-    changed = [i for i, tensor in enumerate(state) if tensor.requires_grad or i in traced.mutated]
-    for i, j in overlaps(state, changed):
-        one, other = traced.state[i].name, traced.state[j].name
-        raise PlannerError(
-            f"{brief(one)} shares memory with {brief(other)}, which an exported folder does not keep: tie them (one "
-            "parameter in both places), or clone() one of them."
-        )
+def _refuse_shared(traced: Traced, state: Sequence[torch.Tensor], constants: Sequence[torch.Tensor]) -> None:
+    """Refuse memory of two tensors of which one changes: in a folder each has its own.
+
+    What is registered may change by `load_state_dict`, and a view of it that is kept with it.
+    """
+    names = [brief(entry.name) for entry in traced.state]
+    for i, j in overlaps([*state, *constants], range(len(state))):
+        if j >= len(state):
+            raise PlannerError(
+                f"a tensor of shape {tuple(constants[j - len(state)].shape)} that is not registered lies in the memory "
+                f"of {names[i]}, which an exported folder does not keep: take the view in forward, or clone() it once."
+            )
+        if state[i].requires_grad or i in traced.mutated:
+            raise PlannerError(
+                f"{names[i]} shares memory with {names[j]}, which an exported folder does not keep: tie them (one "
+                "parameter in both places), or clone() one of them."
+            )
 
 
 def _autocast(autocast: Autocast) -> list[list[str]]:

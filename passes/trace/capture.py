@@ -593,6 +593,7 @@ class StepTracer:
         arguments = shared(self.input_template)
 
         def settings(copies: Sequence[torch.Tensor]) -> tuple[Setting, ...]:
+            self.before.restore()  # what is read first is what the model holds
             self._run(copies, self.recorder.recording(copies[:count]))
             return self.settings
 
@@ -617,8 +618,7 @@ class StepTracer:
                 raise Carries(error, (*self.carried, *paths)) from error
             raise
         kept = [left for left in self.left if left.is_kept and left.holder]
-        is_new = self.may_remember and any(left.is_new for left in kept)
-        if is_new or (self.is_first and (kept or filled)):
+        if self.may_remember and (kept or (self.is_first and filled)):
             first = [left.holder for left in self.left if left.is_first and left.holder]  # some of it tells of the rest
             raise FirstCall(first, overwritten)
         self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes)))

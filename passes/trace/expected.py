@@ -134,9 +134,16 @@ def has_attributes(value: Any) -> bool:
 
 def parts_of(value: Any) -> list[Any] | None:
     """What a container consists of; None for what is not one."""
+    if (held := bound_to(value)) is not value:
+        return [value.__name__, held]
     parts = next((take(value) for kinds, take in _PARTS if isinstance(value, kinds)), None)
-    attributes = None if parts is None or type(value).__module__ in _PLAIN else getattr(value, "__dict__", None)
+    attributes = None if parts is None else attributes_beside(value)
     return [*parts, attributes] if parts is not None and attributes else parts
+
+
+def attributes_beside(container: Any) -> dict[str, Any] | None:
+    """The attributes of a container of a derived class, beside its items."""
+    return None if type(container).__module__ in _PLAIN else getattr(container, "__dict__", None)
 
 
 def items_of(value: Any) -> list[Any]:
@@ -158,6 +165,12 @@ def held_by(mapping: dict[Any, Any]) -> dict[Any, Any]:
     return dict(dict.items(mapping))
 
 
+def bound_to(value: Any) -> Any:
+    """The object whose method in C `value` is (`settings.get`, `lines.append`); else the value itself."""
+    held = value.__self__ if isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)) else None
+    return value if isinstance(held, (types.ModuleType, type, type(None))) else held
+
+
 def _in_a_set(value: Any) -> tuple[str, str]:
     return type(value).__name__, repr(value) if type(value) in LITERALS else str(id(value))
 
@@ -165,7 +178,9 @@ def _in_a_set(value: Any) -> tuple[str, str]:
 def _parts_of_array(value: Any) -> list[Any]:
     """Of an array or a record; what one of Python's objects holds is compared as that object is."""
     array = numpy.asarray(value)
-    return [array.dtype.str, array.shape, *(array.flat if array.dtype.hasobject else [array.tobytes()])]
+    kind = array.dtype.str if array.dtype.names is None else repr(array.dtype)
+    look = array.shape, array.strides, array.flags.writeable
+    return [kind, *look, *(array.flat if array.dtype.hasobject else [array.tobytes()])]
 
 
 def _plain_part(value: Any) -> list[Any]:
@@ -247,7 +262,7 @@ def same_value(a: Any, b: Any) -> bool:
         return False
     if type(a) is tuple:
         return len(a) == len(b) and all(map(same_value, a, b))
-    if isinstance(a, numpy.generic) or type(a) in (float, complex):
+    if isinstance(a, numpy.generic) or type(a) in (float, complex, range):
         return repr(a) == repr(b)
     return type(a) in LITERALS and bool(a == b)
 

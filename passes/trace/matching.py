@@ -24,6 +24,7 @@ from .expected import (
     State,
     Whole,
     apart,
+    attributes_beside,
     compared_in,
     counterparts,
     describe,
@@ -248,6 +249,7 @@ class _Matching:
         if isinstance(value, torch.Tensor):
             self.matched.computed.append((partial(made_of, value), "", made_of(value)))
         self._look_into(value)
+        self._look_into(attributes_beside(value))
         return len(now) == len(expected.parts) and all(map(self.agrees, expected.parts, now))
 
     def _look_into(self, container: Any) -> None:

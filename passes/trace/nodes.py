@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -75,22 +75,32 @@ def twin(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refill(container: Any, content: Any) -> None:
-    """Give a container its content back; at no moment, not even for an interrupt, is what it held and holds missing."""
-    if isinstance(container, (list, bytearray)):
-        container[:] = content
+    """Give a container its content back; at no moment, not even for an interrupt, is what it held and holds missing.
+
+    By the methods of Python's own type: a class derived from it (`Counter`) may add up, or do otherwise.
+    """
+    kinds = (k for k in (list, bytearray, deque, OrderedDict, dict, set) if isinstance(container, k))
+    kind: Any = next(kinds, type(container))
+    if kind in (list, bytearray):
+        kind.__setitem__(container, slice(None), content)
         return
-    if isinstance(container, deque):
-        container.extend(content)
-        while len(container) > len(content):
-            container.popleft()
+    if kind is deque:
+        kind.extend(container, content)
+        while kind.__len__(container) > len(content):
+            kind.popleft(container)
         return
-    container.update(content)
+    if kind is set:
+        set.update(container, content)
+        set.intersection_update(container, content)
+        return
+    for key, value in content.items():
+        kind.__setitem__(container, key, value)
     held = held_by(container) if isinstance(container, dict) else container
     for extra in [k for k in held if k not in content]:
-        container.remove(extra) if isinstance(container, set) else container.pop(extra)
+        kind.__delitem__(container, extra)
     if isinstance(container, dict) and list(held_by(container)) != list(content):
         for key in content:
-            container[key] = container.pop(key)
+            kind.__setitem__(container, key, kind.pop(container, key))
 
 
 def identical(now: Any, before: Any) -> bool:

@@ -18,7 +18,7 @@ from passes._torch import mutation_count
 
 from .builtin_state import BUILTIN
 from .closures import CACHE, visit_function
-from .expected import held_by
+from .expected import bound_to, held_by
 from .nodes import PLAIN, Node, Walk, refill
 from .places import is_users
 
@@ -40,6 +40,7 @@ _HOLDERS = frozenset({"collections", "types", "queue", "weakref", "argparse", "_
 
 def visit(walk: Walk, value: Any, path: str, name: str) -> None:
     """Add the nodes of one value, and follow what it holds."""
+    value = bound_to(value)
     if (isinstance(value, _ATOMS) and not isinstance(value, type)) or id(value) in walk.seen:
         return
     walk.seen[id(value)] = value
@@ -216,7 +217,8 @@ def _shallow(value: Any) -> Callable[[], Any]:
     def take() -> Any:
         if isinstance(value, dict):
             return dict(held_by(value))
-        return set(value) if isinstance(value, set) else list(value)
+        kind: Any = next(k for k in (set, list, deque, bytearray) if isinstance(value, k))
+        return (set if kind is set else list)(kind.__iter__(value))
 
     return take
 

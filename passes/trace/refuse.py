@@ -45,10 +45,10 @@ def refuse(model: nn.Module) -> None:
 
 
 def refuse_backward_hooks(module: nn.Module, own: bool) -> None:
-    """Raise Unsupported for a module's backward hook in what is to be one step; `own` ones run within it, too."""
+    """Raise OnlyInEager for a module's backward hook in what is to be one step; `own` ones run within it, too."""
     for name, part in module.named_modules():
         if (name or own) and (part._backward_hooks or part._backward_pre_hooks):
-            raise Unsupported(
+            raise OnlyInEager(
                 "module backward hook", name or "(the model itself)", "a planned backward runs no module boundaries",
                 'Plan by regions (regions="auto", or patterns), or use hooks on parameters (they fire as usual).',
             )  # fmt: skip

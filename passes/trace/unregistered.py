@@ -28,7 +28,14 @@ def numbers_of(tensor: torch.Tensor) -> tuple[int, int]:
 def equal(a: Any, b: torch.Tensor) -> bool:
     """Whether a value is a tensor with the look, strides and numbers of another; torch compares dense ones alone."""
     dense = type(a) is type(b) and a.layout is b.layout is torch.strided
-    return dense and look_of(a) == look_of(b) and a.stride() == b.stride() and torch.equal(a, b)
+    return dense and look_of(a) == look_of(b) and a.stride() == b.stride() and torch.equal(a, b) and _signs_agree(a, b)
+
+
+def _signs_agree(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Also of zeros, which are equal."""
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+    return not a.is_floating_point() or torch.equal(a.signbit(), b.signbit())
 
 
 @dataclass(frozen=True, eq=False)

@@ -356,6 +356,51 @@ def test_attributes_that_forward_sets_are_put_back() -> None:
     assert (model.seen, model.settings, model.record.calls, model.latest) == ([], {}, 0, None)
 
 
+class Merging(dict[str, int]):
+    """Adds up, as `Counter` does; a list that keeps what it held, and a deque that repeats, alike."""
+
+    def update(self, *others: Any, **more: int) -> None:
+        for key, value in dict(*others, **more).items():
+            self[key] = self.get(key, 0) + value
+
+
+class Keeping(list[int]):
+    def __setitem__(self, place: Any, values: Any) -> None:
+        super().extend(values)
+
+
+class Repeating(collections.deque[int]):
+    def extend(self, values: Any) -> None:
+        super().extend([*values] * 2)
+
+
+class Sorted(collections.OrderedDict[str, int]):
+    def __setitem__(self, key: str, value: int) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key, last=False)
+
+
+def _counting_in(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if isinstance(self.seen, dict):
+        self.seen["a"] = self.seen.get("a", 0) + 1
+    else:
+        self.seen.append(len(x))
+    return self.inner(x).sin().sum()
+
+
+@pytest.mark.filterwarnings("ignore:forward sets", "ignore:planning anew")
+@pytest.mark.parametrize("check", [False, "auto"])
+@pytest.mark.parametrize("kind", [collections.Counter, Merging, Keeping, Repeating, Sorted])
+def test_containers_of_other_classes_are_put_back(kind: type[Any], check: Any) -> None:
+    model = Wrap(_counting_in, inner=linear())
+    model.seen = kind({"b": 2, "a": 1} if issubclass(kind, dict) else [1])
+    before = [*getattr(model.seen, "items", model.seen.__iter__)()]
+    planned = plan(model, batch(), check=check, regions=["inner"])
+    assert [*getattr(model.seen, "items", model.seen.__iter__)()] == before
+    planned.module(batch(6)).backward()
+    assert (model.seen["a"] if issubclass(kind, dict) else len(model.seen)) == 2
+
+
 @pytest.mark.every(3)
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97])
 def test_it_is_after_an_interrupt(share: float) -> None:

@@ -455,6 +455,15 @@ def test_a_state_dict_has_its_versions_and_says_what_it_lacks(tmp_path: Path, mo
         plan_at((model, x)).export(tmp_path / "extra")
 
 
+def test_a_view_of_a_buffer_that_is_kept_is_refused(tmp_path: Path) -> None:
+    model = Wrap(lambda self, x: self.inner(x) * self.first, inner=nn.Linear(8, 8))
+    model.register_buffer("scales", torch.ones(2, 1))
+    model.first = model.scales[0]  # type: ignore[union-attr,operator]
+    plan = plan_at((model, torch.randn(4, 8)))
+    with pytest.raises(PlannerError, match=r"not registered lies in the memory of scales.*take the view in forward"):
+        plan.export(tmp_path / "viewed")
+
+
 def test_what_a_folder_cannot_keep_is_refused(tmp_path: Path) -> None:
     """Memory that two parameters share, and a model that is another one by now."""
 

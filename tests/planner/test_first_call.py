@@ -6,6 +6,7 @@ import copy
 import importlib
 import sys
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -318,6 +319,90 @@ def test_lengths_that_grow_in_training_are_planned_once_each() -> None:
         for _ in range(3):
             for x in batches:
                 _step(model, plan.module, x)
+    # For six, of which the call leaves a table; and for three with that table.
+    assert len([w for w in said if "planning anew" in str(w.message)]) == 2
+
+
+class OfTheLongest(Remembers):
+    """As rotary embeddings by dynamic NTK: the longest batch decides the table of all after it."""
+
+    longest, table, setting = 0, cast(Any, None), 1.0
+
+    def scale(self, length: int) -> Any:
+        if length > self.longest:
+            self.longest = length
+            self.table = torch.arange(1.0, length + 1)[:, None] / length
+        return self.table[:length]
+
+
+class UnderASetting(ByLength):
+    setting = 1.0
+
+    def scale(self, length: int) -> Any:
+        if length not in self.tables:
+            self.tables[length] = torch.full((length, 1), self.setting)
+        return self.tables[length]
+
+
+class ListedByLength(Listed):
+    setting = 1.0
+
+    def scale(self, length: int) -> Any:
+        while len(self.made) < length:
+            self.made.append(self.setting)
+        return self.made[length - 1]
+
+
+@pytest.mark.filterwarnings("ignore:planning anew", "ignore:5 calls were planned anew")
+@pytest.mark.parametrize("check", [False, "auto"])
+@pytest.mark.parametrize("kind", [OfTheLongest, UnderASetting, ListedByLength])
+def test_what_a_longer_batch_leaves_is_left_by_the_planned_step(kind: type[Any], check: Any) -> None:
+    model = kind()
+    model.norm = nn.Identity()
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, torch.randn(4, 3, 8), progress=False, check=check)
+    for length in (3, 6, 3, 5, 6, 7, 3, 6):
+        x = torch.randn(4, length, 8)
+        assert all(map(same_bits, _step(model, plan.module, x), _step(plain, plain, x)))
+        for each in (model, plain):
+            each.setting *= 0.5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _step(model, plan.module, torch.randn(4, 6, 8))
+    x = torch.randn(4, 4, 8)
+    assert same_bits(model.eval()(x), plain.eval()(x))
+
+
+class Logs(nn.Module):
+    """Keeps what it computed for others to read."""
+
+    def __init__(self, way: int) -> None:
+        super().__init__()
+        self.linear, self.way = nn.Linear(8, 8), way
+        self.seen: Any = {0: {}, 1: [], 2: deque(maxlen=2), 3: {"norm": 0.0, "length": 0}, 4: []}[way]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if self.way in (0, 3):
+            self.seen["norm"], self.seen["length"] = y.detach().norm(), len(x)
+        elif self.way == 1:
+            self.seen.clear()
+        if self.way in (1, 2):
+            self.seen.append(y.detach())
+        elif self.way == 4:
+            self.seen[:] = [y.detach(), x.shape]
+        return y.tanh()
+
+
+@pytest.mark.filterwarnings("ignore:forward sets")
+@pytest.mark.parametrize("way", range(5))
+def test_what_forward_logs_is_not_planned_anew_in_each_step(way: int) -> None:
+    model = nn.Sequential(Logs(way), Logs(way))
+    plan = auto_checkpoint(model, torch.randn(4, 8), progress=False, check=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for rows in (4, 4, 6, 4, 6, 6, 4):
+            _step(model, plan.module, torch.randn(rows, 8))
     assert len([w for w in said if "planning anew" in str(w.message)]) == 1
 
 

@@ -764,7 +764,14 @@ def tabled(name: str) -> dict[str, float]:
     return {"scale": 2.0}
 
 
+SETTINGS_IN_C: dict[str, float] = {}
+OF_PYTHON: Any = (dict, list, tuple, str, float, frozenset, collections.OrderedDict)
+SCALED: list[Any] = [type("Scaled", (kind,), {"scale": 2.0})() for kind in OF_PYTHON]
 WEAKLY: Any = weakref.WeakKeyDictionary({Derived: 2.0})
+GRID: Any = numpy.arange(4.0).reshape(2, 2)
+SPAN: Any = [range(0, 3, 2)]
+ZERO: Any = [torch.zeros(1)]
+FOUND: Any = SETTINGS_IN_C.get
 
 
 @pytest.mark.parametrize(
@@ -804,6 +811,13 @@ WEAKLY: Any = weakref.WeakKeyDictionary({Derived: 2.0})
         (lambda: configured().scale, lambda patch: patch.setattr(configured(), "scale", 5.0)),
         (lambda: tabled("a")["scale"], lambda patch: patch.setitem(tabled("a"), "scale", 5.0)),
         (lambda: MARKED.scale, lambda patch: patch.setattr(MARKED, "scale", 5.0)),
+        (lambda: FOUND("scale", 2.0), lambda patch: patch.setitem(SETTINGS_IN_C, "scale", 5.0)),
+        *((functools.partial(getattr, owner, "scale"), lambda patch, owner=owner: patch.setattr(owner, "scale", 5.0))
+          for owner in SCALED),
+        (lambda: float(GRID.ravel("K")[1]), lambda patch: patch.setitem(globals(), "GRID", numpy.asfortranarray(GRID))),
+        (lambda: 2.0 + GRID.flags.writeable, lambda patch: GRID.setflags(write=False)),
+        (lambda: SPAN[0].stop + 0.0, lambda patch: operator.setitem(SPAN, 0, range(0, 4, 2))),
+        (lambda: 2.0 + ZERO[0].signbit(), lambda patch: operator.setitem(ZERO, 0, -torch.zeros(1))),
     ],
     ids=["a class in a dict", "an object's class", "a class in a class", "getattr", "vars", "a metaclass's property",
          "a member of an enumeration", "a member in a dict", "globals", "a module's vars", "an imported module",
@@ -812,7 +826,8 @@ WEAKLY: Any = weakref.WeakKeyDictionary({Derived: 2.0})
          "set later in a thread", "an object of a thread's own", "a learning rate", "a scheduler", "a parser",
          "a partial's attribute",
          "an object in a context", "another object in a context", "a remembered object", "a remembered dict",
-         "a tensor's attribute"],
+         "a tensor's attribute", "a method in C", *(f"{type(owner).__base__.__name__}'s attribute" for owner in SCALED),
+         "an array's order", "an array's flag", "a range", "the sign of zero"],
 )  # fmt: skip
 def test_what_is_not_come_to_by_name_changes(read: Any, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, model, x = planned(lambda: Net(lambda self, h: h * read()))

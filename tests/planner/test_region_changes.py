@@ -518,3 +518,32 @@ def test_a_region_that_is_lent_its_weights_is_planned_once() -> None:
     model.memory[0].register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match="region memory"):
         assert not differences(run_step(plain, plain, x, 3), run_step(plan.module, model, x, 3))
+
+
+class Viewed(nn.Module):
+    """Its scale is in the memory of a buffer that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.register_buffer("steady", torch.ones(2))
+        self.level = self.steady[:1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steady.mul_(1.5)
+        return self.layers((x * self.level).tanh())
+
+
+def test_a_view_of_a_buffer_that_a_region_changes() -> None:
+    model = nn.Sequential(Viewed(), nn.Linear(8, 8))
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, torch.randn(4, 8), progress=False, check=False, recompute="*", regions=["0", "1"])
+    assert [r.path for r in plan.regions if r.runs] == ["1"]
+    assert torch.equal(model[0].steady, torch.ones(2))
+    for _ in range(2):
+        x = torch.randn(4, 8)
+        outputs = [each(x) for each in (plan.module, plain)]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from passes._torch import local_part
-from passes.errors import CaptureError, Unsupported
+from passes.errors import CaptureError, StateChanged, Unsupported
 from passes.printable import brief
 from passes.trace.answers import Unanswered
 from passes.trace.asking import sample_answers
@@ -155,7 +155,10 @@ class Sizes:
                 found = call.remembers
                 if self.is_region and not found.evolves:
                     raise _remembers(found) from None
-                self.first_call = None if self.is_region else replace(found, left=found.of(model, bound, loss_fn))
+                left = () if self.is_region else found.of(model, bound, loss_fn)
+                if not (left or first or found.evolves):
+                    raise _left_in_eager(found) from None
+                self.first_call = None if self.is_region else replace(found, left=left)
                 is_first, may_remember, may_ask, asked = False, False, self.may_ask, None
             except Carries:
                 self.is_first, self.first_call = first, None
@@ -249,6 +252,14 @@ def _remembers(found: Remembers) -> Unsupported:
         "something that forward remembers at its first call", found.paths[0], "a planned region returns its outputs "
         "and sets nothing else, and a call of another shape would find it as the first one has left it",
         "Call the model once before planning.",
+    )  # fmt: skip
+
+
+def _left_in_eager(found: Remembers) -> StateChanged:
+    return StateChanged(
+        "something that a call in training adds to what forward remembers", found.paths[0], "the forward cannot be run "
+        "now for what it leaves there (another thread runs, or other ranks would have to run it, too)",
+        "Calls like this one are planned once it is there.",
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from passes.device import empty_cache
+from passes.errors import ForwardFailed
 from passes.exclusive import alone, exclusive
 from passes.ops import is_collective
 from passes.run.step import OtherAnswer
@@ -61,6 +62,8 @@ def check_step(
             if error.__cause__ is not None:
                 warnings.warn(f"the plan was not checked: {error}. Does the model run on this sample?", stacklevel=2)
             return Checked(0, str(error), time.perf_counter() - start)
+        if anew and error.__cause__ is not None:  # the call raises what the plain step raises
+            raise ForwardFailed(f"{error}.") from error.__cause__
         raise CheckError(f"the check cannot run: {error}.") from error.__cause__
     finally:
         empty_cache(planned.prepared.device)  # a step finds the allocator as planned for

@@ -47,6 +47,7 @@ from passes.trace.carried import carried, carry
 from passes.trace.first_call import Remembers, remember, remembered
 from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match, match_arguments
+from passes.trace.nodes import Change, put
 from passes.trace.overlaps import overlaps
 from passes.trace.places import user_level
 from passes.trace.reads import Matched, Reads
@@ -195,12 +196,33 @@ class PlanState:
         first, self.first_call = self.first_call, None
         self.first.planned.prepared.sizes.first_call = None
         if first is not None:
-            planned, device = self.first.planned, self.first.planned.prepared.device
-            ask_for(planned.reservation.arena, device, self)  # else segments of other sizes would be reserved for it
-            with saving_hooks_aside(), self.set_aside(), gathered_aside(self.model):
-                left = first.of(self.model, bound, self.loss_fn)
-            remember(left)
-            empty_cache(device)  # the step finds the allocator as planned for
+            self._leave(first, bound)
+
+    def _leave(self, first: Remembers, bound: Mapping[str, Any]) -> list[Change]:
+        planned, device = self.first.planned, self.first.planned.prepared.device
+        ask_for(planned.reservation.arena, device, self)  # else segments of other sizes would be reserved for it
+        with saving_hooks_aside(), self.set_aside(), gathered_aside(self.model):
+            left = first.of(self.model, bound, self.loss_fn)
+        done = remember(left)
+        empty_cache(device)  # the step finds the allocator as planned for
+        return done
+
+    def _remembered_again(
+        self, key: Key, tensors: Sequence[torch.Tensor], bound: Mapping[str, Any], starts: tuple[str, ...] | None
+    ) -> tuple[Entry | None, list[torch.Tensor]]:
+        """The plan for calls that leave something whatever is there before (a table of the latest length).
+
+        That has shown where such calls were planned with it in place twice, as it had gone between. Then the forward
+        runs for it, as of now, and the plan holds where that is what it was made with.
+        """
+        made = (e.planned.prepared.traced.first_call for e in self.cache if e.key == key and e.again)
+        if self._in_hooks or (first := next(made, None)) is None:
+            return None, []
+        done = self._leave(first, bound)
+        entry, state = self.find(key, tensors, bound, starts)
+        for change in reversed(done) if entry is None else ():
+            put(change, change.before)
+        return entry, state
 
     def _unplanned(self, bound: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> Any:
         note_plain(self.model)
@@ -222,6 +244,8 @@ class PlanState:
         if entry is None and self.first_call is not None:
             self._remember(bound)
             entry, state = self.find(key, tensors, bound, starts)
+        if entry is None and not self._hindrance:
+            entry, state = self._remembered_again(key, tensors, bound, starts)
         if entry is None or entry.outdated or entry.starts != (starts or entry.starts) or self._sharded_since(entry):
             trained = [t.requires_grad for t in (*self.model.parameters(), *tensors)]
             if not any(trained) or (key, trained) in self.idle:
@@ -489,11 +513,16 @@ class PlanState:
         stale = other is not None and (other.outdated or self._sharded_since(other))
         self.cache = [replace(e, matched=None) for e in self.cache if not (stale and e is other)]
         seconds, buckets = time.monotonic() - begin, self.on_new_shape == BUCKET
+        again = False
         if (first := planned.prepared.traced.first_call) is not None:
+            earlier = (e.planned.prepared.traced.first_call for e in self.cache if e.key == key)
+            again = any(e is not None and e.paths == first.paths for e in earlier)
             remember(first.left)
             planned.prepared.sizes.first_call = None
         self.notices.replanned(self.replans, self.numbers, seconds, len(self.cache), buckets)
-        return self._add(key, planned, starts), state_tensors(self.model, planned.prepared.traced.state)
+        entry = self._add(key, planned, starts)
+        entry.again = again
+        return entry, state_tensors(self.model, planned.prepared.traced.state)
 
     def _plan_as_can_be(
         self, key: Key, bound: Mapping[str, Any], other: Entry | None, starts: tuple[str, ...] | None

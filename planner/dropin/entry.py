@@ -44,7 +44,8 @@ class Entry:
     """A plan and what it holds for; `matched` are its reads as found on the model of the `PlanState` that has it.
 
     `starts` are the outputs that its backward was to start from when it was planned; `strayed` is how many calls have
-    answered the forward's questions otherwise than its sample; `sharded` is whether `fully_shard` had been called;
+    answered the forward's questions otherwise than its sample; `again` is whether such calls were planned twice with
+    what they leave in place (a table of the latest length); `sharded` is whether `fully_shard` had been called;
     `regions` are those of a plan by regions, as `planner.dropin.regions` runs them, and `parameters` those of the model
     that such a plan was last found to be for. `alike` tells quickly that tensors are like those that the plan was last
     found to hold for; `spans` are the bytes that each primal reaches over.
@@ -56,6 +57,7 @@ class Entry:
     starts: tuple[str, ...]
     outdated: bool = False
     strayed: int = 0
+    again: bool = False
     matched: Matched | None = None
     regions: Any = None
     sharded: bool = False

@@ -373,6 +373,38 @@ def test_what_a_longer_batch_leaves_is_left_by_the_planned_step(kind: type[Any],
     assert same_bits(model.eval()(x), plain.eval()(x))
 
 
+class OfTheLatest(Remembers):
+    """A mask of the batch's length, as torch's own language model keeps it."""
+
+    table, setting = cast(Any, None), 1.0
+
+    def scale(self, length: int) -> Any:
+        if self.table is None or len(self.table) != length:
+            self.table = torch.arange(1.0, length + 1)[:, None] * self.setting
+        return self.table
+
+
+def test_a_table_of_the_latest_length_is_planned_twice_for_each(recwarn: pytest.WarningsRecorder) -> None:
+    model = OfTheLatest()
+    model.norm = nn.Identity()
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, torch.randn(4, 3, 8), progress=False, check=False)
+
+    def replans(lengths: list[int]) -> int:
+        recwarn.clear()
+        for length in lengths:
+            x = torch.randn(4, length, 8)
+            assert all(map(same_bits, _step(model, plan.module, x), _step(plain, plain, x)))
+            assert same_bits(model.table, plain.table)
+        return sum("planning anew" in str(w.message) for w in recwarn)
+
+    assert replans([3, 5, 3, 4, 5, 4, 3]) <= 6
+    assert replans([5, 3, 4, 4, 5, 4, 3, 5]) == 0
+    model.setting = plain.setting = 0.5
+    assert replans([3, 5, 3, 4, 5, 4, 3]) == 3
+    assert replans([5, 3, 4, 4, 5, 4, 3, 5]) == 0
+
+
 class Logs(nn.Module):
     """Keeps what it computed for others to read."""
 

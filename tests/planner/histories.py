@@ -284,13 +284,13 @@ class _State:
     def __init__(self, module: nn.Module) -> None:
         self.state = {n: t.detach().clone() for n, t in module.state_dict().items()}
         self.gradients = {n: copied(p.grad) for n, p in module.named_parameters()}
-        self.levels = [(part.level.clone(), part.factor) for part in levelled(module)]
+        self.levels = [(part.level.clone(), part.factor, part.rows) for part in levelled(module)]
 
     def restore(self, module: nn.Module) -> None:
         module.load_state_dict(self.state)
-        for part, (level, factor) in zip(levelled(module), self.levels, strict=False):  # an export shows none
+        for part, (level, factor, rows) in zip(levelled(module), self.levels, strict=False):  # an export shows none
             part.level.copy_(level)
-            part.factor = factor
+            part.factor, part.rows = factor, rows
         for name, parameter in module.named_parameters():
             parameter.grad = copied(self.gradients[name])
 

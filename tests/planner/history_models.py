@@ -71,12 +71,13 @@ class Levelled(nn.Module):
 
     Args:
         way: 0 for the tensor, 1 for the number, 2 for both, 3 for a view of a buffer, 4 for one that forward changes,
-            5 for state that each call moves on, 6 for a number that is none of a tensor.
+            5 for state that each call moves on, 6 for a number that is none of a tensor, 7 for a tensor of the longest
+            batch, 8 for one of the latest length.
     """
 
     def __init__(self, model: nn.Module, way: int) -> None:
         super().__init__()
-        self.model, self.way, self.level, self.factor = model, way, torch.ones(1), 1.0
+        self.model, self.way, self.level, self.factor, self.rows = model, way, torch.ones(1), 1.0, 0
         self.register_buffer("steady", torch.ones(2))
         if way in (3, 4):
             self.level = self.steady[:1]
@@ -86,6 +87,8 @@ class Levelled(nn.Module):
             self.steady.mul_(1.5)
         if self.way == 5:
             self.level = 0.5 * self.level + x.detach().cos().mean()
+        if (self.way == 7 and self.rows < len(x)) or (self.way == 8 and self.rows != len(x)):
+            self.rows, self.level = len(x), torch.full((1,), self.factor + len(x) / 8)
         x = x * self.factor if self.way in (1, 6) else x * self.level.clone()  # which may change later
         x = x * self.level.tolist()[0] if self.way in (1, 2) else x
         return self.model(x.tanh(), *more)
@@ -106,7 +109,7 @@ class Glue:
 
 
 def _levelled(model: nn.Module, pick: Pick) -> nn.Module:
-    return Levelled(model, pick(0, 6)).train() if pick(0, 3) == 0 else model
+    return Levelled(model, pick(0, 8)).train() if pick(0, 3) == 0 else model
 
 
 def unregistered(model: nn.Module) -> list[torch.Tensor]:

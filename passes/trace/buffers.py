@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.errors import StateChanged, Unsupported
+from passes.errors import OnlyInEager, StateChanged, Unsupported
 from passes.run.tensors import is_laid_out
 
 from .arguments import StateEntry
@@ -66,6 +66,8 @@ def write_back(
     for entry in entries:
         current = _attribute(model, entry.name)
         given = state[entry.name]
+        if any(_attribute(model, name) is not current for name in entry.aliases):
+            raise _one_for_two(entry.name, "a tensor of its own", f"it is {entry.aliases[0]}, too")
         if current is given:
             continue
         if not isinstance(current, torch.Tensor) or current.shape != given.shape or current.dtype != given.dtype:
@@ -76,18 +78,26 @@ def write_back(
             )  # fmt: skip
             empty = [e.name for e in entries if not (e.is_parameter or state[e.name].numel())]
             raise Carries(refused, (*arguments, *empty)) if entry.name in empty else refused
+        if id(current) in originals or type(current) is not type(given):
+            raise _one_for_two(entry.name, "another tensor that it holds", "both are one then")
         if not is_laid_out(current, given.stride()):
             raise Unsupported(
                 "buffer replaced in forward by one in other strides", entry.name, "a planned step writes its value "
                 "alone, and sums over other strides have other bits", "Assign its contiguous() or clone().",
             )  # fmt: skip
-        # Two buffers may have changed places: take both values before either is overwritten.
-        updates.append((given, current.detach().clone() if id(current) in originals else current))
+        updates.append((given, current))
         replaced[entry.name] = given
     with torch.no_grad():
         for given, current in updates:
             given.copy_(current)
     return replaced
+
+
+def _one_for_two(name: str, by: str, why: str) -> OnlyInEager:
+    return OnlyInEager(
+        "buffer replaced in forward", name, f"by {by}: {why}, and a planned step writes the value alone",
+        "Copy the value: self.buffer.copy_(new), or a clone() of it.",
+    )  # fmt: skip
 
 
 def refuse_returned(replaced: Mapping[str, torch.Tensor], returned: Iterable[torch.Tensor]) -> None:

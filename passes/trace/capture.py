@@ -163,7 +163,8 @@ class Traced:
     autograd comes to their gradients. `first_call` is what a first call of forward remembers and was in place.
     `changed_later` are primals that code after a region changes in place. `asked` are the questions about computed
     values that the sample answered; what was asked about are the last of `outputs`. `detached` are inputs that
-    require a gradient, and to which no output passes any on.
+    require a gradient, and to which no output passes any on. `replaced` are the buffers in whose place forward puts new
+    tensors.
     """
 
     graph_module: fx.GraphModule
@@ -194,6 +195,7 @@ class Traced:
     changed_later: tuple[int, ...] = ()
     asked: tuple[Asked, ...] = ()
     detached: tuple[int, ...] = ()
+    replaced: tuple[int, ...] = ()
 
     @property
     def overwritten(self) -> tuple[int, ...]:
@@ -891,6 +893,7 @@ def _traced(
         left=tuple(p for p in tracer.recorder.left(tracer.watch.codes) if not is_carried(p, tracer.carried)),
         within=tuple(tracer.within),
         detached=tuple(tracer.detached),
+        replaced=tuple(i for i, entry in enumerate(entries) if entry.name in tracer.replaced),
         spread=tracer.spread,
         arrivals=tuple(dict.fromkeys(tracer.arrivals)),
         overlaps=overlaps(tracer.given, joint.mutated_inputs),

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import repeat
 from operator import call, is_, itemgetter
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import numpy
 import torch
@@ -241,15 +242,17 @@ class Looked:
 class Matched:
     """The reads of one model: `own` are of its objects, `fixed` those of classes, functions and globals."""
 
+    every: ClassVar = WeakSet["Matched"]()
+
     def __init__(self) -> None:
-        self.own, self.fixed = Looked(), Looked()
+        self.every.add(self)
+        self.own, self.fixed, self.unregistered = Looked(), Looked(), Unregistered()
         self.objects: list[Any] = []
         self.kinds: list[type] = []
         self.modules: list[dict[str, Any]] = []  # the attributes of each module, for its hooks
         self.hooks: list[tuple[Any, ...]] = []
         self.empty: list[Any] = []
         self.contents: list[tuple[Any, list[Any]]] = []
-        self.unregistered = Unregistered()
         self.computed: list[tuple[Getter, str, Any]] = []
         self.state_getters: list[tuple[Getter, str]] = []
         self.ties: list[int] = []

@@ -143,7 +143,7 @@ def unequal(a: torch.Tensor, b: torch.Tensor) -> int:
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
     flat = t.detach().to_dense().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8).reshape(t.numel(), -1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).reshape(t.numel(), -1)
 
 
 def _same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:

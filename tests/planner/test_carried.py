@@ -442,3 +442,61 @@ def test_what_begins_to_grow_is_planned_by_regions_from_then_on() -> None:
         assert_same_state(model, plain)
     with pytest.raises(StateChanged):
         auto_checkpoint(model, batch(), budget_mb=None, regions="whole")
+
+
+class Averaged(nn.Module):
+    """Replaces a buffer, which others may hold: an attribute, another name, the training loop."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.register_buffer("average", torch.ones(8))
+        self.way, self.start = way, self.average if way == "an attribute" else torch.ones(8)
+        if way == "two names":
+            self.register_buffer("first", self.average)
+        if way == "another buffer":
+            self.register_buffer("large", torch.full((8,), 2.0))
+            self.register_buffer("small", self.average)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers(x) + self.average + self.start
+        if self.way == "another buffer":
+            self.average = self.large if len(x) > 4 else self.small
+        else:
+            self.average = self.average * 0.9 + 0.1 * y.detach().mean(0)
+        return y.cos()
+
+
+class WithIt(nn.Module):
+    """Traced by regions."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inner, self.last = Averaged(way), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.last(self.inner(x))
+        return y if y.sum().item() < 1e9 else -y
+
+
+@pytest.mark.filterwarnings("ignore:planning anew")
+@pytest.mark.parametrize("regions", [False, True])
+@pytest.mark.parametrize("way", ["nobody", "the loop", "an attribute", "two names", "another buffer"])
+def test_a_buffer_that_is_replaced_stays_as_it_was_for_others(way: str, regions: bool) -> None:
+    model: Any = (WithIt if regions else Averaged)(way)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, torch.randn(4, 8), progress=False, check=False, recompute="*")
+    held: list[Any] = []
+    for rows in (4, 4, 6, 4, 6, 4):
+        x, before = torch.randn(rows, 8), model.get_buffer("inner.average" if regions else "average").data_ptr()
+        outputs = [each(x) for each in (plan.module, plain)]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.mean().backward()
+        mine, its = (each.inner if regions else each for each in (model, plain))
+        assert all(map(torch.equal, mine.buffers(), its.buffers()))
+        assert torch.equal(mine.start, its.start)
+        assert all(torch.equal(*kept) for kept in held)
+        held += [(mine.average, its.average)] if way == "the loop" else []
+        known = mine.average.data_ptr() == before
+    assert known or way != "nobody"  # it is not copied in vain

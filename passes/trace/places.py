@@ -19,14 +19,13 @@ _HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 OUR_FOLDERS = tuple(os.path.join(_HERE, name, "") for name in ("passes", "planner", "solvers"))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _OTHERS = ("numpy", "tqdm")  # their code is trusted: what it draws or asks is told by its callers
-_TYPED = ("<stdin>", "<string>")  # a program that is in no file, and what `exec` makes
 _PYTHONS = frozenset(sys.stdlib_module_names) | {"builtins", "torch", "numpy", "passes", "planner", "solvers", "tqdm"}
 
 
 @functools.lru_cache(maxsize=4096)
 def is_users_file(path: str) -> bool:
     """Whether a source file is the user's or one of a library other than torch and numpy."""
-    if path.startswith("<") and path not in _TYPED and not linecache.getlines(path):  # frozen, or made by a library
+    if path.startswith("<") and not linecache.getlines(path):  # made by exec, or frozen
         return False
     if path.startswith((TORCH_FOLDER, *OUR_FOLDERS)):
         return False
@@ -34,6 +33,13 @@ def is_users_file(path: str) -> bool:
         if part in path:
             return path.rpartition(part)[2].partition(os.sep)[0].removesuffix(".py") not in _OTHERS
     return not path.startswith(_STDLIB)
+
+
+def is_users_code(frame: types.FrameType) -> bool:
+    """Whether a frame's code is the user's; what `exec` made is whose globals it has."""
+    if frame.f_code.co_filename not in ("<string>", "<stdin>"):
+        return is_users_file(frame.f_code.co_filename)
+    return str(frame.f_globals.get("__name__")).partition(".")[0] not in _PYTHONS
 
 
 def is_users(value: Any) -> bool:
@@ -74,14 +80,9 @@ def compares_types_of_tensors(code: types.CodeType) -> int:
 _TYPES, _TENSORS = frozenset({"type", "__class__"}), frozenset({"Tensor", "Parameter", "Buffer"})
 
 
-def has_lines(path: str) -> bool:
-    """Whether a place in a file of the user's tells something: libraries' `exec` has the name "<string>", too."""
-    return path != "<string>" and is_users_file(path)
-
-
 def user_frame(frame: types.FrameType | None) -> types.FrameType | None:
     """The innermost frame of the user's code, at or above `frame`."""
-    while frame is not None and not has_lines(frame.f_code.co_filename):
+    while frame is not None and not is_users_file(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -89,7 +90,7 @@ def user_frame(frame: types.FrameType | None) -> types.FrameType | None:
 def user_level() -> int:
     """The `stacklevel`, for who calls this, of the innermost frame of the user's code."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and not has_lines(frame.f_code.co_filename):
+    while frame.f_back is not None and not is_users_file(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     return level
 

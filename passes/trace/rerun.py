@@ -23,7 +23,7 @@ from passes._torch import TorchDispatchMode, is_traced, outside_tracing, pytree
 
 from .guards import writes
 from .nodes import Change, changed
-from .places import has_lines, place, user_frame
+from .places import is_users_file, place, user_frame
 from .reach import LARGEST_COPY
 
 _BY_SHAPE = frozenset(
@@ -175,7 +175,7 @@ def line_of_change(run: Callable[[], Any], change: Change) -> str:
         return line
 
     def call(frame: types.FrameType, event: str, _: Any) -> Any:
-        return line if has_lines(frame.f_code.co_filename) else None
+        return line if is_users_file(frame.f_code.co_filename) else None
 
     sys.settrace(call)
     try:

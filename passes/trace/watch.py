@@ -6,7 +6,6 @@ A profile function sees each call that the user's code makes, C functions includ
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -44,6 +43,7 @@ from .drawn import Drawn
 from .places import (
     compares_types_of_tensors,
     is_users,
+    is_users_code,
     is_users_file,
     is_users_own,
     place,
@@ -51,11 +51,6 @@ from .places import (
     user_frame,
 )
 from .routes import may_be_cast
-
-
-@functools.lru_cache(maxsize=4096)
-def _calls_matter(path: str) -> bool:
-    return path in BETWEEN or is_users_file(path)
 
 
 def _is_custom_function(function: Any) -> bool:
@@ -174,12 +169,12 @@ class Watch(TorchFunctionMode):
         code = frame.f_code
         if event == "c_call":
             self.custom_backward |= _is_custom_function(arg)
-            if _calls_matter(code.co_filename) and (found := of_builtin(arg)):
+            if (code.co_filename in BETWEEN or is_users_file(code.co_filename)) and (found := of_builtin(arg)):
                 self._refuse(found, _caller(frame))
         elif event == "call":
             if code in self.codes:
                 return
-            if is_users_file(code.co_filename):
+            if is_users_code(frame):
                 self.codes[code] = None
                 self._note_containers(frame)
                 if line := compares_types_of_tensors(code):

@@ -373,6 +373,27 @@ def test_what_a_longer_batch_leaves_is_left_by_the_planned_step(kind: type[Any],
     assert same_bits(model.eval()(x), plain.eval()(x))
 
 
+MADE_BY_EXEC = """
+class Made(ByLength):
+    setting = 1.0
+
+    def scale(self, length):
+        if length not in self.tables:
+            self.tables[length] = torch.full((length, 1), self.setting)
+        return self.tables[length]
+"""
+
+
+def test_what_a_class_made_by_exec_remembers() -> None:
+    space = {"ByLength": ByLength, "torch": torch}
+    exec(MADE_BY_EXEC, space)  # noqa: S102
+    model: Any = space["Made"]()  # type: ignore[operator]
+    model.norm = nn.Identity()
+    plan = auto_checkpoint(model, torch.randn(4, 3, 8), progress=False)
+    _step(model, plan.module, torch.randn(4, 3, 8))
+    assert list(model.tables) == [3]
+
+
 class OfTheLatest(Remembers):
     """A mask of the batch's length, as torch's own language model keeps it."""
 

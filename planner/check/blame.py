@@ -276,7 +276,7 @@ def _digests(result: Any) -> list[bytes]:
 
 def _digest(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    flat = flat.as_strided(flat.shape, (1,))  # one element may have any stride
+    flat = flat.clone(memory_format=torch.contiguous_format) if len(flat) == 1 else flat  # one may have any stride
     return hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
 
 

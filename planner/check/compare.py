@@ -143,7 +143,8 @@ def unequal(a: torch.Tensor, b: torch.Tensor) -> int:
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
     flat = t.detach().to_dense().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).reshape(t.numel(), -1)
+    flat = flat.clone(memory_format=torch.contiguous_format) if len(flat) == 1 else flat  # one may have any stride
+    return flat.view(torch.uint8).reshape(t.numel(), -1)
 
 
 def _same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:

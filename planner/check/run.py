@@ -59,7 +59,7 @@ def check_step(
             return _check(case, planned, check == "auto", start)
     except _CannotRun as error:
         if check == "auto":
-            if error.__cause__ is not None:
+            if error.__cause__ is not None and not anew:
                 warnings.warn(f"the plan was not checked: {error}. Does the model run on this sample?", stacklevel=2)
             return Checked(0, str(error), time.perf_counter() - start)
         if anew and error.__cause__ is not None:  # the call raises what the plain step raises

@@ -164,7 +164,7 @@ class Traced:
     `changed_later` are primals that code after a region changes in place. `asked` are the questions about computed
     values that the sample answered; what was asked about are the last of `outputs`. `detached` are inputs that
     require a gradient, and to which no output passes any on. `replaced` are the buffers in whose place forward puts new
-    tensors.
+    tensors. `from_symbols` is whether it was made of a trace with symbols for sizes.
     """
 
     graph_module: fx.GraphModule
@@ -196,6 +196,7 @@ class Traced:
     asked: tuple[Asked, ...] = ()
     detached: tuple[int, ...] = ()
     replaced: tuple[int, ...] = ()
+    from_symbols: bool = False
 
     @property
     def overwritten(self) -> tuple[int, ...]:

@@ -133,6 +133,7 @@ class Pattern:
             output_template=result.template, changes=result.changes, reads=tracer.recorder.finish(module),
             guard=tracer.guard, layouts=dict(layouts), by_name=tracer.by_name,
             overlaps=overlaps(tracer.given, own.mutated), resident=own_bytes(tracer.given), settings=tracer.settings,
+            from_symbols=True,
         )  # fmt: skip
 
 

@@ -276,12 +276,8 @@ class PlanState:
             except (ForwardFailed, StateChanged) as error:  # the plain forward leaves what it leaves in eager
                 warnings.warn(f"planned step not used, not under the budget: {error}", stacklevel=user_level())
                 return None, []
-            except (CaptureError, RegionError, OnlyInEager) as error:  # training goes on
-                self.idle.append((key, trained))
-                warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=user_level())
-                return None, []
-            except CheckError as error:
-                if self.first.planned.prepared.options.check is True:
+            except (CaptureError, RegionError, OnlyInEager, CheckError) as error:  # training goes on
+                if isinstance(error, CheckError) and self.first.planned.prepared.options.check is True:
                     raise
                 self.idle.append((key, trained))
                 warnings.warn(f"{error} Such calls run in eager, not under the budget.", stacklevel=user_level())

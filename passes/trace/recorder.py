@@ -52,6 +52,7 @@ from .expected import (
     parts_of,
     stood_for,
 )
+from .lookups import computes_names, names_in
 from .nodes import kept_by_torch, same
 from .places import OUR_FOLDERS, is_users, is_users_file
 from .reads import (
@@ -497,7 +498,7 @@ class Recorder:
         if (code, owner, id(names), self.marking) in self.entered:
             return
         self.entered.add((code, owner, id(names), self.marking))
-        label, said = f"module {names.get('__name__', '?')}", _names_in(code)
+        label, said = f"module {names.get('__name__', '?')}", names_in(code)
         self.said.update(dict.fromkeys(said))
         if not _ASK_FOR_TYPES.isdisjoint(said):
             self.said_of_types.update(dict.fromkeys(said))
@@ -509,9 +510,12 @@ class Recorder:
         for inner in code.co_consts:  # a hook of a tensor runs in the backward
             if isinstance(inner, types.CodeType):
                 self._enter(inner, None, names)
+        if computes_names(code) and not {"globals", "modules"}.isdisjoint(code.co_names):
+            self._literals(names, label)
         if owner is not None:
             for name in (code.co_name, *said):
                 self._class_attribute(owner, name)
+            self._computed(owner, code)
         if not {"environ", "getenv"}.isdisjoint(code.co_names):
             for name in filter(lambda c: isinstance(c, str), code.co_consts):
                 self._read(os.environ, of_globals, name, "the environment")
@@ -519,8 +523,9 @@ class Recorder:
     def _named(self, value: Any, code: types.CodeType) -> None:
         """The code may read attributes of the modules and classes that it names."""
         if isinstance(value, type):
-            for name in _names_in(code):
+            for name in names_in(code):
                 self._class_attribute(value, name)
+            self._computed(value, code)
             if issubclass(value, torch.autograd.Function) and value is not torch.autograd.Function:
                 self._autograd_function(value)
         if self.marking and isinstance(value, types.FunctionType) and is_users(value):  # no profile function runs then
@@ -531,10 +536,22 @@ class Recorder:
         if value.__name__.startswith("torch"):
             self._settings(value, code)
         users = _is_users_file(getattr(value, "__file__", None) or "")
-        for name in _names_in(code):
+        if users and computes_names(code):
+            self._literals(vars(value), f"module {value.__name__}")
+        for name in names_in(code):
             found = vars(value).get(name, MISSING)
             if found is not MISSING and (users or callable(found) or isinstance(found, types.ModuleType)):
                 self._named(self._read(vars(value), of_globals, name, f"module {value.__name__}"), code)
+
+    def _computed(self, kind: type, code: types.CodeType) -> None:
+        """Code that computes names may read all data of a class that it knows."""
+        if computes_names(code):
+            self._class_data(kind, dict.fromkeys(chain(*map(vars, kind.__mro__))))
+
+    def _literals(self, space: dict[str, Any], label: str) -> None:
+        """Code that computes names may read all numbers and strings of a module that it knows."""
+        for name in [n for n, value in space.items() if type(value) in LITERALS and not n.startswith("__")]:
+            self._read(space, of_globals, name, label)
 
     def _settings(self, module: types.ModuleType, code: types.CodeType) -> None:
         """What torch answers to code that asks for its settings: by functions, and by attributes that compute."""
@@ -681,19 +698,6 @@ def _globals(code: types.CodeType, ops: tuple[str, ...]) -> frozenset[str]:
 _LOADS, _STORES = ("LOAD_GLOBAL", "LOAD_NAME"), ("STORE_GLOBAL",)
 
 
-@functools.lru_cache(maxsize=4096)
-def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """The names that code says, and the strings that it may look up as names."""
-    if _LOOKUPS.isdisjoint(code.co_names):
-        return code.co_names
-    parts = chain(*(c if isinstance(c, (tuple, frozenset)) else (c,) for c in code.co_consts))
-    strings = sorted({s for s in parts if isinstance(s, str) and all(p.isidentifier() for p in s.split("."))})
-    return tuple(dict.fromkeys((*code.co_names, *strings)))
-
-
-_LOOKUPS = frozenset({
-    "__dict__", "attrgetter", "getattr", "getattr_static", "globals", "hasattr", "import_module", "modules", "vars",
-})  # fmt: skip
 _ASK_FOR_TYPES = frozenset({"__class__", "__mro__", "type"})
 _DEEPEST = 100
 _ROOM = 200_000

@@ -43,6 +43,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from passes._torch import TorchDispatchMode
 from passes.run.step import ChangedInPlace
+from passes.trace.lookups import computes_names
 from planner import Plan, PlannerError, Unsupported
 from tests.planner.steps import assert_same_state, linear, plan
 
@@ -835,6 +836,55 @@ def test_what_is_not_come_to_by_name_changes(read: Any, change: Any, monkeypatch
     change(monkeypatch)
     with pytest.warns(UserWarning, match="planning anew"):
         compare(chosen, model, x)
+
+
+ASKED = {"name": "scale"}
+
+
+@pytest.mark.parametrize(
+    ("read", "change"),
+    [
+        (lambda: getattr(Defaults, ASKED["name"]), lambda patch: patch.setattr(Defaults, "scale", 5.0)),
+        (lambda: getattr(Defaults, f"sc{'scale'[2:]}", None), lambda patch: patch.setattr(Defaults, "scale", 5.0)),
+        (lambda: vars(Defaults)[ASKED["name"]], lambda patch: patch.setattr(Defaults, "scale", 5.0)),
+        (lambda: operator.attrgetter(ASKED["name"])(Defaults), lambda patch: patch.setattr(Defaults, "scale", 5.0)),
+        (lambda: globals()[ASKED["name"].upper()], lambda patch: patch.setitem(globals(), "SCALE", 5.0)),
+        (lambda: getattr(sys.modules[__name__], ASKED["name"].upper()),
+         lambda patch: patch.setitem(globals(), "SCALE", 5.0)),
+    ],
+    ids=["getattr", "a default", "vars", "attrgetter", "globals", "a module"],
+)  # fmt: skip
+def test_a_name_that_forward_computes(read: Any, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, model, x = planned(lambda: Net(lambda self, h: h * read()))
+    compare(chosen, model, x)
+    change(monkeypatch)
+    with pytest.warns(UserWarning, match="planning anew"):
+        compare(chosen, model, x)
+
+
+def _says_all(held: Any, key: str) -> Any:
+    inner = getattr(held.part(key, 1), "first", key)
+    return getattr(getattr(inner, "second"), "third", f"{key}"), hasattr(held, "fourth")  # noqa: B009
+
+
+@pytest.mark.parametrize(
+    "computes",
+    [
+        lambda held, key: getattr(held, key),
+        lambda held, key: getattr(held, key.name, None),
+        lambda held, key: getattr(held, "a" + key),
+        lambda held, key: getattr(held, f"a{key}"),
+        lambda held, key: getattr(held, "".join(key), 3),
+        lambda held, key: getattr(held, key).a,
+        lambda held, key: getattr(held, "a" if key else "b"),
+        lambda held, key: list(map(getattr, [held], [key])),
+        lambda held, key: operator.attrgetter(key)(held),
+        lambda held, key: vars(held)[key],
+    ],
+)
+def test_which_code_computes_names(computes: types.FunctionType) -> None:
+    assert computes_names(computes.__code__)
+    assert not computes_names(_says_all.__code__)
 
 
 @pytest.mark.parametrize(

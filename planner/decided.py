@@ -222,7 +222,7 @@ class Decided:
         results = self.step(local_parts(primals, traced.spread), fallback, sources, primals)
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in traced.outputs]
         set_again(traced.settings, model, leaves)
-        output = deliver(traced.changes, leaves, bound, traced.output_template)
+        output = deliver(traced.changes, leaves, bound, traced.output_template, model)
         put_state(model, bound)
         return output
 

@@ -214,7 +214,7 @@ def prepare(
     say_repeated(traced.repeated)
     if any(n.meta.get(VARIES) for n in profiles):  # seen while profiling: it may not run again
         hinted = resolve(options.hints, traced, aliases, target, required=required_hints)
-    options = replace(options, flight=with_loss(options.flight, traced, device))
+    options = replace(options, flight=with_loss(options.flight, traced, model, device))
     lowered = lower_step(traced, aliases, profiles, device, options, once)
     start = found_by_step(model, arguments, traced, lowered, device) if real and device.type == target.type else None
     name = printable(type(model).__name__)

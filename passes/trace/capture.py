@@ -74,7 +74,7 @@ from .custom_backward import used_in_backward
 from .expected import MISSING
 from .failure import Failures, capture_error, value_needed
 from .first_call import FirstCall, Remembers
-from .given import Changed, Given, Place, Returned, changed_slots, left_alone
+from .given import Changed, Given, Returned, changed_slots, left_alone
 from .guards import Guard
 from .hidden import refuse_hidden
 from .isolate import isolated
@@ -93,6 +93,7 @@ from .modules import fill_forward_paths, module_path, module_paths
 from .notice import Left, Rerun, check_backward, judged, notice, say_what_is_left
 from .once import alike_when_compiling
 from .overlaps import Overlaps, overlaps
+from .owned import Owned
 from .pieces import Pieces
 from .readers import readers
 from .reads import Reads
@@ -108,6 +109,7 @@ from .refuse import (
 from .rerun import only_adds_to
 from .settings import Setting, set_slots, steady, taken_apart, tensors_in
 from .state import Snapshot
+from .stores import Place
 from .structure import Bound, flatten, unflatten
 from .templates import Template, Tree, shared, slots
 from .value_guards import KnownValues
@@ -520,7 +522,8 @@ class StepTracer:
             if any(t.is_leaf and t.grad is not None for t in flat[: len(self.entries)]):
                 raise ACCUMULATED.at("forward")
             self.written |= given.places(self.recorder.written)
-            result = given.returned(value, self.written)
+            owned = Owned(self.model, self.before, self.recorder.looked_at)
+            result = given.returned(value, self.written, owned.place)
             refuse_returned(replaced, result.tensors)
             self.settings = self._settings(flat, result.tensors)
             self.pieces.check((*flat, *result.tensors))

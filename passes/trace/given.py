@@ -7,40 +7,25 @@ outputs of the step, and `deliver` puts them, and what else is new, into their p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from ..errors import Unsupported
 from .answers import Asked
 from .expected import LITERALS, MISSING
 from .nodes import refill, same
-from .stores import SHARED, held_in, store_of
-from .structure import Taker, flatten, one_level, unflatten
-from .templates import Constant, Kept, Opaque, Slot, Template, Tree, argument_path, slots
+from .stores import MODEL, SHARED, Place, held_in, store_of
+from .structure import Taker, flatten, inside, one_level, unflatten
+from .templates import Constant, Kept, Opaque, Slot, Template, Tree, slots
 
+CONTAINERS = (dict, list, tuple, deque)
 MAX_THINGS = 50_000
 ARGUMENT = "the argument "
-
-
-@dataclass(frozen=True)
-class Place:
-    """A way from a call's arguments: attributes (True) and items (False), by their names and keys."""
-
-    steps: tuple[tuple[bool, Any], ...] = ()
-
-    def of(self, bound: Mapping[str, Any]) -> Any:
-        """What is there in these arguments."""
-        value: Any = bound
-        for is_attribute, key in self.steps:
-            value = store_of(value)[key] if is_attribute else value[key]
-        return value
-
-    def __str__(self) -> str:
-        return argument_path("".join(f".{key}" if attribute else f"[{key!r}]" for attribute, key in self.steps))
 
 
 @dataclass(frozen=True)
@@ -90,20 +75,25 @@ class Given:
                 continue
             held = held_in(value)
             self.things[id(value)] = _Thing(value, place, held)
-            attribute = not isinstance(value, (dict, list, tuple, deque))
+            attribute = not isinstance(value, CONTAINERS)
+            if not attribute and getattr(value, "__dict__", None) is not None:
+                queue.append((vars(value), Place((*place.steps, (True, "__dict__")))))
             pairs = held.items() if isinstance(held, dict) else enumerate(held if isinstance(held, list) else ())
             queue.extend((v, Place((*place.steps, (attribute, k)))) for k, v in pairs if type(v) not in LITERALS)
 
-    def returned(self, value: Any, written: Collection[tuple[Place, str]]) -> Returned:
+    def returned(
+        self, value: Any, written: Collection[tuple[Place, str]], owned: Callable[[Any], Place | None]
+    ) -> Returned:
         """What forward returned, with what it changed.
 
         Args:
             written: attributes that it set without having read them.
+            owned: the place of what is the model's.
 
         Raises:
             Unsupported: it put something there that cannot be made anew in each call.
         """
-        taker = _Taker(self.things)
+        taker = _Taker(self.things, owned)
         template = taker.take(value)
         changes: list[Changed] = []
         for thing, key, now in self._changes(written):
@@ -146,9 +136,9 @@ class Given:
 class _Taker(Taker):
     """Takes apart what forward returned, then (at a `place`) what it put into its arguments: each call has its own."""
 
-    def __init__(self, things: Mapping[int, _Thing]) -> None:
+    def __init__(self, things: Mapping[int, _Thing], owned: Callable[[Any], Place | None]) -> None:
         super().__init__()
-        self.things, self.place = things, cast(Place | None, None)
+        self.things, self.owned, self.place = things, owned, cast(Place | None, None)
 
     def take(self, node: Any, depth: int = 0) -> Template:
         """As what was there before, of new containers and objects."""
@@ -156,6 +146,8 @@ class _Taker(Taker):
             return self.slot(node)
         if id(node) in self.things and not isinstance(node, tuple):
             return Kept(self.things[id(node)].place)
+        if (place := self.owned(node)) is not None:
+            return Kept(place)
         if self.place is None or id(node) in self.made:
             return super().take(node, depth)
         if type(node) in LITERALS or isinstance(node, (*SHARED, torch.Size)):
@@ -236,7 +228,9 @@ def put_back(before: Before, bound: Mapping[str, Any]) -> None:
         refill(store_of(thing), content)
 
 
-def deliver(changes: Sequence[Changed], tensors: Sequence[Any], bound: Mapping[str, Any], output: Template) -> Any:
+def deliver(
+    changes: Sequence[Changed], tensors: Sequence[Any], bound: Mapping[str, Any], output: Template, model: nn.Module
+) -> Any:
     """Change a call's arguments as forward does; what forward returns.
 
     Args:
@@ -244,9 +238,9 @@ def deliver(changes: Sequence[Changed], tensors: Sequence[Any], bound: Mapping[s
         output: how what is returned is made of them.
     """
     targets = targets_of(changes, bound)
-    made: list[Any] = []
-    returned = unflatten(output, tensors, bound, made)
-    values = [None if c.value is None else unflatten(c.value, tensors, bound, made) for c in changes]
+    made, given = list[Any](), {**bound, MODEL: model}
+    returned = unflatten(output, tensors, given, made)
+    values = [None if c.value is None else unflatten(c.value, tensors, given, made) for c in changes]
     for change, target, value in zip(changes, targets, values, strict=True):
         store = store_of(target)
         if change.key is None:
@@ -291,9 +285,6 @@ def _filled(template: Template, value: Any) -> Iterator[tuple[int, torch.Tensor]
     match template:
         case Slot(index):
             yield index, value
-        case Tree(_, children):
-            for child, leaf in zip(children, one_level(value)[0], strict=True):
-                yield from _filled(child, leaf)
-        case Opaque(_, attributes):
-            for name, child in attributes:
-                yield from _filled(child, store_of(value)[name])
+        case Tree() | Opaque():
+            for child, part in inside(template, value):
+                yield from _filled(child, part)

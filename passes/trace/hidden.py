@@ -14,7 +14,7 @@ from torch import nn
 from passes._torch import FakeTensor, FunctionalTensor
 
 from ..errors import Unsupported
-from .templates import Again, Constant, Opaque, Slot, Template, Tree, child_names
+from .templates import Constant, Opaque, Template, Tree, parts
 
 MAX_VISITED = 20_000
 _CLOSED = (type, types.ModuleType, types.CodeType, str, bytes, int, float)
@@ -38,18 +38,13 @@ def refuse_hidden(template: Template, what: str) -> None:
 
 def _constants(template: Template, path: str) -> Iterator[tuple[str, Any]]:
     match template:
-        case Slot() | Again():
-            return
         case Constant(value):
             yield path, value
-        case Tree(_, children):
-            names = child_names(template)
-            for i, child in enumerate(children):
-                yield from _constants(child, path + names.get(i, f"[{i}]"))
-        case Opaque(prototype, attributes):
-            yield path, prototype
-            for name, child in attributes:
-                yield from _constants(child, f"{path}.{name}")
+        case Tree() | Opaque():
+            if isinstance(template, Opaque):
+                yield path, template.prototype
+            for name, child in parts(template):
+                yield from _constants(child, path + name)
 
 
 def _tensor_in(value: Any) -> torch.Tensor | None:

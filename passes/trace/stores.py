@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from functools import lru_cache
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
+
+from .templates import argument_path
 
 
 class _Attributes(MutableMapping[str, Any]):
@@ -61,6 +64,12 @@ def store_of(thing: Any) -> Any:
     return _Attributes(thing) if _slots(kind) else getattr(thing, "__dict__", None)
 
 
+def attributes_of(thing: Any) -> Any:
+    """What holds the attributes of a thing, of a container those besides its items."""
+    kind: Any = type(thing)
+    return _Attributes(thing) if _slots(kind) else vars(thing)
+
+
 SHARED = (type, enum.Enum, FunctionType, MethodType, ModuleType, nn.Module)  # never made anew
 
 
@@ -74,3 +83,33 @@ def held_in(value: Any) -> Any:
         return dict(dict.items(value))
     store = None if callable(value) else store_of(value)
     return dict(store) if isinstance(store, MutableMapping) else None
+
+
+MODEL = ""  # where the places of what the model holds begin
+
+
+@dataclass(frozen=True)
+class Place:
+    """A way from a call's arguments, or the model: attributes (True) and items (False), by their names and keys."""
+
+    steps: tuple[tuple[bool, Any], ...] = ()
+
+    def of(self, bound: Mapping[str, Any]) -> Any:
+        """What is there in these arguments."""
+        value: Any = bound
+        for is_attribute, key in self.steps:
+            value = _attribute(value, key) if is_attribute else value[key]
+        return value
+
+    def __str__(self) -> str:
+        steps = [step for step in self.steps if step not in ((False, MODEL), (True, "_modules"))]
+        return argument_path("".join(f".{key}" if attribute else f"[{key!r}]" for attribute, key in steps))
+
+    @property
+    def is_of_model(self) -> bool:
+        """Whether it is the way to what the model holds."""
+        return self.steps[0] == (False, MODEL)
+
+
+def _attribute(value: Any, name: str) -> Any:
+    return vars(value) if name == "__dict__" else store_of(value)[name]

@@ -11,7 +11,8 @@ import torch
 
 from passes._torch import pytree
 
-from .expected import LITERALS
+from .expected import LITERALS, MISSING
+from .stores import attributes_of
 from .templates import LONGEST, Again, Constant, Kept, Opaque, Slot, Template, Tree
 
 MAX_DEPTH = 8
@@ -112,7 +113,9 @@ class Taker:
         leaves, spec = one_level(node)
         if not (len(leaves) == 1 and leaves[0] is node):
             self.number(node, is_object=False)
-            return Tree(spec, tuple(self.take(leaf, depth + 1) for leaf in leaves))
+            children = tuple(self.take(leaf, depth + 1) for leaf in leaves)
+            besides = attributes_besides(node, leaves, spec)
+            return Tree(spec, children, tuple((name, self.take(value, depth + 1)) for name, value in besides.items()))
         attributes = {name: v for name, v in _attributes(node, depth).items() if self._holds_tensor(v, depth + 1)}
         if not attributes:
             return Constant(node)
@@ -158,6 +161,22 @@ def one_level(value: Any) -> tuple[list[Any], Any]:
     return pytree.tree_flatten(value, is_leaf=lambda part: id(part) != own)
 
 
+def attributes_besides(container: Any, leaves: list[Any], spec: Any) -> dict[str, Any]:
+    """The attributes of a container that it would not have when it was made anew of its leaves."""
+    if not (own := getattr(container, "__dict__", None)):
+        return {}
+    anew = getattr(pytree.tree_unflatten(leaves, spec), "__dict__", {})
+    return {name: value for name, value in own.items() if anew.get(name, MISSING) is not value}
+
+
+def inside(template: Tree | Opaque, value: Any) -> Iterator[tuple[Template, Any]]:
+    """What is in a template, with what is there in a value that is built so."""
+    if isinstance(template, Tree):
+        yield from zip(template.children, one_level(value)[0], strict=True)
+    for name, child in template.attributes:
+        yield child, attributes_of(value)[name]
+
+
 def held_objects(value: Any) -> list[Any]:
     """What a call's arguments hold besides tensors, numbers and strings, outside of other objects, in order."""
     found: list[Any] = []
@@ -168,26 +187,22 @@ def held_objects(value: Any) -> list[Any]:
 def _hold(value: Any, found: list[Any], seen: set[int]) -> None:
     if isinstance(value, torch.Tensor) or type(value) in LITERALS or id(value) in seen:
         return
-    leaves, _ = one_level(value)
+    leaves, spec = one_level(value)
     if len(leaves) == 1 and leaves[0] is value:
         found.append(value)
         return
     if not isinstance(value, tuple):
         seen.add(id(value))
-    for leaf in leaves:
-        _hold(leaf, found, seen)
+    for part in (*leaves, *attributes_besides(value, leaves, spec).values()):
+        _hold(part, found, seen)
 
 
 def copies_in(template: Template, value: Any) -> Iterator[Any]:
     """The objects that `unflatten` made anew for `value`."""
-    match template:
-        case Tree(_, children):
-            for child, leaf in zip(children, one_level(value)[0], strict=True):
-                yield from copies_in(child, leaf)
-        case Opaque(_, attributes):
-            yield value
-            for name, child in attributes:
-                yield from copies_in(child, getattr(value, name))
+    if isinstance(template, (Tree, Opaque)):
+        yield from [value] * isinstance(template, Opaque)
+        for child, part in inside(template, value):
+            yield from copies_in(child, part)
 
 
 def unflatten(template: Template, tensors: Sequence[Any], given: Any = None, made: list[Any] | None = None) -> Any:
@@ -209,14 +224,14 @@ def unflatten(template: Template, tensors: Sequence[Any], given: Any = None, mad
         case Tree(spec, children):
             number = len(made)
             made.append(None)
-            made[number] = pytree.tree_unflatten([unflatten(c, tensors, given, made) for c in children], spec)
-            return made[number]
-        case Opaque(prototype, attributes):
+            result = pytree.tree_unflatten([unflatten(c, tensors, given, made) for c in children], spec)
+            made[number] = result = torch.Size(result) if spec.type is torch.Size else result
+        case Opaque(prototype):
             result = object.__new__(prototype) if isinstance(prototype, type) else _shallow(prototype)
             made.append(result)
-            for name, child in attributes:
-                object.__setattr__(result, name, unflatten(child, tensors, given, made))
-            return result
+    for name, child in template.attributes:
+        object.__setattr__(result, name, unflatten(child, tensors, given, made))
+    return result
 
 
 def _shallow(node: Any) -> Any:

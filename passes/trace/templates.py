@@ -31,10 +31,14 @@ class Constant:
 
 @dataclass(frozen=True)
 class Tree:
-    """A registered pytree container (tuple, dict, `ModelOutput`, ...)."""
+    """A registered pytree container (tuple, dict, `ModelOutput`, ...).
+
+    `attributes` are what it holds besides, of which torch's pytree knows nothing.
+    """
 
     spec: Any
     children: tuple[Template, ...]
+    attributes: tuple[tuple[str, Template], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,8 @@ def object_paths(template: Template, path: str = "") -> list[str]:
     match template:
         case Constant(value) if type(value) not in LITERALS:
             return [path]
-        case Tree(_, children):
-            names = child_names(template)
-            return [p for i, c in enumerate(children) for p in object_paths(c, path + names.get(i, f"[{i}]"))]
+        case Tree():
+            return [p for name, child in parts(template) for p in object_paths(child, path + name)]
         case Opaque() | Again(_, True):
             return [path]
     return []
@@ -83,13 +86,18 @@ def slots(template: Template) -> list[tuple[str, int]]:
     match template:
         case Slot(index):
             return [("", index)]
-        case Constant(_) | Again():
-            return []
-        case Tree(_, children):
-            names = child_names(template)
-            return [(names.get(i, f"[{i}]") + path, index) for i, c in enumerate(children) for path, index in slots(c)]
-        case Opaque(_, attributes):
-            return [(f".{name}{path}", index) for name, child in attributes for path, index in slots(child)]
+        case Tree() | Opaque():
+            return [(name + path, index) for name, child in parts(template) for path, index in slots(child)]
+    return []
+
+
+def parts(template: Tree | Opaque) -> list[tuple[str, Template]]:
+    """What is in it, each with its path there: `[0]`, `['mask']`, `.loss`."""
+    found = [(f".{name}", child) for name, child in template.attributes]
+    if isinstance(template, Opaque):
+        return found
+    names = child_names(template)
+    return [*((names.get(i, f"[{i}]"), child) for i, child in enumerate(template.children)), *found]
 
 
 def outline(template: Template) -> dict[str, str]:
@@ -115,36 +123,27 @@ def _outline(template: Template, path: str, first: dict[int, str]) -> Iterator[t
             yield path, "what another place holds, too"
         case Constant(value):
             yield path, shown(value, LONGEST)
-        case Tree(_, children):
-            names = child_names(template)
-            for i, child in enumerate(children):
-                yield from _outline(child, path + names.get(i, f"[{i}]"), first)
-        case Opaque(_, attributes):
-            for name, child in attributes:
-                yield from _outline(child, f"{path}.{name}", first)
+        case Tree() | Opaque():
+            for name, child in parts(template):
+                yield from _outline(child, path + name, first)
 
 
 def constants(template: Template) -> list[Any]:
     """The values that are the same at every call."""
     match template:
-        case Slot() | Again():
-            return []
         case Constant(value):
             return [value]
-        case Tree(_, children):
-            return [value for child in children for value in constants(child)]
-        case Opaque(_, attributes):
-            return [value for _, child in attributes for value in constants(child)]
+        case Tree() | Opaque():
+            return [value for _, child in parts(template) for value in constants(child)]
+    return []
 
 
 def shared(template: Template) -> list[Any]:
     """What all that is rebuilt has in common: constants, and what objects with tensors hold besides them."""
-    match template:
-        case Tree(_, children):
-            return [value for child in children for value in shared(child)]
-        case Opaque(prototype, attributes):
-            return [prototype, *(value for _, child in attributes for value in shared(child))]
-    return constants(template)
+    if not isinstance(template, (Tree, Opaque)):
+        return constants(template)
+    own = [template.prototype] if isinstance(template, Opaque) else []
+    return [*own, *(value for _, child in parts(template) for value in shared(child))]
 
 
 def child_names(tree: Tree) -> dict[int, str]:

@@ -173,12 +173,17 @@ def _structure(plain: Template, planned: Template) -> str:
             return ""
         case Constant(a), Constant(b):
             return "" if _same_value(a, b) else f"{b!r:.60}, plain {a!r:.60}"
-        case Tree(a, ours), Tree(b, theirs) if _same_container(a, b) and len(ours) == len(theirs):
-            return next(filter(None, map(_structure, ours, theirs)), "")
+        case Tree(a, ours, own), Tree(b, theirs, others) if _same_container(a, b) and len(ours) == len(theirs):
+            return next(filter(None, map(_structure, ours, theirs)), "") or _attributes(own, others)
         case Opaque(a, ours), Opaque(b, theirs) if _same_class(type(a), type(b)):
-            pairs = zip(ours, theirs, strict=False)
-            return _opaque(a, b) or next(filter(None, (_structure(x, y) for (_, x), (_, y) in pairs)), "")
+            return _opaque(a, b) or _attributes(ours, theirs)
     return f"{_shown(planned)}, plain {_shown(plain)}"
+
+
+def _attributes(plain: tuple[tuple[str, Template], ...], planned: tuple[tuple[str, Template], ...]) -> str:
+    own, others = dict(plain), dict(planned)
+    odd = next((f"another .{name}" for name in (own.keys() ^ others.keys())), "")
+    return odd or next(filter(None, (_structure(own[name], others[name]) for name in own)), "")
 
 
 def _same_container(a: Any, b: Any) -> bool:

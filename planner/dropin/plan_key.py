@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -124,11 +124,11 @@ def describe_tensor(key: Any) -> str:
 
 def template_key(template: Template) -> str:
     match template:
-        case Tree(spec, children):
-            return f"{spec.type.__qualname__}{spec.context}({', '.join(map(template_key, children))})"
+        case Tree(spec, children, attributes):
+            inside = ", ".join(map(template_key, children))
+            return f"{spec.type.__qualname__}{spec.context}({inside}){_named(attributes)}"
         case Opaque(prototype, attributes):
-            inside = ", ".join(f"{name}={template_key(child)}" for name, child in attributes)
-            return f"{_kind(prototype)}({inside})"
+            return f"{_kind(prototype)}({_named(attributes)})"
         case Constant(torch.Generator() as generator):  # no trace draws from one, nor asks for its state
             return f"a generator on {generator.device}"
         case Constant(value):
@@ -137,6 +137,10 @@ def template_key(template: Template) -> str:
             return f"tensor {index}"
         case Again(index):
             return f"that of place {index}"
+
+
+def _named(attributes: Iterable[tuple[str, Template]]) -> str:
+    return ", ".join(f"{name}={template_key(child)}" for name, child in attributes)
 
 
 def _kind(value: Any) -> str:

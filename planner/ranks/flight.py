@@ -14,11 +14,13 @@ from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch import nn
 
 from passes._torch import pytree
 from passes.device import kind_of, round_up
 from passes.errors import Unsupported
 from passes.trace.capture import Traced
+from passes.trace.stores import MODEL
 from passes.trace.structure import unflatten
 from solvers.problem import Problem
 from solvers.replay import Moment, replay
@@ -127,7 +129,7 @@ def flight_of(schedule: Any, loss_fn: Callable[[Any], torch.Tensor] | None, adds
     return Flight(count, at_once, all_first, stage.is_first, stage.is_last, late, adds, own)
 
 
-def with_loss(flight: Flight | None, traced: Traced, device: torch.device) -> Flight | None:
+def with_loss(flight: Flight | None, traced: Traced, model: nn.Module, device: torch.device) -> Flight | None:
     """The stage with what its loss holds, which is computed for an output of zeros."""
     if flight is None or flight.loss_fn is None or flight.loss is not None or traced.num_outputs == 0:
         return flight
@@ -141,7 +143,7 @@ def with_loss(flight: Flight | None, traced: Traced, device: torch.device) -> Fl
     nodes = [traced.placeholders[o.input] if o.input is not None else made[o.index] for o in traced.outputs]
     leaves = [zeros(node, leaf.requires_grad) for node, leaf in zip(nodes, traced.outputs, strict=True)]
     inputs = [zeros(node, False) for node in traced.placeholders[len(traced.state) : traced.num_primals]]
-    output = unflatten(traced.output_template, leaves, unflatten(traced.input_template, inputs))
+    output = unflatten(traced.output_template, leaves, {**unflatten(traced.input_template, inputs), MODEL: model})
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         return replace(flight, loss=loss_bytes(flight.loss_fn, output, device))
 

@@ -92,7 +92,7 @@ class HollowForward:
             run.constants = Versions(t for t in part.traced.graph_module.buffers() if not t.is_inference())
         leaves = [primals[leaf.input] if leaf.input is not None else results[leaf.index] for leaf in outputs]
         set_again(part.traced.settings, self.module, leaves)
-        return deliver(part.traced.changes, leaves, bound, part.traced.output_template)
+        return deliver(part.traced.changes, leaves, bound, part.traced.output_template, self.module)
 
     def _part(self, number: int, bound: Mapping[str, Any], tensors: list[torch.Tensor], template: Any) -> Part | None:
         hollow = self.hollow

@@ -91,8 +91,9 @@ class Together:
         )  # fmt: skip
         composed = _with_update(composed, options.update.step_bytes)
         view = lowered_of(composed, self.lowered, self.flat, self.aliases, self.besides)
-        hinted = resolve(options.hints, self.traced, self.aliases, target, required=required_hints)
-        once = {view.node_op[n] for n, hint in hinted.items() if hint.once and n in view.node_op}
+        named = resolve(options.hints, self.traced, self.aliases, target, required=required_hints)
+        hinted = {n: hint for n, hint in named.items() if n in view.node_op}  # others fused with what reads them
+        once = {view.node_op[n] for n, hint in hinted.items() if hint.once}
         composed = replace(composed, problem=_run_once(composed.problem, once))
         return composed, replace(view, problem=composed.problem), hinted
 

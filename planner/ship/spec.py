@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections import namedtuple
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -20,6 +21,8 @@ from passes.run._torch import Autocast
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import OutputLeaf, Traced
 from passes.trace.overlaps import overlaps
+from passes.trace.stores import MODEL
+from passes.trace.structure import flatten
 from passes.trace.templates import Again, Constant, Kept, Opaque, Slot, Template, Tree
 from planner.decided import Decided
 from planner.dropin.module import PlannedModule
@@ -46,7 +49,7 @@ def spec_of(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tenso
         "signature": [[p.name, p.kind.name, p.default is not p.empty] for p in state.signature.parameters.values()],
         "inputs": _template(traced.input_template, "the sample"),
         "input_tensors": _inputs(traced, [asked for _, _, _, asked, *_ in state.first.key.inputs[1:]]),
-        "outputs": _template(traced.output_template, None),
+        "outputs": _template(_with_copies(traced.output_template, model), None),
         "outputs_at": [_leaf(leaf) for leaf in traced.outputs],
         "state": _state(traced, model),
         "modules": _modules(model, traced),
@@ -158,6 +161,12 @@ def _template(template: Template, strict: str | None) -> dict[str, Any]:
             )
         case Constant(value):
             return _constant(value, strict) if strict else _returned(value)
+        case Tree(spec, _, attributes) if attributes:
+            what, kind = strict or "what forward returns", spec.type.__name__
+            raise PlannerError(
+                f"{what} holds a {kind} with the attribute {attributes[0][0]!r}, which an export does not keep: pass "
+                f"and return it beside the {kind}."
+            )
         case Tree(spec, children):
             return _tree(spec, iter([_template(c, strict) for c in children]), strict)
         case Opaque(prototype, attributes):
@@ -167,6 +176,22 @@ def _template(template: Template, strict: str | None) -> dict[str, Any]:
             held = {key: _template(child, strict) for key, child in attributes}
             kept = {**_plain_attributes(prototype, strict and f"{strict}'s {name}", held), **held}
             return {"kind": "object", "type": name, "keys": list(kept), "children": list(kept.values())}
+
+
+def _with_copies(template: Template, model: nn.Module) -> Template:
+    """A template with what is in it of the model's own, which a folder has copies of."""
+    match template:
+        case Kept(place) if place.is_of_model:
+            tensors, own = flatten(place.of({MODEL: model}))
+            if tensors:
+                raise PlannerError(
+                    f"forward returns self{place}, with tensors that are not registered in it, which an export "
+                    "does not have: register them as buffers, or return copies."
+                )
+            return own
+        case Tree(_, children):
+            return replace(template, children=tuple(_with_copies(child, model) for child in children))
+    return template
 
 
 def _constant(value: Any, strict: str | None) -> dict[str, Any]:

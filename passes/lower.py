@@ -305,6 +305,9 @@ class _Lowering:
         """
         stay = [self._left_at(i) for _, i in set_slots(self.traced.settings)]
         storages = dict.fromkeys(s for n in stay if isinstance(n, fx.Node) for s in self.aliases.storages(n))
+        for node in carried.values():
+            for own in self.aliases.storages(node):
+                storages.pop(own, None)
         found = {
             self._new_tensor(Tensor(f"{s.node.name}_before", self._bytes(s), "output"), None): s
             for s in storages if isinstance(s, Storage) and not s.static
@@ -327,13 +330,16 @@ class _Lowering:
         return None if leaf.input is not None else outputs[len(self.traced.mutated) + leaf.index]
 
     def _carried(self) -> dict[fx.Node, fx.Node]:
-        """State among the inputs, each with what this step leaves in its place."""
-        if self.region or not self.traced.changes:
+        """State among the inputs, and buffers, each with what this step leaves in its place."""
+        traced = self.traced
+        if self.region or not (traced.changes or traced.settings):
             return {}
-        inputs = self.traced.placeholders[len(self.traced.state) : self.traced.num_primals]
-        named = {argument_path(name): node for name, node in zip(self.traced.input_names, inputs, strict=True)
+        inputs = traced.placeholders[len(traced.state) : traced.num_primals]
+        named = {argument_path(name): node for name, node in zip(traced.input_names, inputs, strict=True)
                  if is_of_state(name)}  # fmt: skip
-        made = {path: self._left_at(i) for path, i in changed_slots(self.traced.changes)}
+        buffers = zip(traced.state, traced.placeholders, strict=False)
+        named |= {f"self.{entry.name}": node for entry, node in buffers if not entry.is_parameter}
+        made = {path: self._left_at(i) for path, i in (*changed_slots(traced.changes), *set_slots(traced.settings))}
         return {node: made[path] for path, node in named.items() if isinstance(made.get(path), fx.Node)}
 
     def _add_handover(self, old: Iterable[int]) -> None:

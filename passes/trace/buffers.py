@@ -1,18 +1,20 @@
-"""What forward leaves in buffers: one in whose place it puts another tensor is written in place by a planned step."""
+"""What forward puts in the place of buffers: a planned step puts it there, too, and leaves the old tensor to others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from passes._torch import DisableTorchFunction
 from passes.errors import OnlyInEager, StateChanged, Unsupported
 from passes.run.tensors import is_laid_out
 
 from .arguments import StateEntry
 from .carried import Carries
+from .settings import Setting, tensors_in
 
 
 def refuse_with_gradient(
@@ -49,28 +51,27 @@ def _with_gradient(name: str) -> Unsupported:
     )  # fmt: skip
 
 
-def write_back(
-    model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor], arguments: Sequence[str]
-) -> dict[str, torch.Tensor]:
-    """`self.buffer = new` becomes an update of the buffer in place, as `state_dict` shows it; those replaced so.
+def replaced_in(
+    model: nn.Module, entries: list[StateEntry], state: dict[str, torch.Tensor], arguments: Sequence[str],
+    given: Sequence[torch.Tensor],
+) -> list[Setting]:  # fmt: skip
+    """The tensors that forward put in the place of buffers (`self.buffer = new`), under all of their names.
 
     Args:
         arguments: as above.
+        given: the tensors that the step is given.
 
     Raises:
         Carries: some had no elements, and may be such.
     """
-    originals = {id(t) for t in state.values()}
-    updates: list[tuple[torch.Tensor, torch.Tensor]] = []
-    replaced: dict[str, torch.Tensor] = {}
+    found: list[Setting] = []
     for entry in entries:
-        current = _attribute(model, entry.name)
-        given = state[entry.name]
+        current, before = _attribute(model, entry.name), state[entry.name]
         if any(_attribute(model, name) is not current for name in entry.aliases):
             raise _one_for_two(entry.name, "a tensor of its own", f"it is {entry.aliases[0]}, too")
-        if current is given:
+        if current is before:
             continue
-        if not isinstance(current, torch.Tensor) or current.shape != given.shape or current.dtype != given.dtype:
+        if not isinstance(current, torch.Tensor) or current.shape != before.shape or current.dtype != before.dtype:
             refused = StateChanged(
                 "buffer replaced in forward", entry.name, "its shape or type changes between steps",
                 "Keep the buffer's shape and dtype, or update it outside forward; where it only grows, call the model "
@@ -78,46 +79,34 @@ def write_back(
             )  # fmt: skip
             empty = [e.name for e in entries if not (e.is_parameter or state[e.name].numel())]
             raise Carries(refused, (*arguments, *empty)) if entry.name in empty else refused
-        if id(current) in originals or type(current) is not type(given):
-            raise _one_for_two(entry.name, "another tensor that it holds", "both are one then")
-        if not is_laid_out(current, given.stride()):
-            raise Unsupported(
-                "buffer replaced in forward by one in other strides", entry.name, "a planned step writes its value "
-                "alone, and sums over other strides have other bits", "Assign its contiguous() or clone().",
+        if type(current) is not type(before) or tensors_in(current) is None or _lies_in(current, given):
+            raise _one_for_two(entry.name, "a tensor that the step is given, or one in its memory", "both are one then")
+        if not is_laid_out(current, before.stride()):
+            raise StateChanged(
+                "buffer replaced in forward by one in other strides", entry.name, "the next step would be another one",
+                "Assign its contiguous() or clone().",
             )  # fmt: skip
-        updates.append((given, current))
-        replaced[entry.name] = given
-    with torch.no_grad():
-        for given, current in updates:
-            given.copy_(current)
-    return replaced
+        for name in (entry.name, *entry.aliases):
+            path, _, leaf = name.rpartition(".")
+            found.append(Setting(path, leaf, current))
+    return found
+
+
+def _lies_in(tensor: torch.Tensor, given: Sequence[torch.Tensor]) -> bool:
+    with DisableTorchFunction():  # other modes would be told of it
+        return storage_place(tensor) in map(storage_place, given)
+
+
+def storage_place(tensor: torch.Tensor) -> Any:
+    """What tells a tensor's memory from others'."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _one_for_two(name: str, by: str, why: str) -> OnlyInEager:
     return OnlyInEager(
-        "buffer replaced in forward", name, f"by {by}: {why}, and a planned step writes the value alone",
+        "buffer replaced in forward", name, f"by {by}: {why}, and what changes the one changes the other",
         "Copy the value: self.buffer.copy_(new), or a clone() of it.",
     )  # fmt: skip
-
-
-def refuse_returned(replaced: Mapping[str, torch.Tensor], returned: Iterable[torch.Tensor]) -> None:
-    """The memory of a buffer that forward replaces has its new value once the step has run."""
-    ids = {id(tensor) for tensor in returned}
-    for name, given in replaced.items():
-        if id(given) in ids:
-            raise Unsupported(
-                "buffer returned that forward replaces", name, "a planned step writes the new value in its place",
-                "Return a clone() of it.",
-            )  # fmt: skip
-
-
-def refuse_needed(error: Exception, replaced: Iterable[str]) -> None:
-    """Say of buffers that forward replaces that the backward may need what they were."""
-    if replaced and "modified by an inplace operation" in str(error):
-        raise Unsupported(
-            "buffer replaced in forward whose old value the backward needs", ", ".join(replaced),
-            "a planned step writes the new value in its place", "Compute with its clone().",
-        ) from error  # fmt: skip
 
 
 def _attribute(model: nn.Module, name: str) -> Any:

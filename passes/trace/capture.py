@@ -63,7 +63,7 @@ from .arguments import (
     state_tensors,
 )
 from .binding import names_given
-from .buffers import refuse_needed, refuse_returned, refuse_with_gradient, write_back
+from .buffers import refuse_with_gradient, replaced_in, storage_place
 from .carried import STATE, Carries, carried, is_carried, may_be_carried, notes_of, of_one_kind
 from .collectives import functional_collectives
 from .compiled import refuse_compiled_parts
@@ -165,8 +165,8 @@ class Traced:
     autograd comes to their gradients. `first_call` is what a first call of forward remembers and was in place.
     `changed_later` are primals that code after a region changes in place. `asked` are the questions about computed
     values that the sample answered; what was asked about are the last of `outputs`. `detached` are inputs that
-    require a gradient, and to which no output passes any on. `replaced` are the buffers in whose place forward puts new
-    tensors. `from_symbols` is whether it was made of a trace with symbols for sizes.
+    require a gradient, and to which no output passes any on. `from_symbols` is whether it was made of a trace with
+    symbols for sizes.
     """
 
     graph_module: fx.GraphModule
@@ -197,7 +197,6 @@ class Traced:
     changed_later: tuple[int, ...] = ()
     asked: tuple[Asked, ...] = ()
     detached: tuple[int, ...] = ()
-    replaced: tuple[int, ...] = ()
     from_symbols: bool = False
 
     @property
@@ -341,7 +340,8 @@ def _with_settings(traced: Traced, tracer: StepTracer, model: nn.Module) -> Trac
     """With what the forward sets besides its outputs, as a planned step does, too; what it does not set is said."""
     codes = () if tracer.watch.has_checkpoints else tracer.watch.codes
     is_added_to = partial(only_adds_to, codes)
-    set_plainly = steady(tracer.settings, {left.path: left.value for left in tracer.left}, model, is_added_to)
+    plain = steady(tracer.settings, {left.path: left.value for left in tracer.left}, model, is_added_to)
+    set_plainly = (*plain, *tracer.replaced)
     others = (Left(path, None, False, False) for path in tracer.recorder.set_as_before(tracer.watch.codes))
     notes, left = say_what_is_left((*tracer.left, *others), set_plainly)
     return replace(
@@ -364,7 +364,6 @@ def export_step(tracer: StepTracer, fake: list[Any]) -> JointGraph:
         raise
     except Exception as error:
         _refuse_overlaps(error, tracer)
-        refuse_needed(error, tracer.replaced)
         raise capture_error(error) from error
     finally:
         tracer.watch.stop()
@@ -423,7 +422,7 @@ class StepTracer:
         self.remembered = Remembered()
         self.changing: set[int] = set()  # the numbers of the buffers that the first run changed
         self.given_now: list[Given] = []  # of the run that goes on
-        self.replaced: tuple[str, ...] = ()  # buffers, by the latest run
+        self.replaced: tuple[Setting, ...] = ()  # the buffers that the latest run replaced
         self.below: tuple[AbstractContextManager[Any], ...] = ()  # modes to run the forward in, before all others
         self.keeps_casts = torch.is_autocast_cache_enabled()
         self.within: list[int] = []
@@ -449,10 +448,10 @@ class StepTracer:
         tensors, self.output_template, self.changes = result.tensors, result.template, result.changes
         _refuse_distributed(tensors, self.output_template)
         paths: dict[int, str] = {}
-        for path, i in (*slots(self.output_template), *changed_slots(self.changes), *set_slots(self.settings)):
+        for path, i in (*slots(self.output_template), *changed_slots(self.changes), *set_slots(self.sets)):
             paths.setdefault(i, path)
         of_state = [change for change in self.changes if change.place.steps[0][1] == STATE]
-        stay = {i for _, i in (*set_slots(self.settings), *changed_slots(of_state))}
+        stay = {i for _, i in (*set_slots(self.sets), *changed_slots(of_state))}
         wanted = choose_differentiated(self.output_template, tensors, paths, self.differentiated)
         self.leaves, self.arrivals, self.detached = [], [], self._detached(flat, tensors)
         aliased, of_given = _sharing(tensors, flat)
@@ -516,16 +515,15 @@ class StepTracer:
             failures.check()
             refuse_settings(torch_was)
             refuse_with_gradient(self.model, self.entries, state, self.given, self.carried)
-            replaced = write_back(self.model, self.entries, state, self.carried)
-            self.replaced = tuple(replaced)
+            replaced = replaced_in(self.model, self.entries, state, self.carried, flat)
             stack.close()  # what follows is not read by forward
             if any(t.is_leaf and t.grad is not None for t in flat[: len(self.entries)]):
                 raise ACCUMULATED.at("forward")
             self.written |= given.places(self.recorder.written)
             owned = Owned(self.model, self.before, self.recorder.looked_at)
             result = given.returned(value, self.written, owned.place)
-            refuse_returned(replaced, result.tensors)
             self.settings = self._settings(flat, result.tensors)
+            self.replaced = tuple(taken_apart(replaced, result.tensors, lambda _: True))
             self.pieces.check((*flat, *result.tensors))
             self._refuse_attributes(flat, usual, result.tensors)
             for i, before in enumerate(hooks):
@@ -548,6 +546,11 @@ class StepTracer:
         for tensor in returned:
             if not any(tensor is each for each in flat):
                 refuse_attributes(vars(tensor).keys() - of_torch, "what forward returns")
+
+    @property
+    def sets(self) -> tuple[Setting, ...]:
+        """What forward leaves in the model."""
+        return *self.settings, *self.replaced
 
     def _settings(self, flat: Sequence[torch.Tensor], returned: list[torch.Tensor]) -> tuple[Setting, ...]:
         """What forward sets in the model; tensors of that are added to what it returned.
@@ -589,7 +592,7 @@ class StepTracer:
         count = len(self.entries)
         watch = Watch(lambda: changes() | given[0].changed(), flat[:count], flat[count:])
         result = self._run(flat, watch.drawn, watch)
-        filled = watch.fills_containers
+        filled, replaced = watch.fills_containers, self.replaced
         refuse_hidden(result.template, "the output")
         steady = frozenset(name for name, count in changes().items() if count == counts[name])
         names = [*(e.name for e in self.entries), *(f"input {i}" for i in range(len(flat) - len(self.entries)))]
@@ -635,6 +638,7 @@ class StepTracer:
             places = [(id(self.model.get_submodule(s.path)), s.name) for s in of_tensors]
             mine = [replace(s, value=held[at], template=None) for s, at in zip(of_tensors, places, strict=True)]
             self.settings = tuple(taken_apart(mine, result.tensors, lambda _: True))
+        self.replaced = replaced
         return result
 
     def _started(self, path: str, tensor: torch.Tensor, aliased: Sequence[int] | None) -> torch.Tensor:
@@ -658,13 +662,10 @@ def _hooks_of(tensor: torch.Tensor) -> int:
 def _sharing(outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[set[int], set[int]]:
     """The ids of the outputs that share memory with other outputs alone, and with what was given."""
 
-    def place(tensor: torch.Tensor) -> Any:
-        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-    owners = Counter(map(place, outputs))
-    inputs = set(map(place, given))
-    shared = {id(t) for t in outputs if owners[place(t)] > 1 and place(t) not in inputs}
-    return shared, {id(t) for t in outputs if place(t) in inputs}
+    owners = Counter(map(storage_place, outputs))
+    inputs = set(map(storage_place, given))
+    shared = {id(t) for t in outputs if owners[storage_place(t)] > 1 and storage_place(t) not in inputs}
+    return shared, {id(t) for t in outputs if storage_place(t) in inputs}
 
 
 def _refuse_distributed(tensors: list[torch.Tensor], template: Template) -> None:
@@ -897,7 +898,6 @@ def _traced(
         left=tuple(p for p in tracer.recorder.left(tracer.watch.codes) if not is_carried(p, tracer.carried)),
         within=tuple(tracer.within),
         detached=tuple(tracer.detached),
-        replaced=tuple(i for i, entry in enumerate(entries) if entry.name in tracer.replaced),
         spread=tracer.spread,
         arrivals=tuple(dict.fromkeys(tracer.arrivals)),
         overlaps=overlaps(tracer.given, joint.mutated_inputs),

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import repeat
 from operator import call, is_, itemgetter
-from typing import Any, ClassVar
-from weakref import WeakSet
+from typing import Any
 
 import numpy
 import torch
@@ -242,10 +241,7 @@ class Looked:
 class Matched:
     """The reads of one model: `own` are of its objects, `fixed` those of classes, functions and globals."""
 
-    every: ClassVar = WeakSet["Matched"]()
-
     def __init__(self) -> None:
-        self.every.add(self)
         self.own, self.fixed, self.unregistered = Looked(), Looked(), Unregistered()
         self.objects: list[Any] = []
         self.kinds: list[type] = []

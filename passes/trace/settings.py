@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -42,8 +42,13 @@ class Setting:
         return ".".join(part for part in ("self", self.path, self.name) if part)
 
     def of(self, model: nn.Module) -> dict[str, Any]:
-        """The attributes of the model's module at the path."""
-        return vars(model.get_submodule(self.path))
+        """What holds it: the attributes of the model's module at the path, or its buffers."""
+        module = model.get_submodule(self.path)
+        return cast("dict[str, Any]", module._buffers) if self.is_buffer(model) else vars(module)
+
+    def is_buffer(self, model: nn.Module) -> bool:
+        """Whether it is registered as a buffer."""
+        return self.name in model.get_submodule(self.path)._buffers
 
 
 def steady(

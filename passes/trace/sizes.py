@@ -111,7 +111,7 @@ class Pattern:
             raise Departed("the model returns something else")
         if changed_slots(result.changes) != changed_slots(own.changes):
             raise Departed("the model changes something else")
-        found, before = ((list(map(str, s)), set_slots(s)) for s in (tracer.settings, own.settings))
+        found, before = ((list(map(str, s)), set_slots(s)) for s in (tracer.sets, own.settings))
         if found != before:
             raise Departed("the model sets something else")
         return result
@@ -132,7 +132,7 @@ class Pattern:
             own, graph_module=module, pristine=graph, input_template=tracer.input_template,
             output_template=result.template, changes=result.changes, reads=tracer.recorder.finish(module),
             guard=tracer.guard, layouts=dict(layouts), by_name=tracer.by_name,
-            overlaps=overlaps(tracer.given, own.mutated), resident=own_bytes(tracer.given), settings=tracer.settings,
+            overlaps=overlaps(tracer.given, own.mutated), resident=own_bytes(tracer.given), settings=tracer.sets,
             from_symbols=True,
         )  # fmt: skip
 

@@ -93,6 +93,7 @@ class _Unrecorded:
     """In the place of a recorder: what is read is recorded where it counts, at each call's own sizes."""
 
     written: frozenset[Any] = frozenset()
+    looked_at: frozenset[Any] = frozenset()
 
     def stop(self) -> None: ...
 

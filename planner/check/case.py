@@ -115,7 +115,12 @@ class Case:
         bound = Bound(unflatten(self.template, tensors[self.count :]), self.by_name)
         with left_alone(bound):
             targets = targets_of(self.traced.changes, bound)
-            return backward(planned.run(self.model, tensors, _NoOtherBackward(), bound), targets)
+            result = backward(planned.run(self.model, tensors, _NoOtherBackward(), bound), targets)
+        replaced = {str(s) for s in self.traced.settings}
+        for i, entry in enumerate(self.traced.state):
+            if f"self.{entry.name}" in replaced:
+                tensors[i] = self.model.get_buffer(entry.name)
+        return result
 
     def _remember(self, first: Remembers, tensors: Tensors) -> None:
         """Fill the buffers that a first call fills."""
@@ -133,12 +138,14 @@ class Case:
         """
         self.generators.set(self.start)
         tensors = twins(self.originals)
-        observed: list[Observed] = []
+        observed, apart = list[Observed](), _count_memory(tensors)
         try:
             if not self.model.training:
                 self.model.train()
             while len(observed) < steps and not (observed and enough()):
                 interrupt_point()
+                if observed and _count_memory(tensors) < apart:
+                    break  # what forward left is one tensor now, for which it would be planned anew
                 if observed:
                     self.remembers = self.remembers or bool(self.snapshot.changed())
                     self._move_on(tensors)
@@ -186,7 +193,7 @@ class Case:
         before = self.generators.state()
         torch.clear_autocast_cache()  # under autocast around both steps, the second would see the first one's weights
         found, template = run(tensors, step, lambda output, targets: self._backward(output, targets, step, tensors))
-        own = {storage_of(t).data_ptr() for t in given}
+        own = {storage_of(t).data_ptr() for t in (*given, *tensors)}
         paths, output = list(found), list(found.values())
         outputs = [self._kept(t.detach(), storage_of(t).data_ptr() in own) for t in output]
         return Observed(
@@ -272,3 +279,8 @@ class _NoOtherBackward:
 
     def failed(self, error: Exception) -> None:
         """It is raised."""
+
+
+def _count_memory(tensors: Tensors) -> int:
+    """How many of the tensors have memory of their own."""
+    return len({place(storage_of(tensor)) for tensor in tensors})

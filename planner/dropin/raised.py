@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import linecache
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from passes.ops import is_collective
 from passes.printable import brief
 from passes.run.step import OtherAnswer
-from passes.trace.arguments import StateEntry
 from passes.trace.modules import module_path
 from passes.trace.places import user_level
-from passes.trace.reads import Matched
 from planner.decided import Decided
 from planner.units import show_bytes
 
@@ -36,8 +32,6 @@ def run(
     plain: Callable[[], Any], sources: Sequence[torch.Tensor] | None = None,
 ) -> Any:  # fmt: skip
     """The planned step's output; that of `plain` where the planned forward raises and `plain` does not."""
-    for i in planned.prepared.traced.replaced:
-        _let_go(fallback.state.model, planned.prepared.traced.state[i], primals, i)
     try:
         return planned.run(fallback.state.model, primals, apart(fallback), bound, sources)
     except Exception as error:
@@ -78,23 +72,6 @@ def _hindrance(planned: Decided, error: Exception) -> str:
         if planned.prepared.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "The CUDA graph that is captured would hold both forwards."
     return ""
-
-
-HOLDERS = 4  # the lists of a call's state and of its primals, a local name, and the argument of `getrefcount`
-
-
-def _let_go(model: nn.Module, entry: StateEntry, primals: list[torch.Tensor], i: int) -> None:
-    """Give the model a buffer of its own where others hold the one that forward replaces, which keeps its values."""
-    tensor, names = primals[i], (entry.name, *entry.aliases)
-    if (others := sys.getrefcount(tensor) - HOLDERS - len(names)) <= 0:
-        return
-    kept = (items for matched in Matched.every for _, items in matched.contents)  # by us
-    if others <= sum(item is tensor for items in kept for item in items):
-        return
-    primals[i] = tensor.detach().clone()
-    for name in names:
-        path, _, leaf = name.rpartition(".")
-        model.get_submodule(path)._buffers[leaf] = primals[i]
 
 
 def _describe(planned: Decided, within: str, error: Exception) -> str:

@@ -96,7 +96,7 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
             raise PlannerError(
                 f"forward changes its argument {changes[0]}, which an export does not do: return what it leaves there."
             )
-        if settings := list(map(str, plan.prepared.traced.settings)):
+        if settings := [str(s) for s in plan.prepared.traced.settings if not s.is_buffer(state.model)]:
             said = f"forward sets {few(settings)}, which an export, that has no such module, will not set."
             warnings.warn(said, stacklevel=3)
         registered = {name for e in plan.prepared.traced.state for name in (e.name, *e.aliases)}

@@ -51,6 +51,10 @@ def spec_of(plan: Decided, module: PlannedModule) -> tuple[dict[str, Any], Tenso
         "input_tensors": _inputs(traced, [asked for _, _, _, asked, *_ in state.first.key.inputs[1:]]),
         "outputs": _template(_with_copies(traced.output_template, model), None),
         "outputs_at": [_leaf(leaf) for leaf in traced.outputs],
+        "replaced": [
+            [s.path, s.name, s.template.index] for s in traced.settings
+            if isinstance(s.template, Slot) and s.is_buffer(model)
+        ],
         "state": _state(traced, model),
         "modules": _modules(model, traced),
         "looked_up": sorted({read.name for read in traced.reads.by_object.get(0, ())} - {"forward"}),

@@ -488,7 +488,7 @@ def test_a_buffer_that_is_replaced_stays_as_it_was_for_others(way: str, regions:
     plan = auto_checkpoint(model, torch.randn(4, 8), progress=False, check=False, recompute="*")
     held: list[Any] = []
     for rows in (4, 4, 6, 4, 6, 4):
-        x, before = torch.randn(rows, 8), model.get_buffer("inner.average" if regions else "average").data_ptr()
+        x = torch.randn(rows, 8)
         outputs = [each(x) for each in (plan.module, plain)]
         assert torch.equal(*outputs)
         for output in outputs:
@@ -498,5 +498,3 @@ def test_a_buffer_that_is_replaced_stays_as_it_was_for_others(way: str, regions:
         assert torch.equal(mine.start, its.start)
         assert all(torch.equal(*kept) for kept in held)
         held += [(mine.average, its.average)] if way == "the loop" else []
-        known = mine.average.data_ptr() == before
-    assert known or way != "nobody"  # it is not copied in vain

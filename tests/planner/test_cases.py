@@ -508,20 +508,6 @@ class Unregistered(nn.Module):
         return self.head(self.layers[0](x))
 
 
-class NeedsOldBuffer(nn.Module):
-    """Multiplies by a buffer, and then replaces it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = linear()
-        self.register_buffer("table", torch.eye(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.head(x) @ self.table
-        self.table = self.table * 0.9
-        return y
-
-
 class PlainState(nn.Module):
     """Counts in a tensor that is not a buffer."""
 
@@ -640,9 +626,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
         lambda: Wrap(lambda self, x: self.layer(x.requires_grad_()), layer=linear()), batch,
         "an argument's requires_grad set in forward", "x = x.detach().requires_grad_()"),
     "plain tensor changed": (PlainState, batch, "not a buffer at self.steps", "Register it: self.register_buffer"),
-    "needed buffer replaced": (
-        NeedsOldBuffer, batch, "buffer replaced in forward whose old value the backward needs at table",
-        "Compute with its clone()"),
     "input changed": (
         lambda: Wrap(lambda self, x: self.layer(x.mul_(2)), layer=linear()), batch, "in-place change of an input",
         "Clone the input inside forward"),

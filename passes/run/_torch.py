@@ -16,8 +16,8 @@ __all__ = [
     "DEFAULTS", "TORCH_VERSION", "Autocast", "active_autocast", "active_saving_hooks", "after_backward",
     "backward_number", "bare", "below_autograd", "is_wanted", "kernel_settings", "listen_first", "make_workspaces",
     "num_owners", "overwrite", "own_part", "passed_back", "register_pytree_node", "run_below_autograd",
-    "segments_that_do_not_grow", "torch_defaults", "under_autocast", "under_transform", "with_autograd",
-    "within_autocast",
+    "segments_that_do_not_grow", "torch_defaults", "under_autocast", "under_default_dtype", "under_transform",
+    "with_autograd", "within_autocast",
 ]  # fmt: skip
 
 _C: Any = torch._C
@@ -42,13 +42,12 @@ def within_autocast() -> bool:
 
 
 def kernel_settings() -> dict[str, Any]:
-    """Torch's switches under which one op on the same tensors gives other bits."""
+    """Torch's switches under which one op on the same tensors gives other bits, but for the default dtype."""
     backends: Any = torch.backends
     return {
         "oneDNN": backends.mkldnn.enabled,
         "cuDNN": backends.cudnn.enabled,
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "default dtype": torch.get_default_dtype(),
         "flushing of denormals": _SMALLEST * _ONE == 0.0,  # which goes for Python's numbers in this thread, too
         "float32 precision of matrix products": (
             backends.mkldnn.matmul.fp32_precision, backends.cuda.matmul.fp32_precision
@@ -57,6 +56,19 @@ def kernel_settings() -> dict[str, Any]:
 
 
 _SMALLEST, _ONE = 5e-324, 1.0
+
+
+@contextlib.contextmanager
+def under_default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Run the block under a default dtype: trainers have one for the forward alone (Lightning's `bf16-true`)."""
+    if (before := torch.get_default_dtype()) is dtype:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _default_device() -> torch.device:

@@ -27,6 +27,7 @@ from ._torch import (
     overwrite,
     passed_back,
     run_below_autograd,
+    under_default_dtype,
     under_transform,
 )
 from .arena import Arena, Spacers, ask_for
@@ -247,7 +248,7 @@ class _Run:
         self.token = torch.empty(0, device=next((p.device for p in owners if p.requires_grad), None))
         ask_for(step.arena, self.token.device, step.spacers)
         self.versions = [p._version for p in sources]
-        self.settings = kernel_settings() if step.again else {}
+        self.settings, self.dtype = kernel_settings() if step.again else {}, torch.get_default_dtype()
         self.given: Sequence[torch.Tensor] = [p.detach() for p in primals]
         self.sums = {i for i in step.sums if not owners[i]._backward_hooks}
         self.generators = {device: copy_generator(device) for device in step.rng_devices}
@@ -395,7 +396,9 @@ class _Run:
         self._check_primals(range(len(self.primals)))
         old = {i: as_tensor(value, self.primals[i]) for i, value in self.overwritten.items()}
         self.saved = None
-        found = self.fallback([old.get(i, p) for i, p in enumerate(self.primals)], self.generators, gradients, taken)
+        primals = [old.get(i, p) for i, p in enumerate(self.primals)]
+        with under_default_dtype(self.dtype):
+            found = self.fallback(primals, self.generators, gradients, taken)
         owned = {i for part in self.owned for i in part}
         for i, gradient in enumerate(found):
             if (gradient is None) == (i in owned) and _has_listener(self.owners[i]):
@@ -435,7 +438,8 @@ class _Run:
                 "other one."
             )
         assert self.program is not None
-        handed = run_below_autograd(next, self.program)
+        with under_default_dtype(self.dtype):
+            handed = run_below_autograd(next, self.program)
         found = apart(handed)
         handed.clear()
         if place == len(self.owned) - 1:

@@ -86,6 +86,17 @@ def memory_of(tensor: torch.Tensor) -> int:
     return place and place - int(tensor.storage_offset()) * tensor.itemsize
 
 
+def meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors lie in each other's memory."""
+    return a.data_ptr() < end_of(b) and b.data_ptr() < end_of(a)
+
+
+def end_of(tensor: torch.Tensor) -> int:
+    """The address behind a tensor's last item."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.data_ptr() + tensor.element_size() * (last + 1))
+
+
 def nodes_behind(tensors: Iterable[torch.Tensor], nodes: Iterable[Any] = ()) -> Iterator[Any]:
     """The nodes of autograd's graph that the tensors were computed by, each once, and others with those behind them."""
     seen, waiting = set[Any](), [*(tensor.grad_fn for tensor in tensors), *nodes]

@@ -326,6 +326,7 @@ def capture(
     every_name = [*(e.name for e in entries), *names]
     _refuse_overwritten(joint, given, every_name)
     _refuse_views_of_inputs(joint, tracer.leaves)
+    _refuse_shared_conjugates(joint, tracer.leaves)
     _refuse_parts_of_conjugates(joint.graph_module.graph, given, every_name)
     drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
     inputs = slice(len(entries), len(tensors))
@@ -780,6 +781,31 @@ def _refuse_views_of_inputs(joint: JointGraph, leaves: Sequence[OutputLeaf]) -> 
                 "view of an input or parameter returned", f"output {leaf.path or '(the output)'}",
                 "a change of one would have to show in the other", "Return a clone() of it.",
             )  # fmt: skip
+
+
+def _refuse_shared_conjugates(joint: JointGraph, leaves: Sequence[OutputLeaf]) -> None:
+    """A tensor that is yet to be conjugated, in another one's memory: what is returned is conjugated already."""
+    outputs: Any = joint.graph_module.graph.output_node().args[0]
+    returned = [(leaf, outputs[len(joint.mutated_inputs) + leaf.index]) for leaf in leaves if leaf.input is None]
+    bases = {_base_of(node) for _, node in returned}
+    for leaf, node in returned:
+        view = node.args[0] if leaf.is_view and node.target is torch.ops.aten.clone.default else None
+        if getattr(view, "target", None) in _LAZY_VIEWS and _base_of(view) in bases:
+            raise Unsupported(
+                "outputs in one memory, of which one is yet to be conjugated or negated",
+                f"output {leaf.path or '(the output)'}", "a change of one would have to show in the other",
+                "Return its resolve_conj(), or resolve_neg().",
+            )  # fmt: skip
+
+
+_LAZY_VIEWS = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
+
+
+def _base_of(node: Any) -> Any:
+    """What a node is a view of."""
+    while isinstance(node, fx.Node) and getattr(node.target, "is_view", False):
+        node = node.args[0]
+    return node
 
 
 def _refuse_parts_of_conjugates(graph: fx.Graph, given: Sequence[torch.Tensor], names: Sequence[str]) -> None:

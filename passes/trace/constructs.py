@@ -248,7 +248,8 @@ def of_builtin(function: Any) -> Construct | None:
 
 def settings_of_kernels() -> dict[str, Any]:
     """What decides the bits of kernels, by name."""
-    return {**kernel_settings(), "number of threads": torch.get_num_threads()}
+    others = {"default dtype": torch.get_default_dtype(), "number of threads": torch.get_num_threads()}
+    return {**kernel_settings(), **others}
 
 
 def refuse_settings(before: Mapping[str, Any]) -> None:

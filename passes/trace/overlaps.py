@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .._torch import local_part
-from ..run.tensors import memory_of
+from ..run.tensors import end_of, meet, memory_of
 
 Overlaps = tuple[tuple[int, int], ...]
 WITH_MEMORY = (torch.Tensor, nn.Parameter, nn.Buffer)  # other classes may have no memory
@@ -17,7 +17,7 @@ WITH_MEMORY = (torch.Tensor, nn.Parameter, nn.Buffer)  # other classes may have 
 
 def spans(tensors: Sequence[torch.Tensor]) -> list[int] | None:
     """How many bytes of memory each reaches over; None where one has none of its own."""
-    return [_end(t) - t.data_ptr() for t in tensors] if all(type(t) in WITH_MEMORY for t in tensors) else None
+    return [end_of(t) - t.data_ptr() for t in tensors] if all(type(t) in WITH_MEMORY for t in tensors) else None
 
 
 def lie_apart(tensors: Sequence[torch.Tensor], spans: Sequence[int]) -> bool:
@@ -37,14 +37,6 @@ def overlaps(tensors: Sequence[torch.Tensor], overwritten: Sequence[int]) -> Ove
         owners.setdefault(places[i], []).append(i)
     return tuple(
         (i, j) for j, place in enumerate(places) if place for i in owners.get(place, ())
-        if i != j and _meet(local[i], local[j])
+        if i != j and meet(local[i], local[j])
     )  # fmt: skip
 
-
-def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
-
-
-def _end(tensor: torch.Tensor) -> int:
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + tensor.element_size() * (last + 1)

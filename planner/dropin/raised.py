@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import signal
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,9 @@ def run(
     except Exception as error:
         if error is not fallback.raised:
             raise
+        if _is_of_a_signal(error):
+            fallback.raised = None
+            raise
         fallback.raised, met = None, _describe(planned, fallback.path, error)
         if hindrance := _hindrance(planned, error):
             before = f"this call{f' of {fallback.path}' if fallback.path else ''}"
@@ -60,6 +64,14 @@ def run(
     if expected:
         fallback.strayed()
     return output
+
+
+def _is_of_a_signal(error: Exception) -> bool:
+    """Whether the handler of a signal raised it, which came while the planned forward ran: a limit of time, say."""
+    handlers: Any = [signal.getsignal(number) for number in signal.valid_signals()]
+    functions = [getattr(h, "func", h) for h in handlers if callable(h)]  # of a partial
+    codes = {getattr(f if hasattr(f, "__code__") else type(f).__call__, "__code__", None) for f in functions}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _hindrance(planned: Decided, error: Exception) -> str:

@@ -157,7 +157,7 @@ def _content(root: fx.GraphModule, target: str) -> str:
         value = getattr(value, part)
     if not isinstance(value, torch.Tensor) or type(value) is not torch.Tensor or value.device.type == "meta":
         return describe_value(value)
-    data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    data = value.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return f"{describe_value(value)} {hashlib.sha256(data).hexdigest()}"
 
 

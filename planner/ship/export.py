@@ -169,6 +169,9 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
         save_file(tensors, path)
     except SafetensorError as error:  # its name for a full disk
         raise OSError(f"{path.name}: {error}") from error
+    except KeyError as error:  # of a type that it does not know
+        names = [name for name, tensor in tensors.items() if tensor.dtype in error.args]
+        raise PlannerError(f"a safetensors file cannot hold {brief(names[0])}, of {error.args[0]}.") from error
 
 
 def _summary(plan: Decided) -> str:

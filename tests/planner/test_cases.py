@@ -632,6 +632,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
     "input transposed": (
         lambda: Wrap(lambda self, x: self.layer(x.t_()), layer=linear()), lambda: batch(8),
         "in-place change of an input's shape", "Use the out-of-place op"),
+    "conjugate of an output": (
+        lambda: Wrap(lambda self, x: (y := self.layer(x) * 1j, y.conj()), layer=linear()), batch,
+        "outputs in one memory, of which one is yet to be conjugated or negated at output [1]",
+        "Return its resolve_conj()"),
     "view of input": (
         lambda: Wrap(lambda self, x: (self.layer(x), x.view(-1)), layer=linear()), batch,
         "view of an input or parameter returned at output [1]", "Return a clone() of it"),

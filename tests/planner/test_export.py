@@ -597,6 +597,39 @@ def test_a_module_that_is_another_one_since_it_was_loaded_is_refused(
         shipped(tokens)
 
 
+class Remembers(nn.Module):
+    """Updates a buffer before it reads its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("memory", torch.ones(4, 8))
+        self.register_buffer("other", torch.ones(4, 8))
+
+    def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        self.memory.mul_(0.5)
+        return self.layer(x) + given + self.other
+
+
+def test_memory_that_is_shared_at_the_call_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 8)
+    module = load(plan_at((Remembers(), (x, torch.randn(4, 8)))), tmp_path, monkeypatch, "sharing")
+    with pytest.raises(RuntimeError, match=r"memory, which the step changes, shares memory with argument \['given'\]"):
+        module(x, module.memory[:])
+    module.other = module.memory.view(4, 8)
+    with pytest.raises(RuntimeError, match="memory, which the step changes, shares memory with other"):
+        module(x, x.clone())
+    module.other = module.memory.clone()
+    module(x, x.clone())
+
+
+def test_a_buffer_that_safetensors_cannot_hold_is_named(tmp_path: Path) -> None:
+    model = Wrap(lambda self, x: self.layer(x) * self.table.real.float(), layer=nn.Linear(8, 8))
+    model.register_buffer("table", torch.ones(8, dtype=torch.complex128))
+    with pytest.raises(PlannerError, match=r"cannot hold table, of torch\.complex128"):
+        auto_checkpoint(model, torch.randn(4, 8), progress=False).export(tmp_path / "complex")
+
+
 def test_other_settings_of_torch_than_planned_under_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import signal
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -372,3 +374,54 @@ def test_what_is_not_proved_of_a_model_that_runs_is_said(monkeypatch: pytest.Mon
     with pytest.raises(VerificationError, match="not proved"):
         plan(model, x)
     assert_same_state(model, before)
+
+
+# Signals --------------------------------------------------------------------------------------------------------------
+
+
+class Slow(Exception):
+    """The step takes too long."""
+
+
+RINGS = [False]
+
+
+@torch.library.custom_op("planner_tests::may_ring", mutates_args=())
+def may_ring(x: torch.Tensor) -> torch.Tensor:
+    """A kernel during which a signal comes."""
+    if RINGS[0]:
+        signal.raise_signal(signal.SIGALRM)
+    return x.clone()
+
+
+may_ring.register_fake(torch.empty_like)
+may_ring.register_autograd(lambda _, gradient: gradient)
+
+
+class Rings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(may_ring(self.first(x).tanh()))
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_what_a_handler_of_signals_raises_reaches_the_loop(partial: bool) -> None:
+    """A limit of time for a step: the plain forward does not run in its place."""
+
+    def handler(*_: Any) -> None:
+        raise Slow
+
+    model, x = Rings(), torch.randn(4, 8)
+    chosen = plan(model, x, recompute=["*"])
+    before = signal.signal(signal.SIGALRM, functools.partial(handler, 1) if partial else handler)
+    RINGS[0] = True
+    try:
+        with pytest.raises(Slow):
+            chosen.module(x)
+    finally:
+        RINGS[0] = False
+        signal.signal(signal.SIGALRM, before)
+    assert torch.equal(chosen.module(x), model(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import types
 import warnings
@@ -233,6 +234,23 @@ def test_a_setting_of_torchs_that_forward_leaves_changed_is_refused_by_name(name
             auto_checkpoint(model, torch.randn(4, 8), budget_mb=None, regions=regions, check=False)
     finally:
         back()
+
+
+def test_the_forward_alone_under_another_default_dtype() -> None:
+    """As Lightning's `precision="bf16-true"`: the gradients are plain training's, which has it there alone, too."""
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)).to(torch.bfloat16)
+    plain, x = copy.deepcopy(model), torch.randn(16, 8, dtype=torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        chosen = auto_checkpoint(model, x, recompute=["*"], progress=False)
+        assert chosen.recomputed
+        losses = [run(x).square().mean() for run in (chosen.module, plain)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for loss in losses:
+        loss.backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    assert torch.get_default_dtype() is torch.float32
 
 
 # Tensors --------------------------------------------------------------------------------------------------------------

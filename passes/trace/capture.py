@@ -857,7 +857,7 @@ def _refuse_overwritten(joint: JointGraph, given: Sequence[torch.Tensor], names:
     every = [*given, *(t for t in joint.graph_module.buffers() if t.layout is torch.strided)]
     for i, j in overlaps(every, joint.mutated_inputs):
         if j >= len(given):
-            raise Unsupported(
+            raise OnlyInEager(
                 f"a tensor of shape {tuple(every[j].shape)} that is not registered, in the memory of {names[i]}",
                 "forward", f"it changes {names[i]}, and the plan would read the other as it was before",
                 f"Take the view in forward, of {names[i]} itself, or clone() it once.",
@@ -980,7 +980,7 @@ def _refuse_overlaps(error: Exception, tracer: StepTracer) -> None:
     found = [(i, j) for i, j in overlaps(tracer.given, range(len(names))) if i < j]
     if not found or not any(said in str(error) for said in _OF_SHARED_MEMORY):
         return
-    raise Unsupported(
+    raise OnlyInEager(
         "memory that " + ", ".join(f"{names[i]} and {names[j]} share" for i, j in found), "the call",
         "forward changes one of them, and so the other", "Give each memory of its own: clone() one of them.",
     ) from error

@@ -595,7 +595,8 @@ class StepTracer:
         result = self._run(flat, watch.drawn, watch)
         filled, replaced = watch.fills_containers, self.replaced
         refuse_hidden(result.template, "the output")
-        steady = frozenset(name for name, count in changes().items() if count == counts[name])
+        put = {str(s).removeprefix("self.") for s in replaced}
+        steady = frozenset(name for name, count in changes().items() if count == counts[name] and name not in put)
         names = [*(e.name for e in self.entries), *(f"input {i}" for i in range(len(flat) - len(self.entries)))]
         self.changing = {
             i for i, entry in enumerate(self.entries) if not entry.is_parameter and entry.name not in steady
@@ -618,7 +619,7 @@ class StepTracer:
         self.judged, found = judged(every), rerun.others(every)
         held = {(id(c.node.owner), c.key): c.after for c in found if tensors_in(c.after)}
         now = zip(self.entries, flat, written, strict=False)
-        overwritten = [entry.name for entry, t, then in now if mutation_count(t) != then]
+        overwritten = [entry.name for entry, t, then in now if mutation_count(t) != then or entry.name in put]
         try:
             self.left = notice(self.before, found, watch, rerun, may_move=self.is_first)
         except StateChanged as error:

@@ -267,15 +267,28 @@ def swapped_state(module: nn.Module, state: dict[str, torch.Tensor]) -> Iterator
             if isinstance(tensor, kind) and not isinstance(stands_in, kind):
                 for mark in marks:
                     setattr(stands_in, mark, getattr(tensor, mark, True))
-    with _reparametrize_module(module, state, tie_weights=True, strict=False, stack_weights=True):
-        lists = [(m, m._flat_weights, m._flat_weight_refs) for m in module.modules() if isinstance(m, nn.RNNBase)]
-        for rnn, *_ in lists:
-            rnn.__dict__["_flat_weights"] = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
-        try:
-            yield
-        finally:
-            for rnn, weights, references in lists:
-                rnn.__dict__.update(_flat_weights=weights, _flat_weight_refs=references)
+    registered = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+    holders = {name: module.get_submodule(name.rpartition(".")[0]) for name in state}
+    try:
+        with _reparametrize_module(module, state, tie_weights=True, strict=False, stack_weights=True):
+            lists = [(m, m._flat_weights, m._flat_weight_refs) for m in module.modules() if isinstance(m, nn.RNNBase)]
+            for rnn, *_ in lists:
+                rnn.__dict__["_flat_weights"] = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+            try:
+                yield
+            finally:
+                left = {name: _registered(holder, name.rpartition(".")[2]) for name, holder in holders.items()}
+                for rnn, weights, references in lists:
+                    rnn.__dict__.update(_flat_weights=weights, _flat_weight_refs=references)
+        state.update({name: tensor for name, tensor in left.items() if tensor is not None})
+    finally:  # of a module that is there under two names, the helper confuses what was there with what came there
+        for owner, parameters, buffers in registered:
+            owner._parameters.update(parameters)
+            owner._buffers.update(buffers)
+
+
+def _registered(module: nn.Module, name: str) -> torch.Tensor | None:
+    return module._buffers.get(name, module._parameters.get(name))
 
 
 # What their `isinstance` asks a tensor for, and what assigning a buffer does.

@@ -712,7 +712,7 @@ _WRAPPERS = {
 _READ_BY_MACHINERY = frozenset({"forward", *HOOKS})
 _MACHINERY = frozenset({
     "__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward", "inner",
-    "__getattr__", "__setattr__", "__delattr__",
+    "__getattr__", "__setattr__", "__delattr__", "register_buffer",  # which assigning a buffer calls
 })  # fmt: skip
 _READ_AS_A_WHOLE = frozenset({"__dict__", "__reduce_ex__", "__reduce__", "__getstate__", "__deepcopy__", "__copy__"})
 

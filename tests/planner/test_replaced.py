@@ -176,3 +176,34 @@ def test_the_plans_module_is_as_before_where_a_step_fails() -> None:
     with pytest.raises(Exception, match=r"shape|size|mat1"):
         chosen.module(torch.randn(16, 9))
     assert model.center is before
+
+
+class Twice(nn.Module):
+    """A module under two names, whose forward replaces its buffer in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = Center(lambda self, loss, before: loss.unsqueeze(0).expand(8) * self.center)
+        self.first = self.second = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(x + self.first(x))
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_of_a_module_under_two_names(check: bool) -> None:
+    model = Twice()
+    plain = copy.deepcopy(model)
+    chosen = plan(model, X, recompute=["*"], check=check)
+    for _ in range(3):
+        assert torch.equal(chosen.module(X), plain(X)) and torch.equal(model.first.center, plain.first.center)
+
+
+def test_what_the_loop_keeps_in_the_module_plans_nothing_anew(recwarn: pytest.WarningsRecorder) -> None:
+    model = Center()
+    model.history, model.steps = [], 0
+    chosen = plan(model, X, recompute=["*"], check=False)
+    for _ in range(3):
+        model.history.append(chosen.module(X).item())
+        model.steps += 1
+    assert not [warning for warning in recwarn if "planning anew" in str(warning.message)]

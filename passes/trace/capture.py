@@ -423,7 +423,8 @@ class StepTracer:
         self.remembered = Remembered()
         self.changing: set[int] = set()  # the numbers of the buffers that the first run changed
         self.given_now: list[Given] = []  # of the run that goes on
-        self.replaced: tuple[Setting, ...] = ()  # the buffers that the latest run replaced
+        self.put: list[Setting] = []  # the tensors that the latest run put in the place of buffers
+        self.replaced: tuple[Setting, ...] = ()  # and these, taken apart
         self.below: tuple[AbstractContextManager[Any], ...] = ()  # modes to run the forward in, before all others
         self.keeps_casts = torch.is_autocast_cache_enabled()
         self.within: list[int] = []
@@ -446,6 +447,7 @@ class StepTracer:
         self.remembered.add(flat)
         recording = self.recorder.recording(flat[: len(self.entries)])
         result = self._run(flat, recording) if self.runs else self._first_run(flat)
+        self.take_replaced(result)
         tensors, self.output_template, self.changes = result.tensors, result.template, result.changes
         _refuse_distributed(tensors, self.output_template)
         paths: dict[int, str] = {}
@@ -516,7 +518,7 @@ class StepTracer:
             failures.check()
             refuse_settings(torch_was)
             refuse_with_gradient(self.model, self.entries, state, self.given, self.carried)
-            replaced = replaced_in(self.model, self.entries, state, self.carried, flat)
+            self.put = replaced_in(self.model, self.entries, state, self.carried, flat)
             stack.close()  # what follows is not read by forward
             if any(t.is_leaf and t.grad is not None for t in flat[: len(self.entries)]):
                 raise ACCUMULATED.at("forward")
@@ -524,7 +526,6 @@ class StepTracer:
             owned = Owned(self.model, self.before, self.recorder.looked_at)
             result = given.returned(value, self.written, owned.place)
             self.settings = self._settings(flat, result.tensors)
-            self.replaced = tuple(taken_apart(replaced, result.tensors, lambda _: True))
             self.pieces.check((*flat, *result.tensors))
             self._refuse_attributes(flat, usual, result.tensors)
             for i, before in enumerate(hooks):
@@ -547,6 +548,10 @@ class StepTracer:
         for tensor in returned:
             if not any(tensor is each for each in flat):
                 refuse_attributes(vars(tensor).keys() - of_torch, "what forward returns")
+
+    def take_replaced(self, result: Returned) -> None:
+        """Let what a run put in the place of buffers follow what else it returned and set."""
+        self.replaced, self.put = tuple(taken_apart(self.put, result.tensors, lambda _: True)), []
 
     @property
     def sets(self) -> tuple[Setting, ...]:
@@ -593,10 +598,10 @@ class StepTracer:
         count = len(self.entries)
         watch = Watch(lambda: changes() | given[0].changed(), flat[:count], flat[count:])
         result = self._run(flat, watch.drawn, watch)
-        filled, replaced = watch.fills_containers, self.replaced
+        filled, put = watch.fills_containers, self.put
         refuse_hidden(result.template, "the output")
-        put = {str(s).removeprefix("self.") for s in replaced}
-        steady = frozenset(name for name, count in changes().items() if count == counts[name] and name not in put)
+        replaced = {str(s).removeprefix("self.") for s in put}
+        steady = frozenset(n for n, count in changes().items() if count == counts[n] and n not in replaced)
         names = [*(e.name for e in self.entries), *(f"input {i}" for i in range(len(flat) - len(self.entries)))]
         self.changing = {
             i for i, entry in enumerate(self.entries) if not entry.is_parameter and entry.name not in steady
@@ -619,7 +624,7 @@ class StepTracer:
         self.judged, found = judged(every), rerun.others(every)
         held = {(id(c.node.owner), c.key): c.after for c in found if tensors_in(c.after)}
         now = zip(self.entries, flat, written, strict=False)
-        overwritten = [entry.name for entry, t, then in now if mutation_count(t) != then or entry.name in put]
+        overwritten = [entry.name for entry, t, then in now if mutation_count(t) != then or entry.name in replaced]
         try:
             self.left = notice(self.before, found, watch, rerun, may_move=self.is_first)
         except StateChanged as error:
@@ -640,7 +645,7 @@ class StepTracer:
             places = [(id(self.model.get_submodule(s.path)), s.name) for s in of_tensors]
             mine = [replace(s, value=held[at], template=None) for s, at in zip(of_tensors, places, strict=True)]
             self.settings = tuple(taken_apart(mine, result.tensors, lambda _: True))
-        self.replaced = replaced
+        self.put = put
         return result
 
     def _started(self, path: str, tensor: torch.Tensor, aliased: Sequence[int] | None) -> torch.Tensor:

@@ -106,6 +106,7 @@ class Pattern:
         tracer.below, flat = (played,), played.given()
         _check_given(flat, tracer.given)
         result = tracer._run(flat, tracer.recorder.recording(flat[: len(tracer.entries)]))
+        tracer.take_replaced(result)
         own = self.traced
         if played.of(result.tensors) != self.returned or slots(result.template) != slots(own.output_template):
             raise Departed("the model returns something else")

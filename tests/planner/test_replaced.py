@@ -207,3 +207,31 @@ def test_what_the_loop_keeps_in_the_module_plans_nothing_anew(recwarn: pytest.Wa
         model.history.append(chosen.module(X).item())
         model.steps += 1
     assert not [warning for warning in recwarn if "planning anew" in str(warning.message)]
+
+
+class Routed(nn.Module):
+    """Leaves a loss in an attribute, beside a buffer that it replaces: as a mixture of experts that balances its load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.aux = nn.Linear(8, 3), None
+        self.register_buffer("load", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.router(x).softmax(-1)
+        self.load = 0.9 * self.load + 0.1 * chosen.detach().mean(0)
+        self.aux = chosen.square().sum()
+        return chosen.log().mean()
+
+
+@pytest.mark.filterwarnings("ignore:backward started from")
+@pytest.mark.parametrize("check", [False, True])
+def test_beside_a_loss_in_an_attribute(check: bool) -> None:
+    model = Routed()
+    plain = copy.deepcopy(model)
+    chosen = plan(model, X, check=check)
+    for _ in range(3):
+        for own, run in ((plain, plain), (model, chosen.module)):
+            own.zero_grad()
+            (run(X) + own.aux).backward()
+        assert torch.equal(model.router.weight.grad, plain.router.weight.grad) and torch.equal(model.load, plain.load)

@@ -267,8 +267,8 @@ def swapped_state(module: nn.Module, state: dict[str, torch.Tensor]) -> Iterator
             if isinstance(tensor, kind) and not isinstance(stands_in, kind):
                 for mark in marks:
                     setattr(stands_in, mark, getattr(tensor, mark, True))
-    registered = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
-    holders = {name: module.get_submodule(name.rpartition(".")[0]) for name in state}
+    places = [(name, module.get_submodule(path), leaf) for name in state for path, _, leaf in [name.rpartition(".")]]
+    before = [(*_registered(owner, leaf), leaf) for _, owner, leaf in places]
     try:
         with _reparametrize_module(module, state, tie_weights=True, strict=False, stack_weights=True):
             lists = [(m, m._flat_weights, m._flat_weight_refs) for m in module.modules() if isinstance(m, nn.RNNBase)]
@@ -277,18 +277,18 @@ def swapped_state(module: nn.Module, state: dict[str, torch.Tensor]) -> Iterator
             try:
                 yield
             finally:
-                left = {name: _registered(holder, name.rpartition(".")[2]) for name, holder in holders.items()}
+                left = {name: _registered(owner, leaf)[1] for name, owner, leaf in places}
                 for rnn, weights, references in lists:
                     rnn.__dict__.update(_flat_weights=weights, _flat_weight_refs=references)
         state.update({name: tensor for name, tensor in left.items() if tensor is not None})
     finally:  # of a module that is there under two names, the helper confuses what was there with what came there
-        for owner, parameters, buffers in registered:
-            owner._parameters.update(parameters)
-            owner._buffers.update(buffers)
+        for registry, tensor, leaf in before:
+            registry[leaf] = tensor
 
 
-def _registered(module: nn.Module, name: str) -> torch.Tensor | None:
-    return module._buffers.get(name, module._parameters.get(name))
+def _registered(module: nn.Module, name: str) -> tuple[dict[str, Any], Any]:
+    registry: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+    return registry, registry.get(name)
 
 
 # What their `isinstance` asks a tensor for, and what assigning a buffer does.

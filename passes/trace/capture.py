@@ -39,7 +39,7 @@ from passes._torch import (
     without_sources,
 )
 from passes.alias import ancestors
-from passes.errors import CaptureError, NoBackward, OnlyInEager, StateChanged, Unsupported
+from passes.errors import CaptureError, NoBackward, OnlyInEager, StateChanged, Unsupported, VerificationError
 from passes.exclusive import exclusive
 from passes.fuse.rules import fuse
 from passes.memory import own_bytes
@@ -420,6 +420,7 @@ class StepTracer:
         self.watch = Watch()
         self.judged: frozenset[str] = frozenset()
         self.runs = 0
+        self.order: list[str] = []  # of the outputs, in the latest run
         self.remembered = Remembered()
         self.changing: set[int] = set()  # the numbers of the buffers that the first run changed
         self.given_now: list[Given] = []  # of the run that goes on
@@ -490,6 +491,9 @@ class StepTracer:
                 self.watch.start()
                 used = used_in_backward(self.model, self.entries, flat, self.given)
                 self.within = self.in_backward.enter_context(used)
+        before, self.order = self.order, [leaf.path for leaf in self.leaves]
+        if self.runs and self.order != before:
+            raise VerificationError("the outputs came in another order when they were traced again")
         self.runs += 1
         return returned
 

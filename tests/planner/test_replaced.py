@@ -210,7 +210,7 @@ def test_what_the_loop_keeps_in_the_module_plans_nothing_anew(recwarn: pytest.Wa
 
 
 class Routed(nn.Module):
-    """Leaves a loss in an attribute, beside a buffer that it replaces: as a mixture of experts that balances its load."""
+    """Leaves a loss in an attribute, beside a buffer that it replaces: a mixture of experts that balances its load."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -528,7 +528,7 @@ class StepTracer:
                 raise ACCUMULATED.at("forward")
             self.written |= given.places(self.recorder.written)
             owned = Owned(self.model, self.before, self.recorder.looked_at)
-            result = given.returned(value, self.written, owned.place)
+            result = given.returned(value, self.written, owned)
             self.settings = self._settings(flat, result.tensors)
             self.pieces.check((*flat, *result.tensors))
             self._refuse_attributes(flat, usual, result.tensors)

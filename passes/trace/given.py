@@ -7,7 +7,7 @@ outputs of the step, and `deliver` puts them, and what else is new, into their p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,7 +19,7 @@ from ..errors import Unsupported
 from .answers import Asked
 from .expected import LITERALS, MISSING
 from .nodes import refill, same
-from .stores import MODEL, SHARED, Place, held_in, store_of
+from .stores import MODEL, SHARED, Place, Places, held_in, store_of
 from .structure import Taker, flatten, inside, one_level, unflatten
 from .templates import Constant, Kept, Opaque, Slot, Template, Tree, slots
 
@@ -82,13 +82,13 @@ class Given:
             queue.extend((v, Place((*place.steps, (attribute, k)))) for k, v in pairs if type(v) not in LITERALS)
 
     def returned(
-        self, value: Any, written: Collection[tuple[Place, str]], owned: Callable[[Any], Place | None]
+        self, value: Any, written: Collection[tuple[Place, str]], owned: Places
     ) -> Returned:
         """What forward returned, with what it changed.
 
         Args:
             written: attributes that it set without having read them.
-            owned: the place of what is the model's.
+            owned: what is the model's.
 
         Raises:
             Unsupported: it put something there that cannot be made anew in each call.
@@ -136,9 +136,13 @@ class Given:
 class _Taker(Taker):
     """Takes apart what forward returned, then (at a `place`) what it put into its arguments: each call has its own."""
 
-    def __init__(self, things: Mapping[int, _Thing], owned: Callable[[Any], Place | None]) -> None:
+    def __init__(self, things: Mapping[int, _Thing], owned: Places) -> None:
         super().__init__()
         self.things, self.owned, self.place = things, owned, cast(Place | None, None)
+
+    def is_elsewhere(self, value: Any) -> bool:
+        """In the arguments, or in the model."""
+        return not isinstance(value, tuple) and (id(value) in self.things or self.owned.place(value) is not None)
 
     def take(self, node: Any, depth: int = 0) -> Template:
         """As what was there before, of new containers and objects."""
@@ -146,8 +150,10 @@ class _Taker(Taker):
             return self.slot(node)
         if id(node) in self.things and not isinstance(node, tuple):
             return Kept(self.things[id(node)].place)
-        if (place := self.owned(node)) is not None:
+        if (place := self.owned.place(node)) is not None:
             return Kept(place)
+        if self.owned.is_of_others(node) and not self._holds_tensor(node, depth):
+            return Constant(node)
         if self.place is None or id(node) in self.made:
             return super().take(node, depth)
         if type(node) in LITERALS or isinstance(node, (*SHARED, torch.Size)):

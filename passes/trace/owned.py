@@ -6,12 +6,13 @@ from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import Any
 
+import numpy
 from torch import nn
 
 from .expected import LITERALS
 from .given import Given
 from .state import Snapshot
-from .stores import MODEL, Place, held_in
+from .stores import MODEL, SHARED, Place, held_in
 
 _OF_MODULE = frozenset(vars(nn.Module()))
 
@@ -33,6 +34,11 @@ class Owned:
         if isinstance(value, tuple) or id(value) not in self.before.seen:
             return None
         return self._places.get(id(value)) if self._is_as_before(value, set()) else None
+
+    def is_of_others(self, value: Any) -> bool:
+        """Whether it was there before, in a global or a closure, and is as it was: in each call it is this one."""
+        is_held = not isinstance(value, (tuple, *SHARED)) and held_in(value) is not None
+        return is_held and id(value) in self.before.seen and self._is_as_before(value, set())
 
     @cached_property
     def _changed(self) -> dict[int, set[Any]]:
@@ -61,7 +67,8 @@ class Owned:
                     own.pop(n, None)
                 given = Given(own).things.values()
                 moved = [thing.place.steps for thing in given if id(thing.value) in self._changed]
-                for value, ((_, name), *rest) in ((t.value, t.place.steps) for t in given if t.held is not None):
+                held = [t for t in given if t.held is not None or isinstance(t.value, numpy.ndarray)]
+                for value, ((_, name), *rest) in ((t.value, t.place.steps) for t in held):
                     if not any(((False, name), *rest)[: len(steps)] == steps for steps in moved):
                         found.setdefault(id(value), Place((*at.steps, (True, name), *rest)))
         return found

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -65,9 +65,9 @@ def store_of(thing: Any) -> Any:
 
 
 def attributes_of(thing: Any) -> Any:
-    """What holds the attributes of a thing, of a container those besides its items."""
+    """What holds the attributes of a thing, of a container those besides its items; empty where it has none."""
     kind: Any = type(thing)
-    return _Attributes(thing) if _slots(kind) else vars(thing)
+    return _Attributes(thing) if _slots(kind) else getattr(thing, "__dict__", None) or {}
 
 
 SHARED = (type, enum.Enum, FunctionType, MethodType, ModuleType, nn.Module)  # never made anew
@@ -109,6 +109,16 @@ class Place:
     def is_of_model(self) -> bool:
         """Whether it is the way to what the model holds."""
         return self.steps[0] == (False, MODEL)
+
+
+class Places(Protocol):
+    """Tells what is whose (`passes.trace.owned`)."""
+
+    def place(self, value: Any) -> Place | None:
+        """Where it is in the model."""
+
+    def is_of_others(self, value: Any) -> bool:
+        """Whether others hold it."""
 
 
 def _attribute(value: Any, name: str) -> Any:

@@ -116,7 +116,10 @@ class Taker:
             children = tuple(self.take(leaf, depth + 1) for leaf in leaves)
             besides = attributes_besides(node, leaves, spec)
             return Tree(spec, children, tuple((name, self.take(value, depth + 1)) for name, value in besides.items()))
-        attributes = {name: v for name, v in _attributes(node, depth).items() if self._holds_tensor(v, depth + 1)}
+        attributes = {
+            name: v for name, v in _attributes(node, depth).items()
+            if self._holds_tensor(v, depth + 1) or self.is_elsewhere(v)
+        }  # fmt: skip
         if not attributes:
             return Constant(node)
         self.number(node, is_object=True)
@@ -124,6 +127,10 @@ class Taker:
         for name in attributes:
             object.__setattr__(prototype, name, None)
         return Opaque(prototype, tuple((name, self.take(child, depth + 1)) for name, child in attributes.items()))
+
+    def is_elsewhere(self, value: Any) -> bool:
+        """Whether it is found anew in each call."""
+        return False
 
     def slot(self, tensor: torch.Tensor) -> Slot:
         if id(tensor) not in self.positions:
@@ -163,9 +170,9 @@ def one_level(value: Any) -> tuple[list[Any], Any]:
 
 def attributes_besides(container: Any, leaves: list[Any], spec: Any) -> dict[str, Any]:
     """The attributes of a container that it would not have when it was made anew of its leaves."""
-    if not (own := getattr(container, "__dict__", None)):
+    if type(container) in (tuple, list, dict) or not (own := attributes_of(container)):
         return {}
-    anew = getattr(pytree.tree_unflatten(leaves, spec), "__dict__", {})
+    anew = attributes_of(pytree.tree_unflatten(leaves, spec))
     return {name: value for name, value in own.items() if anew.get(name, MISSING) is not value}
 
 
@@ -238,7 +245,10 @@ def _shallow(node: Any) -> Any:
     """Another object with the same attributes; a class's own `__copy__` may want to look into them (UserDict)."""
     if not hasattr(type(node), "__copy__"):
         return copy.copy(node)
-    result = object.__new__(type(node))
+    try:
+        result = object.__new__(type(node))
+    except TypeError:  # derived from one of Python's own
+        result = copy.copy(node)
     result.__dict__.update(node.__dict__)
     return result
 

@@ -337,8 +337,10 @@ class _Lowering:
         inputs = traced.placeholders[len(traced.state) : traced.num_primals]
         named = {argument_path(name): node for name, node in zip(traced.input_names, inputs, strict=True)
                  if is_of_state(name)}  # fmt: skip
-        buffers = zip(traced.state, traced.placeholders, strict=False)
-        named |= {f"self.{entry.name}": node for entry, node in buffers if not entry.is_parameter}
+        named |= {
+            f"self.{entry.name}": traced.placeholders[i] for i, entry in enumerate(traced.state)
+            if not entry.is_parameter and i not in traced.mutated
+        }  # fmt: skip
         made = {path: self._left_at(i) for path, i in (*changed_slots(traced.changes), *set_slots(traced.settings))}
         return {node: made[path] for path, node in named.items() if isinstance(made.get(path), fx.Node)}
 

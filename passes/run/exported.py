@@ -192,7 +192,7 @@ class ExportedModule(nn.Module):
         places = step.spec["outputs_at"]
         leaves = [primals[o["input"]] if o["input"] is not None else results[o["index"]] for o in places]
         for path, name, index in step.spec["replaced"]:
-            step.tree.modules[path]._buffers[name] = leaves[index]
+            self.get_submodule(path)._buffers[name] = leaves[index]
         return build(step.spec["outputs"], leaves)
 
     def __prepare_scriptable__(self) -> Any:

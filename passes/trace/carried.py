@@ -140,8 +140,10 @@ def notes_of(paths: Sequence[str]) -> tuple[str, ...]:
 
 
 def _own(model: nn.Module, path: str) -> dict[str, Any]:
-    own, name = model.get_submodule(place_of(path)[0]), place_of(path)[1]
-    return own._buffers if name in own._buffers else vars(own)
+    module, name = model.get_submodule(place_of(path)[0]), place_of(path)[1]
+    own: dict[str, Any] = object.__getattribute__(module, "__dict__")  # which is not forward's reading it
+    buffers: dict[str, Any] = own["_buffers"]
+    return buffers if name in buffers else own
 
 
 def place_of(path: str) -> tuple[str, str]:

@@ -25,12 +25,19 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=4096)
 def computes_names(code: types.CodeType) -> bool:
     """Whether code looks up a name that it does not say: `getattr(config, f"scale_{kind}")`, `vars(config)[key]`."""
-    if not _SPACES.isdisjoint(code.co_names):
-        return True
-    if _BY_NAME.isdisjoint(code.co_names):
+    names = frozenset(code.co_names)
+    if _BY_NAME.isdisjoint(names) and _SPACES.isdisjoint(names):
         return False
     steps = list(dis.get_instructions(code))
+    by_key = any(map(_is_by_computed_key, steps, steps[1:]))
+    if not _SPACES.isdisjoint(names) and ("get" in names or by_key):
+        return True
     return any(step.argval in _BY_NAME and not _is_said(steps, k) for k, step in enumerate(steps))
+
+
+def _is_by_computed_key(before: dis.Instruction, step: dis.Instruction) -> bool:
+    """Whether an instruction looks an item up whose key the one before does not load as a constant."""
+    return (step.opname == "BINARY_SUBSCR" or step.argrepr == "[]") and before.opname != "LOAD_CONST"
 
 
 def _is_said(steps: list[dis.Instruction], k: int) -> bool:

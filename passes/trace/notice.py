@@ -186,7 +186,8 @@ def holder(change: Change) -> str:
     if is_hook(change):
         return change.node.path
     if change.node.kind == "names":
-        return change.path if change.node.name == "_buffers" and change.before is None else ""
+        is_new = change.node.name == "_buffers" and (change.before is None or change.before is MISSING)
+        return change.path if is_new or change.node.name == "_non_persistent_buffers_set" else ""
     return change.node.path if change.node.kind == "items" else change.path
 
 

@@ -515,7 +515,8 @@ class Recorder:
         if owner is not None:
             for name in (code.co_name, *said):
                 self._class_attribute(owner, name)
-            self._computed(owner, code)
+            if not _ASK_FOR_TYPES.isdisjoint(said) or "cls" in code.co_varnames:  # on objects each name is seen
+                self._computed(owner, code)
         if not {"environ", "getenv"}.isdisjoint(code.co_names):
             for name in filter(lambda c: isinstance(c, str), code.co_consts):
                 self._read(os.environ, of_globals, name, "the environment")

@@ -229,10 +229,10 @@ class Case:
         left = filled(tensors_set(self.traced.settings, self.model))
         others = {self.traced.outputs[i].path: t for i, t in left.items() if not any(t is leaf for leaf in leaves)}
         at = {path: leaves[i] for path, i in slots(template)} | others
-        starts = [at[o.path] for o in self.traced.outputs if o.differentiated and o.path in at]
-        if not starts and self.traced.changes:  # forward puts it into its arguments
+        if self.traced.changes:  # forward puts some into its arguments
             every = all_outputs(output, self.traced.output_template, self.traced.changes, targets)
-            starts = [t for o, t in zip(self.traced.outputs, every, strict=True) if o.differentiated]
+            at = {o.path: t for o, t in zip(self.traced.outputs, every, strict=False)} | at
+        starts = [at[o.path] for o in self.traced.outputs if o.differentiated and o.path in at]
         chosen = [t for t in starts if t.requires_grad]
         if chosen:
             planned = self.traced.placeholders[self.traced.num_primals :][: len(chosen)]

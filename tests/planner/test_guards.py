@@ -864,7 +864,8 @@ def test_a_name_that_forward_computes(read: Any, change: Any, monkeypatch: pytes
 
 def _says_all(held: Any, key: str) -> Any:
     inner = getattr(held.part(key, 1), "first", key)
-    return getattr(getattr(inner, "second"), "third", f"{key}"), hasattr(held, "fourth")  # noqa: B009
+    known = "fifth" in globals() and globals()["fifth"]
+    return getattr(getattr(inner, "second"), "third", f"{key}"), hasattr(held, "fourth"), known  # noqa: B009
 
 
 @pytest.mark.parametrize(

@@ -235,3 +235,73 @@ def test_beside_a_loss_in_an_attribute(check: bool) -> None:
             own.zero_grad()
             (run(X) + own.aux).backward()
         assert torch.equal(model.router.weight.grad, plain.router.weight.grad) and torch.equal(model.load, plain.load)
+
+
+# Beside what else a forward leaves ------------------------------------------------------------------------------------
+
+
+class Registers(nn.Module):
+    """Makes a buffer at its first call, and a larger one where that is too small."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.layer, self.persistent = nn.Linear(8, 8), persistent
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "table") or len(self.table) < len(x):
+            table = torch.linspace(0, 1, len(x)).unsqueeze(1)
+            self.register_buffer("table", table, persistent=self.persistent)
+        return self.layer(x) * self.table[: len(x)]
+
+
+@pytest.mark.filterwarnings("ignore:planning anew", "ignore:planned step not used")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_buffer_that_is_registered_in_forward(persistent: bool) -> None:
+    model = Registers(persistent)
+    plain = copy.deepcopy(model)
+    chosen = plan(model, X[:4], recompute=["*"])
+    assert not hasattr(model, "table")
+    for rows in (4, 3, 6, 5, 4):
+        for own, run in ((plain, plain), (model, chosen.module)):
+            own.zero_grad()
+            run(X[:rows]).square().mean().backward()
+        assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad), rows
+        assert torch.equal(model.table, plain.table) and model.state_dict().keys() == plain.state_dict().keys()
+
+
+class Feeds(nn.Module):
+    """Leaves a tensor in its argument, one in an attribute, and state for the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.aux, self.hidden = nn.Linear(8, 8), None, torch.zeros(8)
+
+    def forward(self, x: torch.Tensor, found: dict[str, torch.Tensor]) -> torch.Tensor:
+        y = self.layer(x) + self.hidden
+        self.hidden, self.aux, self.new = y.detach().mean(0), y.square().sum(), y.detach().std()
+        found["y"] = y * 3
+        return y.tanh().mean()
+
+
+@pytest.mark.filterwarnings("ignore:backward started from")
+@pytest.mark.parametrize("check", [False, True])
+def test_a_loss_of_the_output_an_argument_and_an_attribute(check: bool) -> None:
+    model = Feeds()
+    plain = copy.deepcopy(model)
+    chosen = plan(model, (X, {}), recompute=["*"], check=check)
+    for _ in range(3):
+        for own, run in ((plain, plain), (model, chosen.module)):
+            own.zero_grad()
+            found: dict[str, torch.Tensor] = {}
+            (run(X, found) + found["y"].square().sum() + own.aux).backward()
+        assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)
+
+
+def test_an_export_of_a_module_under_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Twice()
+    plain = copy.deepcopy(model)
+    plan(model, X, recompute=["*"], regions="whole").export(tmp_path / "under_two_names")
+    monkeypatch.syspath_prepend(tmp_path)
+    loaded = importlib.import_module("under_two_names").load()
+    for _ in range(3):
+        assert torch.equal(loaded(X), plain(X)) and torch.equal(loaded.second.center, plain.second.center)

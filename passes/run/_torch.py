@@ -58,12 +58,17 @@ def kernel_settings() -> dict[str, Any]:
 _SMALLEST, _ONE = 5e-324, 1.0
 
 
+def under_default_dtype(dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+    """Run a block under a default dtype: trainers have one for the forward alone (Lightning's `bf16-true`)."""
+    return _AS_IT_IS if torch.get_default_dtype() is dtype else _other_default_dtype(dtype)
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def under_default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Run the block under a default dtype: trainers have one for the forward alone (Lightning's `bf16-true`)."""
-    if (before := torch.get_default_dtype()) is dtype:
-        yield
-        return
+def _other_default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         yield

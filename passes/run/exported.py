@@ -24,7 +24,7 @@ from .arena import SPACERS
 from .errors import PlannerError as ExportError
 from .step import Step
 from .structures import build, signature_of, take
-from .tensors import meet, memory_of
+from .tensors import meeting, places_of
 from .tree import Tree
 
 Half = Callable[[list[Any], dict[str, torch.Tensor]], Any]
@@ -87,13 +87,11 @@ class _Exported:
             for key in ("shape", "dtype", "requires_grad", "stride", "device"):
                 if got[key] != entry[key]:
                     raise ExportError(f"{entry['name']}: {key} is {got[key]}, the step was planned for {entry[key]}.")
-        for i, one in ((i, primals[i]) for i in self.spec["mutated"]):
-            for j, other in enumerate(primals):
-                if i != j and memory_of(one) == memory_of(other) and meet(one, other):
-                    raise ExportError(
-                        f"{expected[i]['name']}, which the step changes, shares memory with {expected[j]['name']}, as "
-                        "it did not when the step was planned: pass or register a clone()."
-                    )
+        for i, j in meeting(primals, places_of(primals), self.spec["mutated"]):
+            raise ExportError(
+                f"{expected[i]['name']}, which the step changes, shares memory with {expected[j]['name']}, as it did "
+                "not when the step was planned: pass or register a clone()."
+            )
         try:
             answers = list(self.answers(primals))
         except Exception as error:  # an index out of range, say

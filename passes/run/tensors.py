@@ -44,8 +44,13 @@ def overlapping(tensors: Sequence[torch.Tensor], which: Sequence[bool]) -> set[i
 def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Where the tensor's storage begins, and there its first byte and the one after its last."""
     begin = int(tensor.storage_offset()) * tensor.itemsize
+    return tensor.untyped_storage().data_ptr(), begin, begin + reach(tensor)
+
+
+def reach(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first item to behind its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.untyped_storage().data_ptr(), begin, begin + (last + 1) * tensor.itemsize
+    return int(last + 1) * tensor.itemsize
 
 
 def _view_like(tensor: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
@@ -86,15 +91,21 @@ def memory_of(tensor: torch.Tensor) -> int:
     return place and place - int(tensor.storage_offset()) * tensor.itemsize
 
 
-def meet(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors lie in each other's memory."""
-    return a.data_ptr() < end_of(b) and b.data_ptr() < end_of(a)
+def meeting(
+    tensors: Sequence[torch.Tensor], places: Sequence[int], which: Iterable[int]
+) -> tuple[tuple[int, int], ...]:
+    """Pairs of one of `which` and another tensor that has some of its memory; `places` are those of `memory_of`."""
+    owners: dict[int, list[int]] = {}
+    for i in which:
+        owners.setdefault(places[i], []).append(i)
+    return tuple(
+        (i, j) for j, place in enumerate(places) if place for i in owners.get(place, ())
+        if i != j and _meet(tensors[i], tensors[j])
+    )  # fmt: skip
 
 
-def end_of(tensor: torch.Tensor) -> int:
-    """The address behind a tensor's last item."""
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.data_ptr() + tensor.element_size() * (last + 1))
+def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() < b.data_ptr() + reach(b) and b.data_ptr() < a.data_ptr() + reach(a)
 
 
 def nodes_behind(tensors: Iterable[torch.Tensor], nodes: Iterable[Any] = ()) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from passes.errors import StateChanged, Unsupported
 from passes.printable import few
 
 from .nodes import MISSING, Change, alike
-from .settings import tensors_in
+from .settings import tensors_in, where_held
 from .structure import Bound, flatten, unflatten
 
 _ITEMS = re.compile(r"\[.*")
@@ -140,10 +140,7 @@ def notes_of(paths: Sequence[str]) -> tuple[str, ...]:
 
 
 def _own(model: nn.Module, path: str) -> dict[str, Any]:
-    module, name = model.get_submodule(place_of(path)[0]), place_of(path)[1]
-    own: dict[str, Any] = object.__getattribute__(module, "__dict__")  # which is not forward's reading it
-    buffers: dict[str, Any] = own["_buffers"]
-    return buffers if name in buffers else own
+    return where_held(model, *place_of(path))
 
 
 def place_of(path: str) -> tuple[str, str]:

@@ -81,9 +81,7 @@ class Given:
             pairs = held.items() if isinstance(held, dict) else enumerate(held if isinstance(held, list) else ())
             queue.extend((v, Place((*place.steps, (attribute, k)))) for k, v in pairs if type(v) not in LITERALS)
 
-    def returned(
-        self, value: Any, written: Collection[tuple[Place, str]], owned: Places
-    ) -> Returned:
+    def returned(self, value: Any, written: Collection[tuple[Place, str]], owned: Places) -> Returned:
         """What forward returned, with what it changed.
 
         Args:

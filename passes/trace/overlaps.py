@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .._torch import local_part
-from ..run.tensors import end_of, meet, memory_of
+from ..run.tensors import meeting, memory_of, reach
 
 Overlaps = tuple[tuple[int, int], ...]
 WITH_MEMORY = (torch.Tensor, nn.Parameter, nn.Buffer)  # other classes may have no memory
@@ -17,7 +17,7 @@ WITH_MEMORY = (torch.Tensor, nn.Parameter, nn.Buffer)  # other classes may have 
 
 def spans(tensors: Sequence[torch.Tensor]) -> list[int] | None:
     """How many bytes of memory each reaches over; None where one has none of its own."""
-    return [end_of(t) - t.data_ptr() for t in tensors] if all(type(t) in WITH_MEMORY for t in tensors) else None
+    return list(map(reach, tensors)) if all(type(t) in WITH_MEMORY for t in tensors) else None
 
 
 def lie_apart(tensors: Sequence[torch.Tensor], spans: Sequence[int]) -> bool:
@@ -32,11 +32,4 @@ def overlaps(tensors: Sequence[torch.Tensor], overwritten: Sequence[int]) -> Ove
         return ()
     local = [t if type(t) in WITH_MEMORY else local_part(t) for t in tensors]
     places = [memory_of(t) if type(t) in WITH_MEMORY else 0 for t in local]
-    owners: dict[int, list[int]] = {}
-    for i in overwritten:
-        owners.setdefault(places[i], []).append(i)
-    return tuple(
-        (i, j) for j, place in enumerate(places) if place for i in owners.get(place, ())
-        if i != j and meet(local[i], local[j])
-    )  # fmt: skip
-
+    return meeting(local, places, overwritten)

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,12 +43,18 @@ class Setting:
 
     def of(self, model: nn.Module) -> dict[str, Any]:
         """What holds it: the attributes of the model's module at the path, or its buffers."""
-        module = model.get_submodule(self.path)
-        return cast("dict[str, Any]", module._buffers) if self.is_buffer(model) else vars(module)
+        return where_held(model, self.path, self.name)
 
     def is_buffer(self, model: nn.Module) -> bool:
         """Whether it is registered as a buffer."""
         return self.name in model.get_submodule(self.path)._buffers
+
+
+def where_held(model: nn.Module, path: str, name: str) -> dict[str, Any]:
+    """What holds an attribute of the model's module at a path: its buffers, or else its attributes."""
+    own: dict[str, Any] = object.__getattribute__(model.get_submodule(path), "__dict__")  # read by us
+    buffers: dict[str, Any] = own["_buffers"]
+    return buffers if name in buffers else own
 
 
 def steady(

@@ -775,6 +775,15 @@ ZERO: Any = [torch.zeros(1)]
 FOUND: Any = SETTINGS_IN_C.get
 
 
+def assert_noticed(read: Any, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What forward reads is planned anew once it has changed, and the steps are the plain model's."""
+    chosen, model, x = planned(lambda: Net(lambda self, h: h * read()))
+    compare(chosen, model, x)
+    change(monkeypatch)
+    with pytest.warns(UserWarning, match="planning anew"):
+        compare(chosen, model, x)
+
+
 @pytest.mark.parametrize(
     ("read", "change"),
     [
@@ -831,11 +840,7 @@ FOUND: Any = SETTINGS_IN_C.get
          "an array's order", "an array's flag", "a range", "the sign of zero"],
 )  # fmt: skip
 def test_what_is_not_come_to_by_name_changes(read: Any, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen, model, x = planned(lambda: Net(lambda self, h: h * read()))
-    compare(chosen, model, x)
-    change(monkeypatch)
-    with pytest.warns(UserWarning, match="planning anew"):
-        compare(chosen, model, x)
+    assert_noticed(read, change, monkeypatch)
 
 
 ASKED = {"name": "scale"}
@@ -855,11 +860,7 @@ ASKED = {"name": "scale"}
     ids=["getattr", "a default", "vars", "attrgetter", "globals", "a module"],
 )  # fmt: skip
 def test_a_name_that_forward_computes(read: Any, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen, model, x = planned(lambda: Net(lambda self, h: h * read()))
-    compare(chosen, model, x)
-    change(monkeypatch)
-    with pytest.warns(UserWarning, match="planning anew"):
-        compare(chosen, model, x)
+    assert_noticed(read, change, monkeypatch)
 
 
 def _says_all(held: Any, key: str) -> Any:

@@ -326,7 +326,7 @@ def capture(
     every_name = [*(e.name for e in entries), *names]
     _refuse_overwritten(joint, given, every_name)
     _refuse_views_of_inputs(joint, tracer.leaves)
-    _refuse_shared_conjugates(joint, tracer.leaves)
+    _refuse_conjugates(joint, tracer.leaves)
     _refuse_parts_of_conjugates(joint.graph_module.graph, given, every_name)
     drop_tangents_of_state(joint.graph_module.graph, len(tensors), sum(leaf.differentiated for leaf in tracer.leaves))
     inputs = slice(len(entries), len(tensors))
@@ -793,29 +793,21 @@ def _refuse_views_of_inputs(joint: JointGraph, leaves: Sequence[OutputLeaf]) -> 
             )  # fmt: skip
 
 
-def _refuse_shared_conjugates(joint: JointGraph, leaves: Sequence[OutputLeaf]) -> None:
-    """A tensor that is yet to be conjugated, in another one's memory: what is returned is conjugated already."""
+def _refuse_conjugates(joint: JointGraph, leaves: Sequence[OutputLeaf]) -> None:
+    """Refuse what is returned before it is conjugated or negated: its gradient comes with or without that bit, and ops
+    of a graph are made for one of them.
+    """
     outputs: Any = joint.graph_module.graph.output_node().args[0]
-    returned = [(leaf, outputs[len(joint.mutated_inputs) + leaf.index]) for leaf in leaves if leaf.input is None]
-    bases = {_base_of(node) for _, node in returned}
-    for leaf, node in returned:
-        view = node.args[0] if leaf.is_view and node.target is torch.ops.aten.clone.default else None
-        if getattr(view, "target", None) in _LAZY_VIEWS and _base_of(view) in bases:
+    for leaf in leaves:
+        node: Any = outputs[len(joint.mutated_inputs) + leaf.index] if leaf.input is None else None
+        if leaf.is_view and getattr(node, "target", None) is torch.ops.aten.clone.default:
+            node = node.args[0]
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()):
             raise Unsupported(
-                "outputs in one memory, of which one is yet to be conjugated or negated",
-                f"output {leaf.path or '(the output)'}", "a change of one would have to show in the other",
-                "Return its resolve_conj(), or resolve_neg().",
+                "an output that is yet to be conjugated or negated", f"output {leaf.path or '(the output)'}",
+                "its gradient may be so, or not", "Return its resolve_conj(), or resolve_neg().",
             )  # fmt: skip
-
-
-_LAZY_VIEWS = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
-
-
-def _base_of(node: Any) -> Any:
-    """What a node is a view of."""
-    while isinstance(node, fx.Node) and getattr(node.target, "is_view", False):
-        node = node.args[0]
-    return node
 
 
 def _refuse_parts_of_conjugates(graph: fx.Graph, given: Sequence[torch.Tensor], names: Sequence[str]) -> None:

@@ -634,7 +634,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
         "in-place change of an input's shape", "Use the out-of-place op"),
     "conjugate of an output": (
         lambda: Wrap(lambda self, x: (y := self.layer(x) * 1j, y.conj()), layer=linear()), batch,
-        "outputs in one memory, of which one is yet to be conjugated or negated at output [1]",
+        "an output that is yet to be conjugated or negated at output [1]",
         "Return its resolve_conj()"),
     "view of input": (
         lambda: Wrap(lambda self, x: (self.layer(x), x.view(-1)), layer=linear()), batch,

@@ -18,6 +18,7 @@ from ..errors import PlannerError, Unsupported
 from .binding import bind_call, call_bound, names_given
 from .carried import in_arguments
 from .hidden import refuse_hidden
+from .places import is_users
 from .refuse import is_quantized_weight, refuse_not_dense, refuse_untracked
 from .state import ITERATORS
 from .structure import Bound
@@ -185,9 +186,16 @@ def repeated_hook(model: nn.Module, loss_fn: Callable[..., Any] | None) -> str |
     return None
 
 
+def overridden_call(model: nn.Module) -> Callable[..., Any] | None:
+    """The `__call__` of the model's own class, which runs around its forward as hooks do."""
+    call = type(model).__call__
+    return call if is_users(call) else None
+
+
 def _own_hooks(model: nn.Module) -> list[Any]:
     # Not read as the forward reads: whether the caller adds a hook of its own is nothing to a plan.
-    return [h for name in _HOOKS for h in object.__getattribute__(model, name).values()]
+    hooks = [h for name in _HOOKS for h in object.__getattribute__(model, name).values()]
+    return [*hooks, *filter(None, [overridden_call(model)])]
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

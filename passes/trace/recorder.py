@@ -340,8 +340,7 @@ class Recorder:
         if cached:
             name = getattr(value, "__qualname__", type(value).__name__)  # a partial one has none
             self._read(value, of_remembered, "answers", f"the cache of {name}()")
-        for kind, attribute in _WRAPPERS.items():
-            value = getattr(value, attribute) if isinstance(value, kind) else value
+        value = _function_of(value)
         if not isinstance(value, types.FunctionType) or (id(value) in self.functions and not self.marking):
             return
         self.functions[id(value)] = value
@@ -527,7 +526,7 @@ class Recorder:
             for name in names_in(code):
                 self._class_attribute(value, name)
             self._computed(value, code)
-            if issubclass(value, torch.autograd.Function) and value is not torch.autograd.Function:
+            if issubclass(value, torch.autograd.Function):
                 self._autograd_function(value)
         if self.marking and isinstance(value, types.FunctionType) and is_users(value):  # no profile function runs then
             self._enter(value.__code__, None, value.__globals__)
@@ -565,6 +564,8 @@ class Recorder:
 
     def _autograd_function(self, kind: type) -> None:
         """Torch calls these by name, and the backward after the forward."""
+        if not is_users(kind):
+            return
         for name in ("forward", "setup_context", "backward"):
             self._class_attribute(kind, name)
             if name == "backward":
@@ -609,6 +610,8 @@ class Recorder:
     def _opaque(self, value: Any) -> None:
         if isinstance(value, type):
             self._class_data(value, self.said)
+            if issubclass(value, torch.autograd.Function):
+                self._autograd_function(value)
         elif isinstance(value, torch.Tensor):
             for name in [n for n in vars(value) if n in self.said]:
                 self._read(value, by_attribute, name, "a tensor")
@@ -627,9 +630,9 @@ class Recorder:
                     self._read(value, by_plain_attribute, name, describe_kind(kind))
 
     def _class_data(self, kind: type, names: dict[str, None]) -> None:
-        """Those of the names under which a class of the user's has something else than functions."""
+        """Those of the names under which a class of the user's has data, a class, or a function with a closure."""
         held = chain(*(vars(c).items() for c in kind.__mro__ if is_users(c))) if is_users(kind) else ()
-        for name in [n for n, value in held if n in names and (_is_data(value) or isinstance(value, type))]:
+        for name in [n for n, v in held if n in names and (_is_data(v) or isinstance(v, type) or _has_closure(v))]:
             if not name.startswith("__"):
                 self._class_attribute(kind, name)
 
@@ -683,6 +686,17 @@ def _of_a_trace(cell: Any) -> bool:
 
 def _is_data(value: Any) -> bool:
     return not (callable(value) or isinstance(value, types.ModuleType) or hasattr(type(value), "__get__"))
+
+
+def _has_closure(value: Any) -> bool:
+    return getattr(_function_of(value), "__closure__", None) is not None
+
+
+def _function_of(value: Any) -> Any:
+    """The function behind what wraps it."""
+    for kind, attribute in _WRAPPERS.items():
+        value = getattr(value, attribute) if isinstance(value, kind) else value
+    return value
 
 
 def _is_attribute(name: str, code: types.CodeType) -> bool:

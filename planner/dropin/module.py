@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from passes._torch import called_by_dynamo, forget_source, refer_weakly
-from passes.trace.arguments import call_signature, runs_hooks
+from passes.trace.arguments import call_signature, overridden_call, runs_hooks
 from passes.trace.capture import Traced
 from passes.trace.templates import slots
 from planner.decided import Decided
@@ -74,6 +74,8 @@ class PlannedModule(fx.GraphModule):
         del cls.forward
         if state := self.__dict__.get("_plan_state"):
             cls.forward = _with_signature(state.signature)
+            if overridden_call(state.model) and self._runs_around(state):
+                cls.__call__ = _of_the_model("__call__")
         return code
 
     def _recompile_submodules(self) -> list[tuple[str, Any]]:
@@ -152,9 +154,13 @@ class PlannedModule(fx.GraphModule):
     def _in_place(self, state: PlanState | None) -> AbstractContextManager[None]:
         """Let the model's own calls of itself in the block run the plan, where it is one of the model alone."""
         model = self.__dict__["_plan_model"]
-        if state is None or state.model is not model or runs_hooks(model, state.loss_fn):
+        if state is None or not self._runs_around(state):
             return nullcontext()
         return PlannedForward(self, model, model.__dict__.get("forward"), state).in_place()
+
+    def _runs_around(self, state: PlanState) -> bool:
+        """Whether the step is the forward of the model itself, around which its hooks run."""
+        return state.model is self._plan_model and not runs_hooks(state.model, state.loss_fn)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Settings are the model's, which reads them; what makes a graph module one is this object's."""

@@ -492,6 +492,36 @@ def test_hooks_that_belong_to_the_step_are_not_run_twice(late: bool) -> None:
     model(x).backward()
 
 
+class Doubling(nn.Sequential):
+    """What runs around its forward is in its own `__call__`."""
+
+    calls = 0
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        return super().__call__(x * 2) + 1
+
+
+@pytest.mark.filterwarnings("ignore:forward sets self.calls")
+def test_a_call_of_the_class_runs_around_the_planned_forward() -> None:
+    torch.manual_seed(0)
+    model, x = Doubling(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8)), torch.randn(8, 32)
+    plain, seen = copy.deepcopy(model), list[str]()
+    for each in (model, plain):
+        each.register_forward_hook(lambda *_: seen.append("hook"))
+    plan = auto_checkpoint(model, x, progress=False)
+    seen.clear()
+    for planned, calls in ((plan.module, 1), (plan.apply(model), 2), (copy.deepcopy(plan.module), 1)):
+        assert torch.equal(step(planned, x), step(plain, x)) and planned.calls == calls
+    assert len(seen) == 6
+    assert_same_gradients(model, plain)
+    plain._forward_hooks.clear()
+    plan = auto_checkpoint(plain, x, loss_fn=torch.sum, progress=False)
+    assert torch.equal(plan.module(x), plain(x).sum())
+    with pytest.raises(Unsupported, match=r"Doubling.__call__.*run a second time"):
+        plan.apply(plain)
+
+
 @pytest.mark.filterwarnings("ignore:forward sets self.weight", "ignore:.*weight_norm. is deprecated")
 def test_weights_that_hooks_of_torch_make() -> None:
     """One that depends on how often it runs is not applied."""

@@ -337,6 +337,32 @@ def closure() -> nn.Module:
     return model
 
 
+def class_of_closures() -> nn.Module:
+    factor = [2.0]
+
+    class Scaled:
+        @staticmethod
+        def apply(h: torch.Tensor) -> torch.Tensor:
+            return h * factor[0]
+
+    return Net(lambda self, h: self.scaled.apply(h), scaled=Scaled, factor_list=factor)
+
+
+def function_of_closures() -> nn.Module:
+    factor = [2.0]
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+            return h * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * factor[0]
+
+    return Net(lambda self, h: self.scaled.apply(h), scaled=Scaled, factor_list=factor)
+
+
 def attribute_by_name(name: str) -> Callable[[], nn.Module]:
     return lambda: Net(lambda self, h: h * getattr(self, "sc" + "ale"), scale=2.0, **{"other_" + name: 1})
 
@@ -468,6 +494,8 @@ CHANGES: dict[str, Change] = {
         lambda: Net(lambda self, h: self.act(h), act=functools.partial(F.leaky_relu, negative_slope=0.1)),
         setting("act", functools.partial(F.leaky_relu, negative_slope=0.5)),
     ),
+    "the closure of a function of a class": (class_of_closures, lambda m: m.factor_list.__setitem__(0, 3.0)),
+    "the closure of a torch.autograd.Function": (function_of_closures, lambda m: m.factor_list.__setitem__(0, 3.0)),
     "a closure's list": (closure, lambda m: m.factor_list.__setitem__(0, 3.0)),
     "a closure's variable": (closure, lambda m: m.change_scale(3.0)),
     "the instance's forward": (lambda: Net(), lambda m: setattr(m, "middle", torch.sigmoid)),

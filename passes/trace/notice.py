@@ -271,14 +271,26 @@ def _compare_steps(
     except Exception:  # noqa: BLE001 - the first step ran: what fails, fails for the state that it left
         differs = True
     # A call that a cache knows nothing of (a mask is another object each time) is computed in each step, as planned.
-    evolving = [change for change in rerun.others(left.changes(alike)) if differs or change.node.kind != "cache"]
+    again = rerun.others(left.changes())
+    unlike = {_place(change) for change in left.changes(alike)} | _hand_on(again, first)
+    evolving = [c for c in again if _place(c) in unlike and (differs or c.node.kind != "cache")]
     read = ((c, where) for c in evolving if (where := reads(watch.codes, c.name)) or not is_named(watch.codes, c.name))
     if differs:
         change, found = next(read, (next(iter(evolving), changes[0]), ""))
         refuse(_outermost(change, changes), "state that forward changes and reads", place=where or found)
     for change, found in read:
         refuse(_outermost(change, changes), "state that forward changes and reads", place=found)
-    return frozenset(map(_place, rerun.others(left.changes())))
+    return frozenset(map(_place, again))
+
+
+def _hand_on(changes: Iterable[Change], earlier: Script) -> set[str]:
+    """The places where the second step puts tensors that were there before it: a third one may come to read them."""
+    held = {id(t) for change in changes for t in _tensors(change.before)} | earlier.names.keys()
+    return {_place(change) for change in changes if any(id(t) in held for t in _tensors(change.after))}
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _outermost(change: Change, changes: list[Change]) -> Change:

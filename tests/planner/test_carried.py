@@ -166,7 +166,20 @@ class Turns(Deep):
         return self.after(y).pow(2).mean()
 
 
-ALL = (Recurrent, Repackaged, Spiking, Detached, Several, Turns, Buffers)
+class Delayed(Deep):
+    """What a step leaves is read three steps later, and until then moves on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = [torch.zeros(BATCH, LENGTH, WIDTH) for _ in range(4)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.before(x)
+        self.line = [*self.line[1:], y.detach()]
+        return self.after(y + self.line[0]).pow(2).mean()
+
+
+ALL = (Recurrent, Repackaged, Spiking, Detached, Several, Turns, Buffers, Delayed)
 
 
 def state_of(model: nn.Module) -> list[Any]:

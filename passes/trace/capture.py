@@ -68,7 +68,7 @@ from .carried import STATE, Carries, carried, is_carried, may_be_carried, notes_
 from .collectives import functional_collectives
 from .compiled import refuse_compiled_parts
 from .constants import Constants
-from .constructs import ACCUMULATED, LAZY, refuse_settings
+from .constructs import ACCUMULATED, LAZY, LEAF, refuse_settings
 from .contexts import private_contexts
 from .custom_backward import used_in_backward
 from .expected import MISSING
@@ -552,6 +552,8 @@ class StepTracer:
         for tensor in returned:
             if not any(tensor is each for each in flat):
                 refuse_attributes(vars(tensor).keys() - of_torch, "what forward returns")
+                if tensor.requires_grad and tensor.is_leaf:
+                    raise LEAF.at("what forward returns")
 
     def take_replaced(self, result: Returned) -> None:
         """Let what a run put in the place of buffers follow what else it returned and set."""

@@ -17,7 +17,7 @@ from torch import nn
 from passes.errors import StateChanged, Unsupported
 from passes.printable import few
 
-from .nodes import MISSING, Change, alike
+from .nodes import MISSING, Change, alike, tensors_of
 from .settings import tensors_in, where_held
 from .structure import Bound, flatten, unflatten
 
@@ -38,8 +38,11 @@ class Carries(StateChanged):
 
 
 def may_be_carried(model: nn.Module, changes: Iterable[Change]) -> tuple[str, ...]:
-    """The attributes that hold tensors, of what forward changed, before or after it."""
-    found: dict[str, None] = {}
+    """The attributes that hold tensors, of what forward changed, before or after it.
+
+    None in which it leaves what another attribute holds: there would be another tensor, which forward may tell by `is`.
+    """
+    found: dict[str, Any] = {}
     holders = dict(model.named_modules(remove_duplicate=False))
     for change in changes:
         path = _ITEMS.sub("", change.path).removeprefix("self.")
@@ -47,8 +50,13 @@ def may_be_carried(model: nn.Module, changes: Iterable[Change]) -> tuple[str, ..
         own = vars(holders[module]) if module in holders and change.path.startswith("self.") else {}
         held, left = tensors_in(own.get(attribute)), tensors_in(change.after)
         if attribute in own and held is not None and left is not None and (held or left):
-            found[path] = None
-    return tuple(found)
+            found[path] = left
+    others = {
+        id(tensor) for prefix, module in holders.items() for own in (vars(module), module._buffers)
+        for name, value in own.items() if name != "_buffers" and f"{prefix}.{name}".lstrip(".") not in found
+        for tensor in tensors_of(value)
+    }  # fmt: skip
+    return tuple(path for path, left in found.items() if others.isdisjoint(map(id, left)))
 
 
 def carry(model: nn.Module, bound: Bound, paths: Iterable[str]) -> None:

@@ -102,6 +102,12 @@ ACCUMULATED = Construct(
     "Add that loss to the one that forward returns, or leave this module to eager (regions=).",
 )
 
+LEAF = Construct(
+    "a tensor that forward makes, has require a gradient, and returns or keeps",
+    "its gradient would be left on it, and of a planned step it is an output",
+    "Make it outside, and pass it as an argument; or return its detach().",
+)
+
 OF_ARGUMENT = Construct(
     "an argument's requires_grad set in forward",
     "a planned step returns gradients to those arguments alone that required one when it was planned",

@@ -13,7 +13,7 @@ from collections import ChainMap, OrderedDict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from multiprocessing.sharedctypes import SynchronizedBase
 from operator import is_
 from typing import Any
@@ -203,7 +203,7 @@ _PARTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
     (dict, items_of),
     ((set, frozenset), lambda s: sorted(s, key=_in_a_set)),
     (types.MethodType, lambda m: [m.__func__, m.__self__]),
-    (partial, lambda p: [p.func, p.args, p.keywords]),
+    ((partial, partialmethod), lambda p: [p.func, p.args, p.keywords]),
     (types.SimpleNamespace, lambda n: [vars(n)]),
     (slice, lambda s: [s.start, s.stop, s.step]),
     ((numpy.ndarray, numpy.void), _parts_of_array),

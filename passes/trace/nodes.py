@@ -135,6 +135,14 @@ def alike(now: Any, before: Any, depth: int = 0) -> bool:
     return held is not None and was is not None and alike(dict(held), dict(was), depth + 1)
 
 
+def tensors_of(value: Any, depth: int = 0) -> list[torch.Tensor]:
+    """The tensors of a tensor, or of a container and those in it, which may hold themselves."""
+    if isinstance(value, torch.Tensor) or depth > 6:
+        return [value] if isinstance(value, torch.Tensor) else []
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, deque)) else ()
+    return [tensor for part in parts for tensor in tensors_of(part, depth + 1)]
+
+
 def changed(change: Change) -> bool:
     """Whether the place of this change differs from the snapshot now."""
     with outside_tracing():

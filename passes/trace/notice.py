@@ -17,7 +17,7 @@ from ..errors import StateChanged, Unsupported
 from .carried import is_carried
 from .checkpoints import refuse_checkpoints
 from .constructs import DRAW, KEPT, SEED
-from .nodes import MISSING, Change, alike, same, twin
+from .nodes import MISSING, Change, alike, same, tensors_of, twin
 from .places import say
 from .rerun import Script, Stale, is_named, line_of_change, reads
 from .settings import Setting, is_plain
@@ -65,10 +65,10 @@ class Rerun:
         """Those of what is no argument."""
         return [change for change in changes if not is_carried(change.path, self.carried)]
 
-    def script(self, earlier: Script | None = None) -> Script:
+    def script(self, *known: Any) -> Script:
         """What it asks of torch, from the state as it is now."""
         copies = self.copies()
-        script = Script(dict(zip(self.names, copies, strict=True)), self.steady, earlier)
+        script = Script(dict(zip(self.names, copies, strict=True)), self.steady, *known)
         result = self.run(copies, script)
         script.lines.append(f"returns {[script.name_of(t)[0] for t in result.tensors]}")
         script.lines += [script.name_of(c)[0] for c in constants(result.template)]
@@ -131,7 +131,7 @@ def notice(before: Snapshot, changes: list[Change], watch: Watch, rerun: Rerun, 
             refuse(change, KEPT.what, KEPT.why, KEPT.remedy)
         if change.node.kind == "array":
             refuse_state(change, "an array changed in forward")
-    written_again = _compare_steps(changes, watch, rerun, refuse_state)
+    written_again = _compare_steps(before, changes, watch, rerun, refuse_state)
     if seeded := [change.path for change in changes if change.node.kind == "generator"]:
         say(f"forward brings {few(seeded)} into a state of its own; the planned step leaves it alone")
     others = [change for change in changes if change.node.kind not in ("generator", "cache")]
@@ -256,14 +256,15 @@ def _reseeded(before: Snapshot, change: Change, rerun: Rerun) -> bool:
 
 
 def _compare_steps(
-    changes: list[Change], watch: Watch, rerun: Rerun, refuse: Callable[..., NoReturn]
+    before: Snapshot, changes: list[Change], watch: Watch, rerun: Rerun, refuse: Callable[..., NoReturn]
 ) -> frozenset[str]:
     """Run the forward as a first and as a second step; returns what the second one writes again."""
-    first = rerun.script()
+    held = {id(node.owner): node.path for node in before.nodes if node.kind == "tensor"}
+    first = rerun.script(None, held)
     left = rerun.take()
     differs, where = False, ""
     try:
-        differs = rerun.script(first).lines != first.lines
+        differs = rerun.script(first, held).lines != first.lines
     except Stale as stale:
         differs, where = True, stale.where
     except Unsupported:
@@ -285,12 +286,8 @@ def _compare_steps(
 
 def _hand_on(changes: Iterable[Change], earlier: Script) -> set[str]:
     """The places where the second step puts tensors that were there before it: a third one may come to read them."""
-    held = {id(t) for change in changes for t in _tensors(change.before)} | earlier.names.keys()
-    return {_place(change) for change in changes if any(id(t) in held for t in _tensors(change.after))}
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    held = {id(t) for change in changes for t in tensors_of(change.before)} | earlier.names.keys()
+    return {_place(change) for change in changes if not held.isdisjoint(map(id, tensors_of(change.after)))}
 
 
 def _outermost(change: Change, changes: list[Change]) -> Change:

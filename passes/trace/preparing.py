@@ -15,7 +15,7 @@ from torch import nn
 
 from passes._torch import DisableTorchFunction, mutation_count, pytree
 
-from .nodes import MISSING, PLAIN, Change, Node, identical, put, twin
+from .nodes import MISSING, PLAIN, Change, Node, identical, put, tensors_of, twin
 from .once import once
 from .reach import LARGEST_COPY
 from .rerun import Script
@@ -128,7 +128,9 @@ def _run(
             value = run()
         script.lines += [script.name_of(t)[0] for t in flatten(value)[0]]
         changes = before.changes(identical)
-        left = [c for c in changes if c.node.kind in _KEPT and script.is_constant(c.after)]
+        held = {id(node.owner) for node in before.nodes if node.kind == "tensor"}  # which the caller may change
+        made = [c for c in changes if held.isdisjoint(map(id, tensors_of(c.after)))]
+        left = [c for c in made if c.node.kind in _KEPT and script.is_constant(c.after)]
         filled = [
             Change(node, node.path, node.name, node.content[""], now, "") for node in nodes
             if (now := node.take()[""]) != node.content[""]

@@ -630,9 +630,9 @@ class Recorder:
                     self._read(value, by_plain_attribute, name, describe_kind(kind))
 
     def _class_data(self, kind: type, names: dict[str, None]) -> None:
-        """Those of the names under which a class of the user's has data, a class, or a function with a closure."""
+        """Those of the names under which a class of the user's has data, a class, or a function that holds values."""
         held = chain(*(vars(c).items() for c in kind.__mro__ if is_users(c))) if is_users(kind) else ()
-        for name in [n for n, v in held if n in names and (_is_data(v) or isinstance(v, type) or _has_closure(v))]:
+        for name in [n for n, v in held if n in names and (_is_data(v) or isinstance(v, type) or _holds_values(v))]:
             if not name.startswith("__"):
                 self._class_attribute(kind, name)
 
@@ -688,8 +688,10 @@ def _is_data(value: Any) -> bool:
     return not (callable(value) or isinstance(value, types.ModuleType) or hasattr(type(value), "__get__"))
 
 
-def _has_closure(value: Any) -> bool:
-    return getattr(_function_of(value), "__closure__", None) is not None
+def _holds_values(value: Any) -> bool:
+    function = _function_of(value)
+    held = ("__closure__", "__defaults__", "__kwdefaults__", "__dict__")
+    return isinstance(function, types.FunctionType) and any(getattr(function, name) for name in held)
 
 
 def _function_of(value: Any) -> Any:

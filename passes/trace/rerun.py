@@ -14,6 +14,7 @@ import linecache
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,14 +63,18 @@ class Script(TorchFunctionMode):
     Args:
         given: the run's tensors by name; the names in `constants` count as constants.
         earlier: the script of the run before, some of whose tensors this run may find on the modules.
+        held: places of those that were there before both, by id. Of two with the same data one may change later.
     """
 
-    def __init__(self, given: Mapping[str, torch.Tensor], constants: Iterable[str], earlier: Script | None) -> None:
+    def __init__(
+        self, given: Mapping[str, torch.Tensor], constants: Iterable[str], earlier: Script | None = None,
+        held: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         super().__init__()
         pure = set(constants)
         self.names = {id(t): (name, name in pure) for name, t in given.items()}
         self.kept: list[Any] = list(given.values())  # an id stands for its tensor only while that lives
-        self.earlier, self.lines, self.draws, self.watch = earlier, list[str](), 0, _Draws(self)
+        self.earlier, self.held, self.lines, self.draws, self.watch = earlier, held, list[str](), 0, _Draws(self)
 
     def __enter__(self) -> Any:
         self.watch.__enter__()
@@ -89,7 +94,8 @@ class Script(TorchFunctionMode):
             if not found[1]:
                 raise Stale(place(user_frame(sys._getframe(1))))
             return found
-        return f"{tuple(leaf.shape)} {leaf.dtype} {_data(leaf)}", not leaf.requires_grad
+        held = self.held.get(id(leaf), "")
+        return f"{tuple(leaf.shape)} {leaf.dtype} {_data(leaf)} {held}", not leaf.requires_grad
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -431,6 +431,48 @@ def test_what_cannot_be_carried_is_refused_and_planned_by_regions(forward: Calla
         assert_same_state(model, plain)
 
 
+class StartsAnew(Deep):
+    """What it leaves is a tensor that was there before, with the same values as yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.hidden = torch.zeros(WIDTH), torch.zeros(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.before(x) + self.hidden
+        self.hidden = self.start
+        return self.after(y).pow(2).mean()
+
+    def settle(self) -> None:
+        self.start = self.start + 1
+
+
+class Alternates(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.zeros(WIDTH), torch.zeros(WIDTH)
+        self.current = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.current = self.first if self.current is self.second else self.second
+        return self.after(self.before(x) + self.current).pow(2).mean()
+
+    def settle(self) -> None:
+        self.first.add_(1)
+
+
+@pytest.mark.every(1)
+@pytest.mark.filterwarnings("ignore:planning anew")
+@pytest.mark.parametrize("kind", [StartsAnew, Alternates])
+def test_which_tensor_it_is_counts_and_not_its_values_alone(kind: type[Deep]) -> None:
+    model, plain = twins(kind())
+    plan = auto_checkpoint(model, batch(), progress=False)
+    for step in range(5):
+        train([(plan.module, model), (plain, plain)], batch(), step)
+        assert_same_gradients(model, plain)
+        assert_same_state(model, plain)
+
+
 @pytest.mark.filterwarnings("ignore:planning anew")
 def test_what_begins_to_grow_is_planned_by_regions_from_then_on() -> None:
     class Growing(Deep):

@@ -632,6 +632,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
     "input transposed": (
         lambda: Wrap(lambda self, x: self.layer(x.t_()), layer=linear()), lambda: batch(8),
         "in-place change of an input's shape", "Use the out-of-place op"),
+    "leaf that is returned": (
+        lambda: Wrap(lambda self, x: (self.layer(x), torch.zeros(4, requires_grad=True)), layer=linear()), batch,
+        "a tensor that forward makes, has require a gradient, and returns or keeps", "pass it as an argument"),
     "conjugate of an output": (
         lambda: Wrap(lambda self, x: (y := self.layer(x) * 1j, y.conj()), layer=linear()), batch,
         "an output that is yet to be conjugated or negated at output [1]",

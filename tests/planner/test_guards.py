@@ -348,6 +348,29 @@ def class_of_closures() -> nn.Module:
     return Net(lambda self, h: self.scaled.apply(h), scaled=Scaled, factor_list=factor)
 
 
+def class_of_defaults() -> nn.Module:
+    default = [2.0]
+
+    class Scaled:
+        @staticmethod
+        def apply(h: torch.Tensor, factor: list[float] = default) -> torch.Tensor:
+            return h * factor[0]
+
+    return Net(lambda self, h: self.scaled.apply(h), scaled=Scaled, factor_list=default)
+
+
+def partial_method() -> nn.Module:
+    factor = [2.0]
+
+    class Scaled(Net):
+        def times(self, by: list[float], h: torch.Tensor) -> torch.Tensor:
+            return h * by[0]
+
+        scaled = functools.partialmethod(times, factor)
+
+    return Scaled(lambda self, h: self.scaled(h), factor_list=factor)
+
+
 def function_of_closures() -> nn.Module:
     factor = [2.0]
 
@@ -495,6 +518,8 @@ CHANGES: dict[str, Change] = {
         setting("act", functools.partial(F.leaky_relu, negative_slope=0.5)),
     ),
     "the closure of a function of a class": (class_of_closures, lambda m: m.factor_list.__setitem__(0, 3.0)),
+    "the default of a function of a class": (class_of_defaults, lambda m: m.factor_list.__setitem__(0, 3.0)),
+    "an argument of a partialmethod": (partial_method, lambda m: m.factor_list.__setitem__(0, 3.0)),
     "the closure of a torch.autograd.Function": (function_of_closures, lambda m: m.factor_list.__setitem__(0, 3.0)),
     "a closure's list": (closure, lambda m: m.factor_list.__setitem__(0, 3.0)),
     "a closure's variable": (closure, lambda m: m.change_scale(3.0)),

@@ -162,7 +162,7 @@ def held_by(mapping: dict[Any, Any]) -> dict[Any, Any]:
     kind = type(mapping)
     if kind.__getitem__ is dict.__getitem__ and kind.__iter__ in (dict.__iter__, OrderedDict.__iter__):
         return mapping
-    return dict(dict.items(mapping))
+    return dict((OrderedDict if isinstance(mapping, OrderedDict) else dict).items(mapping))  # each has its own order
 
 
 def bound_to(value: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from .expected import held_by
 from .templates import argument_path
 
 
@@ -80,7 +81,7 @@ def held_in(value: Any) -> Any:
     if isinstance(value, set):
         return set(value)
     if isinstance(value, dict):
-        return dict(dict.items(value))
+        return dict(held_by(value))
     store = None if callable(value) else store_of(value)
     return dict(store) if isinstance(store, MutableMapping) else None
 

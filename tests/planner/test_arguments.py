@@ -7,7 +7,7 @@ import inspect
 import itertools
 import time
 import warnings
-from collections import UserDict, deque
+from collections import OrderedDict, UserDict, deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -456,6 +456,7 @@ SHARED: dict[str, tuple[Any, Any]] = {
     "a deque": (lambda: (deque([X], maxlen=2),), lambda h, d: d.append(h)),
     "a set": (lambda: ({1},), lambda h, s: s.add(2)),
     "another order": (lambda: ({"a": X, "b": 2},), lambda h, d: d.update(a=d.pop("a"))),
+    "moved to the end": (lambda: (OrderedDict(a=X, b=2),), lambda h, d: d.move_to_end("a")),
     "a long list": (lambda: ([0] * 10_000,), lambda h, a: a.append(h)),
 }
 

@@ -36,6 +36,13 @@ def refuse_hidden(template: Template, what: str) -> None:
             )  # fmt: skip
 
 
+def trained_tensors(template: Template) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that require a gradient in what a template takes for constants, with its path and a number."""
+    for path, value in _constants(template, ""):
+        found = (t for t in _tensors_in(value) if t.requires_grad and t.grad_fn is not None)
+        yield from ((f"{path}({type(value).__name__} {i})", tensor) for i, tensor in enumerate(found))
+
+
 def _constants(template: Template, path: str) -> Iterator[tuple[str, Any]]:
     match template:
         case Constant(value):
@@ -48,7 +55,11 @@ def _constants(template: Template, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _tensor_in(value: Any) -> torch.Tensor | None:
-    """The first tensor that can be reached from a value, not through a class or global.
+    return next(_tensors_in(value), None)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that can be reached from a value, not through a class or global.
 
     A module keeps its own tensors, so what is reached through one counts only where it was traced.
     """
@@ -57,14 +68,13 @@ def _tensor_in(value: Any) -> torch.Tensor | None:
         current, of_module = pending.popleft()
         if isinstance(current, torch.Tensor):
             if not of_module or isinstance(current, (FakeTensor, FunctionalTensor)):
-                return current
+                yield current
             continue
         of_module = of_module or isinstance(current, nn.Module)
         for inner in _inside(current):
             if id(inner) not in seen and not isinstance(inner, _CLOSED):
                 seen.add(id(inner))
                 pending.append((inner, of_module))
-    return None
 
 
 def _inside(value: Any) -> list[Any]:

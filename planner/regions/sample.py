@@ -20,6 +20,7 @@ from passes.trace.arguments import StateEntry, call_signature, lend_attributes, 
 from passes.trace.binding import call_bound, names_given
 from passes.trace.capture import OutputLeaf, casts_kept, choose_differentiated
 from passes.trace.given import left_alone
+from passes.trace.hidden import trained_tensors
 from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_strides
 from passes.trace.refuse import has_sharded, is_sharded, refuse_sparse
 from passes.trace.state import Snapshot as Reached
@@ -204,6 +205,9 @@ class Sample:
         paths: dict[int, str] = {}
         for path, i in slots(template):
             paths.setdefault(i, path)
+        for path, tensor in trained_tensors(template):  # in objects that no step could return
+            paths[len(leaves)] = path
+            leaves.append(tensor)
         wanted = choose_differentiated(template, leaves, paths, self.differentiated)
         hollow.outputs = [
             (OutputLeaf(paths[i], None, i, t.requires_grad, i in wanted), local_part(t).detach().to("meta"))

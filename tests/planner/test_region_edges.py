@@ -1560,3 +1560,49 @@ def test_a_region_under_autocasts_decorator_sets_nothing() -> None:
         planned = [region.path for region in plan.regions if not region.eager]
         assert planned[:-1] == ["blocks.0", "blocks.1", "blocks.2"]  # and the code between
         assert not differences(run_step(plain, plain, x), run_step(plan.module, model, x))
+
+
+class Answer:
+    __slots__ = ("logits",)
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+
+class Answers(dict[str, torch.Tensor]):
+    """As `EasyDict`, whose items are attributes."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+@pytest.mark.every(1)
+@pytest.mark.parametrize(("wrap", "take"), [
+    (Answer, lambda out: out.logits),
+    (lambda y: Answers(logits=y), lambda out: out["logits"]),
+    (lambda y: partial(torch.mul, y), lambda out: out.args[0]),
+], ids=["slots", "items as attributes", "partial"])  # fmt: skip
+def test_the_backward_starts_from_what_is_in_an_object_that_no_step_could_return(wrap: Any, take: Any) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.Sequential(Part(), Part())
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return wrap(self.parts(x))
+
+    model, sample = Net(), torch.randn(64, 16)
+    plain = copy.deepcopy(model)
+    plan = auto_checkpoint(model, sample, budget_mb="90%", progress=False, time_limit=1)
+    assert plan.regions and plan.recomputed
+
+    def step(run: Any) -> None:
+        output = take(run(sample))
+        output.backward(torch.ones_like(output))
+
+    for run in (plain, plan.module):
+        step(run)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(own.grad, other.grad) for own, other in pairs)  # type: ignore[arg-type]
+    model.zero_grad()
+    assert measure_peak(lambda: step(plan.module)) == plan.peak_bytes - plan.static_bytes

@@ -468,6 +468,8 @@ class StepTracer:
             index = -1 if same is not None else len(returned)
             is_view, stays, by = tensor._is_view(), i in stay, read_by.get(index, ())
             self.leaves.append(OutputLeaf(paths[i], same, index, tensor.requires_grad, chosen, is_view, stays, by))
+            if same is None and tensor.requires_grad and tensor.is_leaf:
+                raise LEAF.at(f"output {paths[i] or '(the output)'}")
             if id(tensor) in of_given and same is None:
                 returned.append(tensor)  # refused in `_traced`, which has to see it
             elif same is None:
@@ -552,8 +554,6 @@ class StepTracer:
         for tensor in returned:
             if not any(tensor is each for each in flat):
                 refuse_attributes(vars(tensor).keys() - of_torch, "what forward returns")
-                if tensor.requires_grad and tensor.is_leaf:
-                    raise LEAF.at("what forward returns")
 
     def take_replaced(self, result: Returned) -> None:
         """Let what a run put in the place of buffers follow what else it returned and set."""

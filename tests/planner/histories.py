@@ -296,7 +296,7 @@ class _State:
 
 
 def _first_words(error: Exception) -> str:
-    return f"{type(error).__name__} {re.sub('[0-9.]+', 'N', str(error).splitlines()[0])[:60]}"
+    return f"{type(error).__name__} {re.sub('[0-9.]+', 'N', (str(error).splitlines() or [''])[0])[:60]}"
 
 
 def _modules(plans: list[Plan], model: nn.Module, way: str) -> tuple[list[nn.Module], nn.Module]:

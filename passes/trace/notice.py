@@ -259,7 +259,7 @@ def _compare_steps(
     before: Snapshot, changes: list[Change], watch: Watch, rerun: Rerun, refuse: Callable[..., NoReturn]
 ) -> frozenset[str]:
     """Run the forward as a first and as a second step; returns what the second one writes again."""
-    held = {id(node.owner): node.path for node in before.nodes if node.kind == "tensor"}
+    held = before.tensors
     first = rerun.script(None, held)
     left = rerun.take()
     differs, where = False, ""

@@ -128,8 +128,8 @@ def _run(
             value = run()
         script.lines += [script.name_of(t)[0] for t in flatten(value)[0]]
         changes = before.changes(identical)
-        held = {id(node.owner) for node in before.nodes if node.kind == "tensor"}  # which the caller may change
-        made = [c for c in changes if held.isdisjoint(map(id, tensors_of(c.after)))]
+        held = before.tensors  # which the caller may change
+        made = [c for c in changes if held.keys().isdisjoint(map(id, tensors_of(c.after)))]
         left = [c for c in made if c.node.kind in _KEPT and script.is_constant(c.after)]
         filled = [
             Change(node, node.path, node.name, node.content[""], now, "") for node in nodes

@@ -14,7 +14,6 @@ import linecache
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ class Script(TorchFunctionMode):
 
     def __init__(
         self, given: Mapping[str, torch.Tensor], constants: Iterable[str], earlier: Script | None = None,
-        held: Mapping[int, str] = MappingProxyType({}),
+        held: Mapping[int, str] = types.MappingProxyType({}),
     ) -> None:  # fmt: skip
         super().__init__()
         pure = set(constants)

@@ -100,6 +100,11 @@ class Snapshot:
         with outside_tracing():
             return [change for node in self.nodes for change in node_changes(node, alike or same)]
 
+    @property
+    def tensors(self) -> dict[int, str]:
+        """Where the tensors are that nobody registers, by their ids."""
+        return {id(node.owner): node.path for node in self.nodes if node.kind == "tensor"}
+
     def restore(self) -> None:
         """Put back what differs."""
         with outside_tracing():

@@ -102,7 +102,8 @@ def auto_checkpoint(
             memory is free (on a GPU, in training: within the budget), and for no longer than planning took, or a
             second: with one step instead of two, or not at all. True does so always. A call in training that is
             planned anew is checked as well (by "auto" not one whose trace comes from symbols for its sizes): where the
-            two differ, such calls run in eager, with a warning, and by True an error says so.
+            two differ, such calls run in eager, with a warning, and by True an error says so. On the CPU some later
+            calls are compared, too, where twice the plain step's memory is free: spot checks.
         regions: "whole" plans the model as one step. Patterns of module paths ("model.layers.*") choose submodules:
             each is planned as a step of its own in place of its forward, all under one budget, and the code between
             them runs as it is, what it holds being measured on the sample. Where they cannot be had within the budget,

@@ -79,6 +79,18 @@ class Fallback(Protocol):
     def changed(self) -> str:
         """What Python that the backward runs reads and is not what it was in the forward, in words; "" for nothing."""
 
+    def compare(self, results: Sequence[torch.Tensor], /) -> None:
+        """Raise OtherAnswer where the forward's results, of which nothing was used yet, are not the plain forward's."""
+
+    def compared(
+        self, gradients: dict[int, torch.Tensor], planned: Callable[[], list[Any]], /
+    ) -> list[Any] | None:
+        """The gradients of the primals, where this call's are compared with the plain backward's; else None.
+
+        Args:
+            planned: runs the planned backward, for all of them.
+        """
+
     def not_needed(self) -> None:
         """Note that the backward is the planned one."""
 
@@ -269,6 +281,8 @@ class _Run:
         try:
             results = run_below_autograd(step.forward.forward, list(self.given))
             self._compare_answers(results)
+            if self.fallback is not None:
+                self.fallback.compare(results)
         except Exception as error:
             self._failed(error)
             raise
@@ -345,7 +359,16 @@ class _Run:
         self.program = step.backward.forward([*(self.saved or ()), *values, *tangents])
         if self.fallback is not None:
             self.fallback.not_needed()
+            self.replayed = self.fallback.compared(dict(zip(present, given, strict=True)), self._all_gradients)
         self.saved, self.primals, self.owners, self.sources, self.given, self.overwritten = None, (), (), (), (), {}
+
+    def _all_gradients(self) -> list[Any]:
+        """What the backward hands over, in the order of the primals."""
+        found: list[Any] = [None] * len(self.versions)
+        for place, owned in enumerate(self.owned):
+            for i, gradient in zip(owned, self._next_ones(place), strict=True):
+                found[i] = gradient
+        return found
 
     def _watch_hooks(self) -> None:
         hooked = [i for part in self.owned for i in part if _has_hooks(self.owners[i])]
@@ -437,10 +460,14 @@ class _Run:
                 "still reads it: a hook may change a parameter once that parameter's own gradient is there, but no "
                 "other one."
             )
+        return self._next_ones(place)
+
+    def _next_ones(self, place: int) -> tuple[Any, ...]:
+        """What the backward hands over at its next node, which is the one at `place`."""
         assert self.program is not None
         with under_default_dtype(self.dtype):
             handed = run_below_autograd(next, self.program)
-        found = apart(handed)
+        found: tuple[Any, ...] = apart(handed)
         handed.clear()
         if place == len(self.owned) - 1:
             self.program, self.held, self.read = None, None, {}

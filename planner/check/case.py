@@ -274,6 +274,12 @@ class _NoOtherBackward:
 
     path = ""
 
+    def compare(self, results: Sequence[torch.Tensor]) -> None:
+        """That is what the case is for."""
+
+    def compared(self, gradients: Mapping[int, torch.Tensor], planned: Callable[[], list[Any]]) -> None:
+        """The same."""
+
     def not_needed(self) -> None:
         """As planned."""
 

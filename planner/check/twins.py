@@ -1,4 +1,4 @@
-"""Copies of a step's parameters, buffers and inputs: a check runs on them, so that it never touches the user's own."""
+"""What stands in for a step's parameters, buffers and inputs: a check runs on it, and never touches the user's own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def twins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
     for indices in groups.values():
         if tensors[indices[0]].layout is not torch.strided:
-            found.update((i, _like(tensors[i], tensors[i].detach().clone())) for i in indices)
+            found.update((i, stand_in(tensors[i], tensors[i].detach().clone())) for i in indices)
             continue
         starts = [int(tensors[i].storage_offset()) for i in indices]
         ends = [(start, start + span(tensors[i])) for start, i in zip(starts, indices, strict=True)]
@@ -33,7 +33,7 @@ def twins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         whole = _copy(tensors[indices[0]], low, high) if together else None
         for i, (first, last) in zip(indices, ends, strict=True):
             memory, start = (_copy(tensors[i], first, last), 0) if whole is None else (whole, first - low)
-            found[i] = _like(tensors[i], alone(memory.as_strided(tensors[i].shape, tensors[i].stride(), start)))
+            found[i] = stand_in(tensors[i], alone(memory.as_strided(tensors[i].shape, tensors[i].stride(), start)))
     return [found[i] for i in range(len(tensors))]
 
 
@@ -41,7 +41,8 @@ def _copy(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
     return tensor.detach().as_strided((last - first,), (1,), first).clone()
 
 
-def _like(tensor: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
+def stand_in(tensor: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
+    """The leaf `twin`, of the tensor's kind and with what was set on it."""
     if isinstance(tensor, nn.Parameter):
         return lend_attributes(tensor, nn.Parameter(twin, tensor.requires_grad))
     return lend_attributes(tensor, twin.requires_grad_(tensor.requires_grad))

@@ -7,7 +7,7 @@ collector does not look into autograd's nodes: neither would ever be freed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,15 @@ class Apart:
     def changed(self) -> str:
         """See `passes.run.step.Fallback`."""
         return "" if (fallback := self._fallback()) is None else fallback.changed()
+
+    def compare(self, results: Sequence[torch.Tensor]) -> None:
+        """See `passes.run.step.Fallback`."""
+        if (fallback := self._fallback()) is not None:
+            fallback.compare(results)
+
+    def compared(self, gradients: Mapping[int, torch.Tensor], planned: Callable[[], list[Any]]) -> list[Any] | None:
+        """See `passes.run.step.Fallback`."""
+        return None if (fallback := self._fallback()) is None else fallback.compared(gradients, planned)
 
     def not_needed(self) -> None:
         """See `passes.run.step.Fallback`."""

@@ -70,6 +70,7 @@ from .plan_key import Key, call_key, describe_tensor, key_difference, state_key
 from .regions import RegionForward, are_of, regions_of, running_regions
 
 CACHE_BYTES = 1 << 30  # of host memory, for the plans that are kept
+DIFFERENCES = 2  # spot checks that found other results than the plain forward's, after which nothing is planned
 STRAYS = 3  # calls that answer forward's questions otherwise than the sample, after which regions are planned
 OPAQUE = 'a planned step runs as it is; torch.compile(model, backend="checkpoint_planner") compiles under a budget'
 _HINT = 'on_new_shape="replan" plans such calls, "eager" runs them unplanned.'
@@ -98,6 +99,7 @@ class PlanState:
         self.counts_on = False  # whether calls with other lengths are planned as a whole, each for its own
         self.first_call: Remembers | None = None  # that is yet to come
         self.is_copy = False  # of what was planned
+        self.differences = 0  # that spot checks have found
         self.waiting = WeakSet[Fallback]()  # of the calls whose steps are not over
         self.apart = WeakKeyDictionary[Any, Fallback]()  # of those whose nodes may not hold it
         self.before_hooks: Any = None  # the hook that plans before those of `fully_shard` gather parameters
@@ -169,6 +171,8 @@ class PlanState:
             self.notices.dispatch_mode(modes[-1])
         if self.outdated:
             self.notices.outdated(self.outdated)
+            return self._unplanned(bound, plain)
+        if self.differences >= DIFFERENCES:
             return self._unplanned(bound, plain)
         hooks = active_saving_hooks()
         if hooks and (self.first.by_regions or hooks.endswith(CLONES_BEFORE_CHANGES)):
@@ -455,6 +459,14 @@ class PlanState:
                 "calls answer forward's questions about values now one way, now another: the next one is planned by "
                 "regions, where there are some.", stacklevel=user_level(),
             )  # fmt: skip
+
+    def differed(self, entry: Entry) -> str:
+        """See `Plans`."""
+        self.differences += 1
+        entry.outdated = True
+        if self.differences < DIFFERENCES:
+            return "The next one is planned anew."
+        return "The model runs in eager from now on."
 
     def find(
         self, key: Key, inputs: Sequence[torch.Tensor], bound: Mapping[str, Any],

@@ -48,7 +48,8 @@ class Entry:
     what they leave in place (a table of the latest length); `sharded` is whether `fully_shard` had been called;
     `regions` are those of a plan by regions, as `planner.dropin.regions` runs them, and `parameters` those of the model
     that such a plan was last found to be for. `alike` tells quickly that tensors are like those that the plan was last
-    found to hold for; `spans` are the bytes that each primal reaches over.
+    found to hold for; `spans` are the bytes that each primal reaches over. `calls` is how many ran it, `compared` which
+    of them was compared last, and `repeatable` whether the plain forward gave the same twice (`spot_check`).
     """
 
     key: Key
@@ -64,6 +65,9 @@ class Entry:
     parameters: Sequence[ref[torch.Tensor]] = ()
     alike: Callable[..., bool] | None = None
     spans: Sequence[int] | None = None
+    calls: int = 0
+    compared: int = 0
+    repeatable: bool = True
 
     @property
     def nbytes(self) -> int:

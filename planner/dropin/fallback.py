@@ -7,18 +7,16 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from passes._torch import as_distributed, keep_gradient_spread, swapped_state
 from passes.device import kind_of
 from passes.exclusive import turn
 from passes.lower import kept_primals, stateful_primals
-from passes.run._torch import DEFAULTS, Autocast, active_autocast, backward_number, torch_defaults, under_autocast
+from passes.run._torch import DEFAULTS, active_autocast, backward_number, torch_defaults, under_autocast
 from passes.run.listeners import REMEDY, Taken
 from passes.run.random import set_rng_state
 from passes.run.step import ChangedInPlace
@@ -27,14 +25,16 @@ from passes.trace.carried import state_aside
 from passes.trace.given import all_outputs, held_before, left_alone, put_back, targets_of
 from passes.trace.layouts import BACKWARD_AUTOCAST, gradient_key
 from passes.trace.matching import Differs, match_arguments
-from passes.trace.reads import Matched, Reads
 from passes.trace.settings import set_aside, tensors_set
 from passes.trace.structure import Bound, held_objects, unflatten
+from planner.check.twins import stand_in
 from solvers.errors import PlannerError
 
-from .entry import Entry, Losses, describe_starts, starts_of
+from .entry import Entry, describe_starts, starts_of
 from .on_host import saved_on_host, workspaces_given_back
 from .plan_key import describe_autocast
+from .plans import Plans
+from .spot_check import Expected, compared
 
 _OTHER_DRAWS = (
     ": the plain forward would be replayed, and does not draw the random numbers that compiled code has drawn. Call "
@@ -55,31 +55,6 @@ _HOW = {
     False: "correct, but not under the budget",
     True: "correct, but slow, as what it saves waits in the host's memory, and the budget may not hold",
 }
-
-
-class Plans(Protocol):
-    """What a fallback needs of whoever keeps the plans of a model, or of a region of one."""
-
-    model: nn.Module
-    cache: list[Entry]
-    losses: Losses
-    apart: WeakKeyDictionary[Any, Fallback]
-
-    @property
-    def root(self) -> nn.Module:
-        """The model."""
-
-    def plain(self, bound: Mapping[str, Any]) -> Any:
-        """The plain step's forward."""
-
-    def match(self, reads: Reads) -> Matched:
-        """Find in the model, as it is now, what a forward read."""
-
-    def replayed(self, autocast: Autocast) -> None:
-        """Note that a backward, under that autocast, was none that was planned for."""
-
-    def strayed(self, entry: Entry) -> None:
-        """Note that a call answered the forward's questions otherwise than the sample of that plan."""
 
 
 class Fallback:
@@ -109,6 +84,7 @@ class Fallback:
         self.before = held_before(self.traced.changes, bound)
         self.thread = threading.get_ident()
         self.raised: Exception | None = None
+        self.expected: Expected | None = None
 
     def __call__(
         self,
@@ -117,6 +93,7 @@ class Fallback:
         gradients: dict[int, torch.Tensor],
         taken: dict[int, Taken],
     ) -> list[Any]:
+        self.expected = None
         # On a GPU this is autograd's thread, which those that have the turn may wait for.
         own = self.device.type == "cpu"
         with turn(self.state.root) if own else turn(self.state.root, self.thread, _PATIENCE_SECONDS):
@@ -181,6 +158,16 @@ class Fallback:
         """See `passes.run.step.Fallback`."""
         paths = (path for path, module in self.state.root.named_modules() if module is self.state.model)
         return next(paths, "")
+
+    def compare(self, results: Sequence[torch.Tensor]) -> None:
+        """See `passes.run.step.Fallback`."""
+        if self.expected is not None:
+            self.expected.compare(results)
+
+    def compared(self, gradients: Mapping[int, torch.Tensor], planned: Callable[[], list[Any]]) -> list[Any] | None:
+        """See `passes.run.step.Fallback`."""
+        expected, self.expected = self.expected, None
+        return None if expected is None else compared(self, expected, gradients, planned)
 
     def not_needed(self) -> None:
         """See `passes.run.step.Fallback`."""
@@ -260,15 +247,22 @@ class Fallback:
                 "is then planned for such a backward."
             )
 
-    def _replay(
-        self, primals: Sequence[torch.Tensor], generators: dict[str, torch.Generator],
-        gradients: dict[int, torch.Tensor], taken: dict[int, Taken], saving: AbstractContextManager[Any],
-    ) -> list[Any]:  # fmt: skip
-        state, traced = self.state, self.traced
-        leaves = [p.detach().requires_grad_(p.requires_grad) for p in primals]
-        count = len(traced.state)
-        for i in traced.mutated:
-            leaves[i] = leaves[i].clone()
+    def leaves(self, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What forward can run on in the place of these, which it leaves as they are."""
+        own = [p.detach().clone() if i in self.traced.mutated else p.detach() for i, p in enumerate(primals)]
+        return list(map(stand_in, primals, own))
+
+    def forward(
+        self, primals: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor],
+        generators: Mapping[str, torch.Generator], saving: AbstractContextManager[Any],
+        look: Callable[[], None] = lambda: None,
+    ) -> dict[int, torch.Tensor]:  # fmt: skip
+        """The plain forward's outputs, by their numbers in the trace; what it changes and sets is undone.
+
+        Args:
+            look: called before that.
+        """
+        state, traced, count = self.state, self.traced, len(self.traced.state)
         given = state_tensors(state.model, traced.state)
         named = self._named(leaves, given)
         devices = [d for d in generators if d != "cpu"]
@@ -286,12 +280,19 @@ class Fallback:
                 targets = targets_of(traced.changes, bound)
                 value, own = self.state.plain(bound), tensors_set(traced.settings, state.model)
                 outputs = all_outputs(value, traced.output_template, traced.changes, targets, own)
-        numbered = {leaf.index: output for leaf, output in zip(traced.outputs, outputs, strict=False)}
+                look()
+        return {leaf.index: output for leaf, output in zip(traced.outputs, outputs, strict=False)}
+
+    def _replay(
+        self, primals: Sequence[torch.Tensor], generators: dict[str, torch.Generator],
+        gradients: dict[int, torch.Tensor], taken: dict[int, Taken], saving: AbstractContextManager[Any],
+    ) -> list[Any]:  # fmt: skip
+        numbered = self.forward(primals, leaves := self.leaves(primals), generators, saving)
         for i, listener in taken.items():
             listener.move_to(numbered[i])
         started: list[Any] = [numbered[i] if taken else get_gradient_edge(numbered[i]) for i in gradients]
         if not taken:  # nobody holds what the backward does not read, as in eager
-            value, own, targets, outputs, numbered = None, [], [], [], {}
+            numbered = {}
         inputs = [t for t in leaves if t.requires_grad]
         found = iter(torch.autograd.grad(started, inputs, list(gradients.values()), allow_unused=True))
         for i, listener in taken.items():

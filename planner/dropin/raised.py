@@ -1,5 +1,7 @@
 """What a call does whose planned forward raises: the plain one runs, and raises what eager raises, where it does.
 
+So does a call that a spot check finds to compute something else.
+
 A planned forward overwrites buffers at its end alone, and its generators are put back. So the plain forward starts as
 in eager, and leaves buffers and generators as they are there when a training loop goes on to the next batch.
 """
@@ -26,6 +28,7 @@ from planner.units import show_bytes
 
 from .apart import apart
 from .fallback import Fallback
+from .spot_check import OtherResult, say_other, spot_check
 
 
 def run(
@@ -33,6 +36,7 @@ def run(
     plain: Callable[[], Any], sources: Sequence[torch.Tensor] | None = None,
 ) -> Any:  # fmt: skip
     """The planned step's output; that of `plain` where the planned forward raises and `plain` does not."""
+    expected = fallback.expected = spot_check(planned, fallback, primals)
     try:
         return planned.run(fallback.state.model, primals, apart(fallback), bound, sources)
     except Exception as error:
@@ -48,20 +52,26 @@ def run(
             _add(error, f"(It was raised {met}. {hindrance} {left})")
             raise error.with_traceback(None) from None  # its frames of generated code hold the step's tensors
         kind, said, other = type(error), f"{type(error).__name__}: {brief(error)}", str(error)
+        fallback.expected = None
     try:
         output = plain()
     except Exception as own:
-        if kind is not OtherAnswer and type(own) is not kind:
+        if kind is OtherResult:
+            fallback.state.differed(fallback.entry)
+        if not issubclass(kind, OtherAnswer) and type(own) is not kind:
             _add(own, f"(The plain forward raised this; it ran because {said} was raised {met}.)")
         raise
+    if kind is OtherResult and expected is not None:
+        say_other(fallback, expected, other, expected.is_repeated(output, primals))
+        return output
     of = f"region {fallback.path}" if fallback.path else "step"
     if kind is not OtherAnswer:
         other = f"{said} was raised {met}, and the plain forward, which ran in its place, does not raise it"
     # What was asked may be whether the planned forward can go on: an index that is too large, and clamped.
-    expected = bool(planned.step.asked)
-    more = "" if expected else " This call has the plain forward's numbers. Please report this."
+    asks = bool(planned.step.asked)
+    more = "" if asks else " This call has the plain forward's numbers. Please report this."
     warnings.warn(f"planned {of} not used, not under the budget: {other}.{more}", stacklevel=user_level())
-    if expected:
+    if asks:
         fallback.strayed()
     return output
 

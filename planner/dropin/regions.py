@@ -45,6 +45,7 @@ class RegionForward:
         root: the model that it is a region of.
         traced: the module's own `forward` when it was planned (None: its class's); `previous` is the one of now.
         eager_calls: calls that no gradient reaches, by their numbers; `sometimes_eager`: another course plans none.
+        is_right: whether no spot check has found it to compute something else than the plain one.
         strays: how many calls answered forward's questions otherwise than the sample, and ran plain.
         surprise: the autocast of a backward that was not one that was planned for; None where each was.
         scattered: parameters that `fully_shard` gathers for it, or for another module of the model.
@@ -67,7 +68,7 @@ class RegionForward:
         self.traced = self.previous = module.__dict__.get("forward")
         self.signature = call_signature(module)
         self.__signature__, self.bind = self.signature, binder(self.signature)
-        self.losses, self.calls, self.strays = Losses(), 0, 0
+        self.losses, self.calls, self.strays, self.is_right = Losses(), 0, 0, True
         self.apart = WeakKeyDictionary[Any, Fallback]()
         self.surprise: Autocast | None = None
         self.unplanned: Unplanned | None = None
@@ -113,7 +114,7 @@ class RegionForward:
         if torch.compiler.is_compiling():  # something around it was compiled since it was planned
             return self.original(*args, **kwargs)
         number, self.calls = self.calls, self.calls + 1
-        if not torch.is_grad_enabled():
+        if not (self.is_right and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
         if self.previous is not self.traced or active_saving_hooks():  # a checkpoint would run the plain one again
             self._miss(number, "its forward is another one, or runs under hooks on saved tensors", helps=False)
@@ -193,6 +194,11 @@ class RegionForward:
     def strayed(self, entry: Entry) -> None:
         """See `Plans`."""
         self.strays += 1
+
+    def differed(self, entry: Entry) -> str:
+        """See `Plans`."""
+        self.is_right = False
+        return "This region runs in eager from now on."
 
     def start(self) -> None:
         """Be the module's forward, unless that was compiled since it was planned: the compiler would look into this."""

@@ -109,7 +109,7 @@ def test_gradients_come_in_the_order_of_the_plain_step(regions: Any, autocast: b
 
 def test_buckets_of_ddp_start_during_the_backward() -> None:
     model, x = perceptron()
-    plan = auto_checkpoint(model, x, "75%", loss_fn=loss_of, progress=False)
+    plan = auto_checkpoint(model, x, "75%", loss_fn=loss_of, progress=False, check=False)  # nor spot checks
     loss_of(model(x)).backward()
     expected = [p.grad for p in model.parameters()]
     started: list[int] = []
@@ -206,7 +206,7 @@ def test_accumulated_gradients_are_gone_once_they_are_added() -> None:
 
 def test_a_hook_that_changes_what_is_still_read_is_noticed() -> None:
     model, x = perceptron()
-    plan = auto_checkpoint(model, x, loss_fn=loss_of, progress=False)
+    plan = auto_checkpoint(model, x, loss_fn=loss_of, progress=False, check=False)  # nor spot checks
     plan.module(x).backward()
     changed: list[Any] = [model[0].weight]
 

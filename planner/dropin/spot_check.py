@@ -1,0 +1,212 @@
+"""Spot checks: in a few later calls the plain step runs, too, and what the planned one computes is compared with it.
+
+Before each call a plan looks at what forward reads, as far as that can be seen (docs/refused.md lists what cannot).
+What it misses shows here: a call with other results or gradients than the plain step's gets those of the plain one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from passes._torch import profiler_runs
+from passes.exclusive import alone
+from passes.ops import is_collective
+from passes.printable import brief
+from passes.run.step import OtherAnswer
+from passes.trace.capture import Traced
+from passes.trace.given import filled
+from passes.trace.nodes import MISSING, same
+from passes.trace.places import user_level
+from passes.trace.refuse import has_sharded
+from passes.trace.settings import Setting
+from planner.check.compare import unequal
+from planner.check.room import free_bytes
+from planner.decided import Decided
+
+from .entry import Entry
+from .plans import Plans
+
+FIRST_CALLS = (2, 3, 4, 5, 8, 16, 32, 64, 128)  # of a plan that are compared: what forward changes shows early
+EVERY = 256  # of later calls one is
+TIMES_FREE = 2  # as much memory as the plain step takes
+
+
+class Call(Protocol):
+    """What a spot check needs of a call: a `Fallback`."""
+
+    state: Plans
+    entry: Entry
+
+    @property
+    def path(self) -> str: ...
+
+    def leaves(self, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+    def forward(
+        self, primals: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor],
+        generators: Mapping[str, torch.Generator], saving: AbstractContextManager[Any], look: Callable[[], None],
+    ) -> dict[int, torch.Tensor]: ...  # fmt: skip
+
+
+class OtherResult(OtherAnswer):
+    """A planned forward computed something else than the plain one."""
+
+
+@dataclass
+class Expected:
+    """What the plain step of a call gives: its outputs and the primals that it overwrites, by their numbers.
+
+    Attributes:
+        leaves: what the gradients of the primals are taken of.
+        last: which call of the plan was compared before this one.
+        generator: the state that it leaves the CPU's generator in.
+        set: which attribute it sets to another plain value than the plan does, in words.
+        raised: what it raised instead.
+    """
+
+    traced: Traced
+    last: int
+    leaves: Sequence[torch.Tensor]
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    overwritten: list[torch.Tensor] = field(default_factory=list)
+    generator: torch.Tensor = field(default_factory=torch.get_rng_state)
+    set: str = ""
+    raised: str = ""
+
+    def compare(self, results: Sequence[torch.Tensor]) -> None:
+        """Raise OtherResult where a planned forward's results are others."""
+        if how := self._difference(results):
+            raise OtherResult(how)
+
+    def _difference(self, results: Sequence[torch.Tensor]) -> str:
+        if self.raised or self.set:
+            return self.raised or self.set
+        count = len(self.traced.mutated)
+        names = [self.traced.primal_names[i] for i in self.traced.mutated]
+        for name, wanted, result in zip(names, self.overwritten, results, strict=False):
+            if not _equal(wanted, result):
+                return f"forward leaves other numbers in {name} than the plain one"
+        for leaf in self.traced.outputs:
+            value = self.outputs.get(leaf.index)
+            if leaf.input is None and value is not None and not _equal(value, results[count + leaf.index]):
+                return f"forward computes another {leaf.path or 'output'} than the plain one"
+        if not torch.equal(self.generator, torch.get_rng_state()):
+            return "forward draws other random numbers than the plain one"
+        return ""
+
+    def gradients(self, given: Mapping[int, torch.Tensor]) -> list[Any]:
+        """Those of the primals, from those of outputs. It may be called again, for the same ones."""
+        wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
+        edges = [get_gradient_edge(self.outputs[i]) for i in given]
+        with torch.random.fork_rng(devices=[]):
+            found = iter(torch.autograd.grad(edges, wanted, list(given.values()), True, allow_unused=True))
+        return [next(found) if leaf.requires_grad else None for leaf in self.leaves]
+
+    def is_repeated(self, output: Any, primals: Sequence[torch.Tensor]) -> bool:
+        """Whether the plain forward did the same when it ran once more, and returned `output`."""
+        if self.raised or not torch.equal(self.generator, torch.get_rng_state()):
+            return False
+        found = filled([(self.traced.output_template, output)])
+        equal = [_equal(found[i], value) for i, value in self.outputs.items() if i in found]
+        pairs = zip(self.traced.mutated, self.overwritten, strict=True)
+        return all(equal) and all(_equal(primals[i], value) for i, value in pairs)
+
+
+def spot_check(planned: Decided, call: Call, primals: Sequence[torch.Tensor]) -> Expected | None:
+    """Run the plain forward of a call that is to be compared; it leaves all as it was."""
+    entry = call.entry
+    entry.calls += 1
+    if not _is_due(entry.calls) or not entry.repeatable or not _may_run(planned, call):
+        return None
+    traced, leaves = planned.prepared.traced, call.leaves(primals)
+    expected = Expected(traced, entry.compared, leaves)
+    entry.compared = entry.calls
+    settings = [s for s in traced.settings if s.template is None]
+    before = {s: s.of(call.state.model).get(s.name, MISSING) for s in settings}
+
+    def look() -> None:
+        expected.generator = torch.get_rng_state()
+        expected.set = _set_otherwise(call.state.model, before)
+
+    generators = {"cpu": torch.default_generator}
+    try:
+        expected.outputs = call.forward(primals, leaves, generators, nullcontext(), look)
+    except Exception as error:  # noqa: BLE001 - the call raises it, if the plain forward does so once more
+        expected.raised = f"the plain forward raises {type(error).__name__}: {brief(error)}"
+        return expected
+    expected.overwritten = [leaves[i].detach() for i in traced.mutated]
+    return expected
+
+
+def say_other(call: Call, expected: Expected, how: str, repeated: bool) -> None:
+    """Say what a spot check found, unless the plain step does not repeat itself: such a plan is compared no more."""
+    entry, of = call.entry, f"region {call.path}" if call.path else "step"
+    if not repeated:
+        entry.repeatable = False
+        warnings.warn(
+            f"planned {of} not used, not under the budget: a spot check could not compare this call, as the plain "
+            "step does not repeat itself. There will be no others of this plan.", stacklevel=user_level(),
+        )  # fmt: skip
+        return
+    warnings.warn(
+        f"planned {of} not used, not under the budget: {how}. It reads something that has changed since planning, and "
+        f"that plans do not see. This call has the plain step's numbers; of the calls before it none was compared "
+        f"since call {expected.last or 'one'} of this plan. {call.state.differed(entry)} Please report this.",
+        stacklevel=user_level(),
+    )
+
+
+def compared(
+    call: Call, expected: Expected, given: Mapping[int, torch.Tensor], planned: Callable[[], list[Any]]
+) -> list[Any] | None:
+    """All gradients: the planned backward's where they are the plain one's, else those. None where that fails."""
+    try:
+        wanted = expected.gradients(given)
+    except Exception:  # noqa: BLE001 - whatever a hook has against being called twice
+        return None
+    found = planned()
+    for name, one, other in zip(expected.traced.primal_names, wanted, found, strict=True):
+        if (one is None) != (other is None) or (one is not None and not _equal(one, other)):
+            again = expected.gradients(given)
+            pairs = zip(wanted, again, strict=True)
+            repeated = all(a is b or _equal(a, b) for a, b in pairs)
+            say_other(call, expected, f"the gradient of {name} is another one than the plain step's", repeated)
+            return wanted
+    return found
+
+
+def _is_due(number: int) -> bool:
+    return number in FIRST_CALLS or number % EVERY == 0
+
+
+def _may_run(planned: Decided, call: Call) -> bool:
+    """Where a check may run, and not where a profiler would measure it."""
+    prepared = planned.prepared
+    if prepared.options.check is False or prepared.device.type != "cpu" or planned.compiled or not planned.step.exact:
+        return False
+    if profiler_runs() or not alone() or has_sharded(call.state.root):
+        return False
+    if any(map(is_collective, prepared.traced.graph_module.graph.nodes)):
+        return False
+    plain = prepared.baseline_peak_bytes - prepared.lowered.problem.static_bytes
+    return TIMES_FREE * plain <= free_bytes(prepared.device)
+
+
+def _set_otherwise(model: Any, before: Mapping[Setting, Any]) -> str:
+    for setting, then in before.items():
+        now = setting.of(model).get(setting.name, MISSING)
+        if not same(now, setting.value if setting.added is None else then + setting.added):
+            return f"forward sets {setting} to another value than the plain one"
+    return ""
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and not unequal(a, b)
+

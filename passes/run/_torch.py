@@ -15,9 +15,9 @@ from torch.utils._pytree import register_pytree_node
 __all__ = [
     "DEFAULTS", "TORCH_VERSION", "Autocast", "active_autocast", "active_saving_hooks", "after_backward",
     "backward_number", "bare", "below_autograd", "is_wanted", "kernel_settings", "listen_first", "make_workspaces",
-    "num_owners", "overwrite", "own_part", "passed_back", "register_pytree_node", "run_below_autograd",
-    "segments_that_do_not_grow", "torch_defaults", "under_autocast", "under_default_dtype", "under_transform",
-    "with_autograd", "within_autocast",
+    "next_node", "node_number", "num_owners", "overwrite", "own_part", "passed_back", "register_pytree_node",
+    "run_below_autograd", "segments_that_do_not_grow", "torch_defaults", "under_autocast", "under_default_dtype",
+    "under_transform", "with_autograd", "within_autocast",
 ]  # fmt: skip
 
 _C: Any = torch._C
@@ -187,6 +187,18 @@ def passed_back(node: Any, gradient: torch.Tensor) -> Any:
 def backward_number() -> int:
     """Tells the backward that is running from others; -1 outside of any."""
     return int(_C._current_graph_task_id())
+
+
+def next_node() -> int:
+    """The number of the node of autograd's graph that is made next in this thread."""
+    with torch.enable_grad():
+        node: Any = torch.zeros((), requires_grad=True).view(()).grad_fn
+    return int(node._sequence_nr())
+
+
+def node_number(node: Any) -> int:
+    """When a node of autograd's graph was made, as `next_node` counts."""
+    return int(node._sequence_nr())
 
 
 def is_wanted(tensor: torch.Tensor) -> bool:

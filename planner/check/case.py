@@ -12,7 +12,7 @@ from torch import nn
 from passes._torch import storage_of, swapped_state
 from passes.exclusive import interrupt_point
 from passes.memory import place, span
-from passes.run._torch import under_autocast
+from passes.run._torch import next_node, under_autocast
 from passes.run.step import OtherAnswer
 from passes.trace.arguments import argument_names, call_signature, run_model, state_tensors
 from passes.trace.binding import names_given
@@ -189,7 +189,7 @@ class Case:
                     tensor.copy_(self._nudged(i, tensor) if own else self._at(i, 1))
 
     def _observe(self, run: Run, tensors: Tensors, step: int) -> Observed:
-        given = list(tensors)
+        given, self.since = list(tensors), next_node()
         before = self.generators.state()
         torch.clear_autocast_cache()  # under autocast around both steps, the second would see the first one's weights
         found, template = run(tensors, step, lambda output, targets: self._backward(output, targets, step, tensors))
@@ -239,9 +239,9 @@ class Case:
             strides = [p.meta["val"].stride() for p in planned]
             tangents = [tangent(t, s, step) for t, s in zip(chosen, strides, strict=True)]
             memory = {place(storage_of(t)) for t in own}
-            kept = strangers_kept(chosen, lambda leaf: place(storage_of(leaf)) in memory)
-            with under_autocast(self.traced.backward_autocast), kept:
-                torch.autograd.backward(chosen, tangents)
+            kept = strangers_kept(chosen, lambda leaf: place(storage_of(leaf)) in memory, self.since)
+            with under_autocast(self.traced.backward_autocast), kept as backward:
+                backward(chosen, tangents)
         return found | others, template
 
 

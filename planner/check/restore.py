@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from passes.run.tensors import nodes_behind
+from passes.run._torch import node_number
 from passes.trace.nodes import refill
 
 CONTAINERS = (dict, OrderedDict, list, set)
@@ -167,10 +168,25 @@ def put_back(snapshot: Snapshot, generators: Generators) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def strangers_kept(outputs: Iterable[torch.Tensor], is_own: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Put the gradients back of what a backward from `outputs` reaches and is not the step's: a loss's parameters."""
-    with gradients_aside(t for t in _leaves_of(outputs) if not is_own(t)):
-        yield
+def strangers_kept(
+    outputs: Sequence[torch.Tensor], is_own: Callable[[torch.Tensor], bool], since: int
+) -> Iterator[Callable[..., None]]:
+    """Leave alone what a backward from `outputs` reaches and is not the step's: a loss's parameters, a hypernetwork.
+
+    Gradients of parameters are put back, and their hooks hear of none; graphs from before the step are not entered, as
+    their owner's backward would find them freed.
+
+    Args:
+        since: `next_node` as the step began.
+
+    Yields:
+        `torch.autograd.backward`.
+    """
+    leaves, all_new = _leaves_of(outputs, since)
+    strangers = [leaf for leaf in leaves if not is_own(leaf)]
+    with gradients_aside(strangers), hooks_aside(strangers):
+        backward = torch.autograd.backward
+        yield backward if all_new else functools.partial(backward, inputs=leaves) if leaves else lambda *_: None
 
 
 @contextlib.contextmanager
@@ -187,13 +203,14 @@ def gradients_aside(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hooks_aside(parameters: Iterable[Any], instead: Callable[[Any], None] | None) -> Iterator[None]:
+def hooks_aside(parameters: Iterable[Any], instead: Callable[[Any], None] | None = None) -> Iterator[None]:
     """No hooks hear of the parameters' gradients in the block, except for `instead` of each once it is accumulated."""
-    hooks = [(p, p._post_accumulate_grad_hooks) for p in parameters if p.requires_grad and p.is_leaf]
-    before = [(held, dict(held)) for _, held in hooks if held]
-    for held, _ in before:
+    given = [p for p in parameters if p.requires_grad and p.is_leaf]
+    hooks = [held for p in given for held in (p._backward_hooks, p._post_accumulate_grad_hooks) if held]
+    before = [(held, dict(held)) for held in hooks]
+    for held in hooks:
         held.clear()
-    handles = [p.register_post_accumulate_grad_hook(instead) for p, _ in hooks] if instead else []
+    handles = [p.register_post_accumulate_grad_hook(instead) for p in given] if instead else []
     try:
         yield
     finally:
@@ -203,6 +220,19 @@ def hooks_aside(parameters: Iterable[Any], instead: Callable[[Any], None] | None
             held.update(hooks_then)
 
 
-def _leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    leaves = (getattr(node, "variable", None) for node in nodes_behind(outputs))
-    yield from (leaf for leaf in leaves if leaf is not None)
+def _leaves_of(outputs: Iterable[torch.Tensor], since: int) -> tuple[list[torch.Tensor], bool]:
+    """The leaves that outputs were computed from since then, and whether nothing else was."""
+    leaves, all_new = list[torch.Tensor](), True
+    seen, waiting = set[Any](), [output.grad_fn for output in outputs]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.append(leaf)
+        elif node_number(node) < since:
+            all_new = False
+        else:
+            waiting += [before for before, _ in node.next_functions]
+    return leaves, all_new

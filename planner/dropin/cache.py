@@ -280,7 +280,7 @@ class PlanState:
             except (ForwardFailed, StateChanged) as error:  # the plain forward leaves what it leaves in eager
                 warnings.warn(f"planned step not used, not under the budget: {error}", stacklevel=user_level())
                 return None, []
-            except (CaptureError, RegionError, OnlyInEager, CheckError) as error:  # training goes on
+            except (CaptureError, RegionError, OnlyInEager, Unsupported, CheckError) as error:  # training goes on
                 if isinstance(error, CheckError) and self.first.planned.prepared.options.check is True:
                     raise
                 self.idle.append((key, trained))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import nn
@@ -46,10 +45,11 @@ class Entry:
     `starts` are the outputs that its backward was to start from when it was planned; `strayed` is how many calls have
     answered the forward's questions otherwise than its sample; `again` is whether such calls were planned twice with
     what they leave in place (a table of the latest length); `sharded` is whether `fully_shard` had been called;
-    `regions` are those of a plan by regions, as `planner.dropin.regions` runs them, and `parameters` those of the model
-    that such a plan was last found to be for. `alike` tells quickly that tensors are like those that the plan was last
-    found to hold for; `spans` are the bytes that each primal reaches over. `calls` is how many ran it, `compared` which
-    of them was compared last, and `repeatable` whether the plain forward gave the same twice (`spot_check`).
+    `regions` are those of a plan by regions, as `planner.dropin.regions` runs them, and `parameters` the ids of those
+    of the model that such a plan was last found to be for. `alike` tells quickly that tensors are like those that the
+    plan was last found to hold for; `spans` are the bytes that each primal reaches over. `calls` is how many ran it,
+    `compared` which of them was compared last, and `repeatable` whether the plain forward gave the same twice
+    (`spot_check`).
     """
 
     key: Key
@@ -62,7 +62,7 @@ class Entry:
     matched: Matched | None = None
     regions: Any = None
     sharded: bool = False
-    parameters: Sequence[ref[torch.Tensor]] = ()
+    parameters: Sequence[int] = ()
     alike: Callable[..., bool] | None = None
     spans: Sequence[int] | None = None
     calls: int = 0
@@ -144,12 +144,12 @@ class Entry:
         parameters = parameters_of(model)
         if len(parameters) != len(self.trained):
             return None
-        if not self.parameters or any(p is not known() for p, known in zip(parameters, self.parameters, strict=True)):
+        if list(map(id, parameters)) != self.parameters:
             named: dict[str, Any] = dict(nn.Module.named_parameters(model, remove_duplicate=False))
             found: list[Any] = [named.get(name) for name in self.trained]
             if set(map(id, found)) != set(map(id, parameters)):
                 return None
-            parameters, self.parameters = found, list(map(ref, found))
+            parameters, self.parameters = found, list(map(id, found))
         return parameters if [p.requires_grad for p in parameters] == list(self.trained.values()) else None
 
     def _overlaps(self, primals: Sequence[torch.Tensor]) -> Overlaps:

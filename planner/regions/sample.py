@@ -15,7 +15,7 @@ from passes._torch import dense_parts, is_compiled, local_part, swapped_state
 from passes.device import empty_cache, kind_of
 from passes.memory import place, without_collections
 from passes.profile import Counting
-from passes.run._torch import under_autocast
+from passes.run._torch import next_node, under_autocast
 from passes.trace.arguments import StateEntry, call_signature, lend_attributes, run_model, state_entries, state_tensors
 from passes.trace.binding import call_bound, names_given
 from passes.trace.capture import OutputLeaf, casts_kept, choose_differentiated
@@ -131,11 +131,11 @@ class Sample:
             generators.set(self.draws)
             if not self.model.training:
                 self.model.train()
-            signature = call_signature(self.model, self.loss_fn)
+            signature, since = call_signature(self.model, self.loss_fn), next_node()
 
             def step(hollow: Hollow = hollow) -> None:
                 with left_alone(bound := Bound(unflatten(template, inputs), names_given(self.arguments))):
-                    self._step(hollow, signature, bound, every)
+                    self._step(hollow, signature, bound, every, since)
 
             if not sharded:
                 self._prepare_gradients([p for p in own.values() if p.requires_grad and p.is_leaf])
@@ -196,7 +196,7 @@ class Sample:
             elif self.gradients == "consumed":
                 parameter.register_post_accumulate_grad_hook(_consume)
 
-    def _step(self, hollow: Hollow, signature: Any, bound: Any, own: Sequence[torch.Tensor]) -> None:
+    def _step(self, hollow: Hollow, signature: Any, bound: Any, own: Sequence[torch.Tensor], since: int) -> None:
         if is_sharded(self.model) and self.loss_fn is None:
             output = call_bound(self.model, signature, bound)  # with its hooks, which gather its own parameters
         else:
@@ -223,9 +223,10 @@ class Sample:
         if BACKWARD_AUTOCAST not in layouts:
             torch.clear_autocast_cache()  # as at its end, which comes before the backward
         ids = set(map(id, own))
-        others = nullcontext() if sharded else strangers_kept(started, lambda leaf: id(leaf) in ids)
-        with others, under_autocast(layouts.get(BACKWARD_AUTOCAST, ())):
-            torch.autograd.backward(started, starts)
+        usual = nullcontext(torch.autograd.backward)
+        others = usual if sharded else strangers_kept(started, lambda leaf: id(leaf) in ids, since)
+        with others as backward, under_autocast(layouts.get(BACKWARD_AUTOCAST, ())):
+            backward(started, starts)
         hollow.mark("end")
         hollow.late = True
 

@@ -15,7 +15,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from .._torch import own_call
 from ..errors import PlannerError, Unsupported
-from .binding import bind_call, call_bound, names_given
+from .binding import bind_call, call_bound, forward_signature, names_given
 from .carried import in_arguments
 from .hidden import refuse_hidden
 from .places import is_users
@@ -75,8 +75,8 @@ def split_sample(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def call_signature(model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> inspect.Signature:
     """The signature of `model.forward`, with `loss_fn`'s further required arguments after it."""
-    signature = inspect.signature(model.forward)
     extra = loss_arguments(loss_fn)
+    signature = forward_signature(model, may_inject=not extra)
     if not extra:
         return signature
     parameters = list(signature.parameters.values())
@@ -143,10 +143,11 @@ def _run(
     if loss_fn is None:
         return call_bound(called, signature, bound)
     names = loss_arguments(loss_fn)
-    own = set(inspect.signature(model.forward).parameters)
+    forward = forward_signature(model)
+    own = set(forward.parameters)
     extra = [bound[n if n in bound and n not in own else f"loss_{n}"] for n in names]
     inner = Bound({k: v for k, v in bound.items() if k in own}, names_given(bound))
-    loss = loss_fn(call_bound(called, inspect.signature(model.forward), inner), *extra)
+    loss = loss_fn(call_bound(called, forward, inner), *extra)
     if loss is None or isinstance(loss, (int, float)):
         raise PlannerError(f"loss_fn returned {loss!r}: it has to return the loss as a tensor.")
     return loss

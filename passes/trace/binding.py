@@ -6,7 +6,33 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
+
 from .structure import Bound
+
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def forward_signature(model: nn.Module, may_inject: bool = False) -> inspect.Signature:
+    """What `model.forward` can be called with.
+
+    Of a decorated one that takes anything (`*args, **kwargs`), that is what the function within takes, by the names
+    that users know, and further arguments by name, which the decorator may take for itself.
+
+    Args:
+        may_inject: whether such a decorator may also give arguments of its own, so that none is required.
+    """
+    signature, own = inspect.signature(model.forward), inspect.signature(model.forward, follow_wrapped=False)
+    kinds = {p.kind for p in own.parameters.values()}
+    if own == signature or not kinds.issuperset(VARIADIC):
+        return own
+    missing = (p.replace(default=None) if p.kind not in VARIADIC and p.default is p.empty else p
+               for p in signature.parameters.values())  # fmt: skip
+    parameters = list(missing if may_inject else signature.parameters.values())
+    rest = next(p for p in own.parameters.values() if p.kind is p.VAR_KEYWORD)
+    if not parameters or parameters[-1].kind is not rest.kind:
+        parameters.append(rest)
+    return inspect.Signature(parameters)
 
 
 def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bound:
@@ -17,9 +43,9 @@ def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mappi
 def binder(signature: inspect.Signature) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Bound]:
     """`bind_call` for one signature, without its walk along the parameters for calls that are as most are."""
     parameters = signature.parameters.values()
-    names = [p.name for p in parameters if p.kind not in _VARIADIC]
+    names = [p.name for p in parameters if p.kind not in VARIADIC]
     by_place = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
-    needed = {p.name for p in parameters if p.default is p.empty and p.kind not in _VARIADIC}
+    needed = {p.name for p in parameters if p.default is p.empty and p.kind not in VARIADIC}
     rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
     known = set(names)
     if any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters):
@@ -37,9 +63,6 @@ def binder(signature: inspect.Signature) -> Callable[[tuple[Any, ...], Mapping[s
         return Bound(given, kwargs)
 
     return bind
-
-
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def names_given(bound: Mapping[str, Any]) -> frozenset[str]:

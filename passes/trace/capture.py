@@ -70,7 +70,7 @@ from .compiled import refuse_compiled_parts
 from .constants import Constants
 from .constructs import ACCUMULATED, LAZY, LEAF, refuse_settings
 from .contexts import private_contexts
-from .custom_backward import used_in_backward
+from .custom_backward import refuse_left_for_backward, used_in_backward
 from .expected import MISSING
 from .failure import Failures, capture_error, value_needed
 from .first_call import FirstCall, Remembers
@@ -343,6 +343,7 @@ def _with_settings(traced: Traced, tracer: StepTracer, model: nn.Module) -> Trac
     is_added_to = partial(only_adds_to, codes)
     plain = steady(tracer.settings, {left.path: left.value for left in tracer.left}, model, is_added_to)
     set_plainly = (*plain, *tracer.replaced)
+    refuse_left_for_backward(tracer.left, set_plainly, tracer.recorder.read_late)
     others = (Left(path, None, False, False) for path in tracer.recorder.set_as_before(tracer.watch.codes))
     notes, left = say_what_is_left((*tracer.left, *others), set_plainly)
     return replace(
@@ -369,6 +370,7 @@ def export_step(tracer: StepTracer, fake: list[Any]) -> JointGraph:
     finally:
         tracer.watch.stop()
         tracer.recorder.stop()
+        tracer.assigned = {}
     _drop_ranges(joint.graph_module.graph)
     check_in_the_kernels(joint.graph_module.graph)
     settle_gradients(joint.graph_module.graph)
@@ -426,6 +428,7 @@ class StepTracer:
         self.given_now: list[Given] = []  # of the run that goes on
         self.put: list[Setting] = []  # the tensors that the latest run put in the place of buffers
         self.replaced: tuple[Setting, ...] = ()  # and these, taken apart
+        self.assigned: dict[str, torch.Tensor] = {}  # and by the buffers' names
         self.below: tuple[AbstractContextManager[Any], ...] = ()  # modes to run the forward in, before all others
         self.keeps_casts = torch.is_autocast_cache_enabled()
         self.within: list[int] = []
@@ -491,8 +494,8 @@ class StepTracer:
                 self.in_backward.enter_context(self.pieces)
             if self.watch.custom_backward:
                 self.watch.start()
-                used = used_in_backward(self.model, self.entries, flat, self.given)
-                self.within = self.in_backward.enter_context(used)
+            used = used_in_backward(self.model, self.entries, flat, self.given, self.assigned)
+            self.within = self.in_backward.enter_context(used)
         before, self.order = self.order, [leaf.path for leaf in self.leaves]
         if self.runs and self.order != before:
             raise VerificationError("the outputs came in another order when they were traced again")
@@ -557,6 +560,7 @@ class StepTracer:
 
     def take_replaced(self, result: Returned) -> None:
         """Let what a run put in the place of buffers follow what else it returned and set."""
+        self.assigned = {str(s).removeprefix("self."): s.value for s in self.put}
         self.replaced, self.put = tuple(taken_apart(self.put, result.tensors, lambda _: True)), []
 
     @property
@@ -636,7 +640,7 @@ class StepTracer:
         except StateChanged as error:
             if self.may_remember:
                 raise FirstCall((), overwritten, evolves=True) from error
-            if paths := may_be_carried(self.model, found):
+            if paths := may_be_carried(self.model, found, self.before.met_again):
                 raise Carries(error, (*self.carried, *paths)) from error
             raise
         kept = [left for left in self.left if left.is_kept and left.holder]

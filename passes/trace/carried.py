@@ -8,7 +8,8 @@ it is given.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,12 +38,17 @@ class Carries(StateChanged):
         self.paths = tuple(paths)
 
 
-def may_be_carried(model: nn.Module, changes: Iterable[Change]) -> tuple[str, ...]:
+def may_be_carried(model: nn.Module, changes: Iterable[Change], met_again: Container[int]) -> tuple[str, ...]:
     """The attributes that hold tensors, of what forward changed, before or after it.
 
     None in which it leaves what another attribute holds: there would be another tensor, which forward may tell by `is`.
+    Nor one with a list or dict that something else holds, too, and would go on holding.
+
+    Args:
+        met_again: ids of what was reached in several ways.
     """
     found: dict[str, Any] = {}
+    inside: dict[str, set[int]] = {}
     holders = dict(model.named_modules(remove_duplicate=False))
     for change in changes:
         path = _ITEMS.sub("", change.path).removeprefix("self.")
@@ -51,12 +57,24 @@ def may_be_carried(model: nn.Module, changes: Iterable[Change]) -> tuple[str, ..
         held, left = tensors_in(own.get(attribute)), tensors_in(change.after)
         if attribute in own and held is not None and left is not None and (held or left):
             found[path] = left
+            inside.setdefault(path, set()).update(map(id, _containers([own[attribute], change.after])))
     others = {
         id(tensor) for prefix, module in holders.items() for own in (vars(module), module._buffers)
         for name, value in own.items() if name != "_buffers" and f"{prefix}.{name}".lstrip(".") not in found
         for tensor in tensors_of(value)
     }  # fmt: skip
-    return tuple(path for path, left in found.items() if others.isdisjoint(map(id, left)))
+    count = Counter(number for numbers in inside.values() for number in numbers)
+    alone = {path for path, numbers in inside.items() if not any(n in met_again or count[n] > 1 for n in numbers)}
+    return tuple(path for path, left in found.items() if path in alone and others.isdisjoint(map(id, left)))
+
+
+def _containers(values: Iterable[Any]) -> Iterator[Any]:
+    """The lists and dicts among values, and in those."""
+    for value in values:
+        if isinstance(value, (list, dict)):
+            yield value
+        if isinstance(value, (list, dict, tuple)):
+            yield from _containers(value.values() if isinstance(value, dict) else value)
 
 
 def carry(model: nn.Module, bound: Bound, paths: Iterable[str]) -> None:

@@ -1,8 +1,8 @@
-"""The backward of a custom autograd function that runs the model's modules: adjoints, reversible blocks."""
+"""What hooks and custom autograd functions use of the model in the backward: adjoints, reversible blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -12,17 +12,23 @@ from torch import nn
 from passes._torch import swapped_state
 from passes.run._torch import backward_number
 
-from ..errors import Unsupported
+from ..errors import StateChanged, Unsupported
 from .arguments import StateEntry
+from .notice import Left
+from .settings import Setting
 
 
 @contextmanager
 def used_in_backward(
-    model: nn.Module, entries: Sequence[StateEntry], traced: Sequence[torch.Tensor], own: Sequence[torch.Tensor]
-) -> Iterator[list[int]]:
-    """Let it find the traced parameters in the model's modules, as forward does, and not its own ones.
+    model: nn.Module, entries: Sequence[StateEntry], traced: Sequence[torch.Tensor], own: Sequence[torch.Tensor],
+    assigned: Mapping[str, torch.Tensor],
+) -> Iterator[list[int]]:  # fmt: skip
+    """Let them find the traced parameters and buffers in the model's modules, as forward does, and not its own ones.
 
-    Yields a list that holds at the end which of the parameters it differentiates by itself.
+    Yields a list that holds at the end which of the parameters they differentiate by themselves.
+
+    Args:
+        assigned: what forward has put in the place of buffers, by name.
     """
     state = dict(enumerate(traced[: len(entries)]))
     backwards: list[tuple[int, int]] = []  # in which ones there are gradients of which parameters
@@ -32,14 +38,14 @@ def used_in_backward(
 
     handles = [t.register_hook(partial(note, i)) for i, t in state.items() if t.requires_grad]
     within: list[int] = []
-    with swapped_state(model, {entries[i].name: t for i, t in state.items()}):
+    with swapped_state(model, {entries[i].name: t for i, t in state.items()} | dict(assigned)):
         yield within
     for handle in handles:
         handle.remove()
     whole = min(backwards, default=(0, 0))[0]  # begins before those within it
     within += sorted({i for backward, i in backwards if backward != whole})
     for i, tensor in state.items():
-        if tensor.grad is not None:
+        if tensor.is_leaf and tensor.grad is not None:
             raise Unsupported(
                 "backward() within the backward of a custom autograd function", entries[i].name,
                 "the gradient that it accumulates would be lost",
@@ -52,3 +58,13 @@ def used_in_backward(
                 "Use a hook after accumulation (register_post_accumulate_grad_hook).",
             )  # fmt: skip
 
+
+def refuse_left_for_backward(found: Sequence[Left], settings: Sequence[Setting], late: frozenset[str]) -> None:
+    """Refuse what each forward sets, a planned step does not, and the Python of the backward reads (`late`)."""
+    done = set(map(str, settings))
+    for left in found:
+        if not left.is_kept and left.path not in done and left.path.partition("[")[0] in late:
+            raise StateChanged(
+                "state that forward changes and the backward reads", left.path, "a planned step does not set it",
+                "Register it as a buffer (a tensor), or hand it to the backward by the function's ctx, or a closure.",
+            )  # fmt: skip

@@ -204,7 +204,8 @@ class _Matching:
         value = stood_for(found := getter(read.name, MISSING))
         getter = getter if value is found else of_stood_for(getter)
         matched = self.matched
-        if isinstance(read.expected, State) and read.getter in (of_parameters, of_buffers):
+        is_state = isinstance(read.expected, State) and read.getter in (of_parameters, of_buffers)
+        if is_state:
             pass  # looked up with the state
         elif read.getter is of_hooks:
             matched.modules.append(object.__getattribute__(self.objects[read.holder.index], "__dict__"))
@@ -213,13 +214,11 @@ class _Matching:
             matched.computed.append((getter, read.name, value))
         else:
             looked.add(getter, read.name, value)
-        if read.late:
-            matched.late.append((read, getter, value))
         known = len(matched.contents)
         if not (self._same_hooks if read.getter is of_hooks else self.agrees)(read.expected, value):
             raise Differs("(read by forward)", *self._told(read, label, value))
         if read.late:
-            matched.late_contents += [(read, *each) for each in matched.contents[known:]]
+            matched.late.add(read, getter, value, is_state, matched.contents[known:])
 
     def agrees(self, expected: Expected, value: Any) -> bool:
         """Whether `value` can stand for what was found there while tracing."""

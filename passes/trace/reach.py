@@ -41,7 +41,10 @@ _HOLDERS = frozenset({"collections", "types", "queue", "weakref", "argparse", "_
 def visit(walk: Walk, value: Any, path: str, name: str) -> None:
     """Add the nodes of one value, and follow what it holds."""
     value = bound_to(value)
-    if (isinstance(value, _ATOMS) and not isinstance(value, type)) or id(value) in walk.seen:
+    if isinstance(value, _ATOMS) and not isinstance(value, type):
+        return
+    if id(value) in walk.seen:
+        walk.met_again.add(id(value))
         return
     walk.seen[id(value)] = value
     for kinds, of_kind in _VISITORS:

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from passes._torch import is_compiled
-from passes.printable import shown
 
 from .arguments import StateEntry
 from .carried import place_of
 from .closures import remembered_by
-from .expected import LITERALS, MISSING, Expected, Literal, apart, holds_these, same_value, stood_for
+from .expected import LITERALS, MISSING, Expected, Literal, holds_these, same_value, stood_for
+from .late import Late
 from .settings import Setting
 from .unregistered import Unregistered
 
@@ -253,8 +253,7 @@ class Matched:
         self.state_getters: list[tuple[Getter, str]] = []
         self.ties: list[int] = []
         self.numbered: dict[int, Any] = {}  # which object stands for which
-        self.late: list[tuple[Read, Getter, Any]] = []  # what the backward reads, and what was found there
-        self.late_contents: list[tuple[Read, Any, list[Any]]] = []
+        self.late = Late()
 
     def state(self, fixed: bool = True) -> list[torch.Tensor] | None:
         """The parameters and buffers of the next call; None where what was read has changed (the `fixed`, if asked)."""
@@ -271,17 +270,6 @@ class Matched:
             and self.unregistered.hold()
             and all(same_value(get(name, MISSING), value) for get, name, value in self.computed)
         )
-
-    def changed_since(self) -> str:
-        """What the backward reads and is not what it was as the forward ran, in words; "" where all is."""
-        for read, get, then in self.late:
-            if not same_value(now := stood_for(get(read.name, MISSING)), then):
-                is_now, was = apart(shown(now), shown(then))
-                return f"{read.label} with {read.name}={is_now}, in the forward {was}"
-        for read, container, items in self.late_contents:
-            if not holds_these(container, items):
-                return f"{read.label} with another content of {read.name} than in the forward"
-        return ""
 
     def tensors(self) -> list[torch.Tensor] | None:
         """One tensor per entry; None where one is gone, untied or tied."""

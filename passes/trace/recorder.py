@@ -233,6 +233,12 @@ class Recorder:
         named, stored = ({n for code in codes for n in _globals(code, op)} for op in (_LOADS, _STORES))
         return (*(f"{self.known[i].path}.{n}" for i, n in alike), *(f"the global {n}" for n in sorted(stored - named)))
 
+    @property
+    def read_late(self) -> frozenset[str]:
+        """The attributes that Python in the backward reads, as the user writes them."""
+        own = ((self.known[i].path, name) for i, _, name in self.late if i < len(self.known))
+        return frozenset(".".join(filter(None, ("self", path, name))) for path, name in own)
+
     def _numbered(self, attributes: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
         return [(self.numbers[each], name) for each, name in attributes if each in self.numbers]
 

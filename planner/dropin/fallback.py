@@ -23,6 +23,7 @@ from passes.run.step import ChangedInPlace
 from passes.trace.arguments import state_tensors
 from passes.trace.carried import state_aside
 from passes.trace.given import all_outputs, held_before, left_alone, put_back, targets_of
+from passes.trace.late import Late
 from passes.trace.layouts import BACKWARD_AUTOCAST, gradient_key
 from passes.trace.matching import Differs, match_arguments
 from passes.trace.settings import set_aside, tensors_set
@@ -76,8 +77,7 @@ class Fallback:
         self.entry = entry
         self.state, self.traced, self.layouts = state, prepared.traced, prepared.layouts
         self.key, self.compiled, self.as_called = entry.key, entry.planned.compiled, as_called
-        late = entry.matched is not None and (entry.matched.late or entry.matched.late_contents)
-        self.matched = entry.matched if late else None
+        self.late, self.read_late = entry.matched.late if entry.matched is not None else Late(), list[Any]()
         self.device = prepared.device
         self.numbers = entry.numbers()
         self.started = state.losses.called(entry.starts)
@@ -150,8 +150,7 @@ class Fallback:
 
     def changed(self) -> str:
         """See `passes.run.step.Fallback`."""
-        late = self.matched.changed_since() if self.matched is not None else ""
-        return late or self.entry.changed_since(self.numbers, in_backward=True)
+        return self.late.changed_since(self.read_late) or self.entry.changed_since(self.numbers, in_backward=True)
 
     @property
     def path(self) -> str:
@@ -172,6 +171,10 @@ class Fallback:
     def not_needed(self) -> None:
         """See `passes.run.step.Fallback`."""
         self.started.seen, self.state.losses.astray = True, 0
+
+    def ran(self) -> None:
+        """Note that the forward is over, and what it left."""
+        self.read_late = self.late.state_now()
 
     def failed(self, error: Exception) -> None:
         """See `passes.run.step.Fallback`."""

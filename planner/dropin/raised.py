@@ -38,7 +38,9 @@ def run(
     """The planned step's output; that of `plain` where the planned forward raises and `plain` does not."""
     expected = fallback.expected = spot_check(planned, fallback, primals)
     try:
-        return planned.run(fallback.state.model, primals, apart(fallback), bound, sources)
+        output = planned.run(fallback.state.model, primals, apart(fallback), bound, sources)
+        fallback.ran()
+        return output
     except Exception as error:
         if error is not fallback.raised:
             raise

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from passes._torch import as_distributed, keep_gradient_spread, swapped_state
 from passes.device import kind_of
 from passes.exclusive import turn
 from passes.lower import kept_primals, stateful_primals
-from passes.run._torch import DEFAULTS, active_autocast, backward_number, torch_defaults, under_autocast
+from passes.run._torch import DEFAULTS, active_autocast, backward_number, torch_defaults
 from passes.run.listeners import REMEDY, Taken
-from passes.run.random import set_rng_state
 from passes.run.step import ChangedInPlace
-from passes.trace.arguments import state_tensors
-from passes.trace.carried import state_aside
-from passes.trace.given import all_outputs, held_before, left_alone, put_back, targets_of
 from passes.trace.late import Late
 from passes.trace.layouts import BACKWARD_AUTOCAST, gradient_key
 from passes.trace.matching import Differs, match_arguments
-from passes.trace.settings import set_aside, tensors_set
-from passes.trace.structure import Bound, held_objects, unflatten
-from planner.check.twins import stand_in
+from passes.trace.structure import held_objects
 from solvers.errors import PlannerError
 
 from .entry import Entry, describe_starts, starts_of
 from .on_host import saved_on_host, workspaces_given_back
+from .plain_forward import PlainForward
 from .plan_key import describe_autocast
 from .plans import Plans
 from .spot_check import Expected, compared
@@ -81,7 +74,7 @@ class Fallback:
         self.device = prepared.device
         self.numbers = entry.numbers()
         self.started = state.losses.called(entry.starts)
-        self.before = held_before(self.traced.changes, bound)
+        self.plain = PlainForward(state, self.traced, self.key.autocast, bound)
         self.thread = threading.get_ident()
         self.raised: Exception | None = None
         self.expected: Expected | None = None
@@ -198,7 +191,7 @@ class Fallback:
         try:
             with self.as_called():
                 matched = self.state.match(self.traced.reads)
-                with self._given(primals[len(self.traced.state) :]) as bound:
+                with self.plain.given(primals[len(self.traced.state) :]) as bound:
                     match_arguments(self.traced.reads, matched, self.state.model, held_objects(bound))
         except Differs as differs:
             return f"{since}: {differs.where} {differs.now}, in the forward {differs.then}"
@@ -224,73 +217,11 @@ class Fallback:
             return set()
         return set(keys)
 
-    @contextmanager
-    def _given(self, inputs: Sequence[torch.Tensor]) -> Iterator[Bound]:
-        """The call's arguments as forward was given them, with other tensors."""
-        bound = Bound(unflatten(self.traced.input_template, inputs), self.traced.by_name)
-        with left_alone(bound):
-            put_back(self.before, bound)
-            yield bound
-
-    @torch.enable_grad()
-    def _named(self, leaves: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors that a replay has in the places of the model's own."""
-        named: dict[str, torch.Tensor] = {}
-        for i, (entry, leaf, like) in enumerate(zip(self.traced.state, leaves, given, strict=False)):
-            made = named[entry.name] = as_distributed(leaf, like)
-            keep_gradient_spread(made, like, partial(self._check_spread, i, like))
-        return named
-
-    def _check_spread(self, i: int, like: Any, placements: Any) -> None:
-        """What takes the gradient was told at the forward how it is spread over the ranks."""
-        if placements != self.traced.spread.get(i, like.placements):
-            raise PlannerError(
-                f"the gradient of {self.traced.primal_names[i]}, a DTensor, comes in the placements {placements} from "
-                "a backward that was not planned for, and in others from the planned one. Call the model again, which "
-                "is then planned for such a backward."
-            )
-
-    def leaves(self, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What forward can run on in the place of these, which it leaves as they are."""
-        own = [p.detach().clone() if i in self.traced.mutated else p.detach() for i, p in enumerate(primals)]
-        return list(map(stand_in, primals, own))
-
-    def forward(
-        self, primals: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor],
-        generators: Mapping[str, torch.Generator], saving: AbstractContextManager[Any],
-        look: Callable[[], None] = lambda: None,
-    ) -> dict[int, torch.Tensor]:  # fmt: skip
-        """The plain forward's outputs, by their numbers in the trace; what it changes and sets is undone.
-
-        Args:
-            look: called before that.
-        """
-        state, traced, count = self.state, self.traced, len(self.traced.state)
-        given = state_tensors(state.model, traced.state)
-        named = self._named(leaves, given)
-        devices = [d for d in generators if d != "cpu"]
-        with torch.random.fork_rng(devices=devices), torch.enable_grad(), swapped_state(state.model, named):
-            for device, generator in generators.items():
-                set_rng_state(generator.get_state(), device)
-            # Autocast casts a leaf once for all its uses and adds up their gradients in that dtype; others each time.
-            pairs = zip(leaves[count:], primals[count:], strict=True)
-            arguments = [t if p.is_leaf else t.view_as(t) for t, p in pairs]
-            aside = set_aside(traced.settings, state.model)
-            with (
-                under_autocast(self.key.autocast), aside, self._given(arguments) as bound, saving,
-                state_aside(state.model, bound),
-            ):  # fmt: skip
-                targets = targets_of(traced.changes, bound)
-                value, own = self.state.plain(bound), tensors_set(traced.settings, state.model)
-                outputs = all_outputs(value, traced.output_template, traced.changes, targets, own)
-                look()
-        return {leaf.index: output for leaf, output in zip(traced.outputs, outputs, strict=False)}
-
     def _replay(
         self, primals: Sequence[torch.Tensor], generators: dict[str, torch.Generator],
         gradients: dict[int, torch.Tensor], taken: dict[int, Taken], saving: AbstractContextManager[Any],
     ) -> list[Any]:  # fmt: skip
-        numbered = self.forward(primals, leaves := self.leaves(primals), generators, saving)
+        numbered = self.plain.run(primals, leaves := self.plain.leaves(primals), generators, saving)
         for i, listener in taken.items():
             listener.move_to(numbered[i])
         started: list[Any] = [numbered[i] if taken else get_gradient_edge(numbered[i]) for i in gradients]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from planner.check.room import free_bytes
 from planner.decided import Decided
 
 from .entry import Entry
+from .plain_forward import PlainForward
 from .plans import Plans
 
 FIRST_CALLS = (2, 3, 4, 5, 8, 16, 32, 64, 128)  # of a plan that are compared: what forward changes shows early
@@ -43,16 +44,10 @@ class Call(Protocol):
 
     state: Plans
     entry: Entry
+    plain: PlainForward
 
     @property
     def path(self) -> str: ...
-
-    def leaves(self, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
-
-    def forward(
-        self, primals: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor],
-        generators: Mapping[str, torch.Generator], saving: AbstractContextManager[Any], look: Callable[[], None],
-    ) -> dict[int, torch.Tensor]: ...  # fmt: skip
 
 
 class OtherResult(OtherAnswer):
@@ -125,7 +120,7 @@ def spot_check(planned: Decided, call: Call, primals: Sequence[torch.Tensor]) ->
     entry.calls += 1
     if not _is_due(entry.calls) or not entry.repeatable or not _may_run(planned, call):
         return None
-    traced, leaves = planned.prepared.traced, call.leaves(primals)
+    traced, leaves = planned.prepared.traced, call.plain.leaves(primals)
     expected = Expected(traced, entry.compared, leaves)
     entry.compared = entry.calls
     settings = [s for s in traced.settings if s.template is None]
@@ -137,7 +132,7 @@ def spot_check(planned: Decided, call: Call, primals: Sequence[torch.Tensor]) ->
 
     generators = {"cpu": torch.default_generator}
     try:
-        expected.outputs = call.forward(primals, leaves, generators, nullcontext(), look)
+        expected.outputs = call.plain.run(primals, leaves, generators, nullcontext(), look)
     except Exception as error:  # noqa: BLE001 - the call raises it, if the plain forward does so once more
         expected.raised = f"the plain forward raises {type(error).__name__}: {brief(error)}"
         return expected

@@ -32,7 +32,7 @@ def forward_signature(model: nn.Module, may_inject: bool = False) -> inspect.Sig
     rest = next(p for p in own.parameters.values() if p.kind is p.VAR_KEYWORD)
     if not parameters or parameters[-1].kind is not rest.kind:
         parameters.append(rest)
-    return inspect.Signature(parameters)
+    return signature.replace(parameters=parameters)
 
 
 def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bound:

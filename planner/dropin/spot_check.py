@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from passes._torch import profiler_runs
+from passes._torch import num_dispatch_modes, profiler_runs
 from passes.exclusive import alone
 from passes.ops import is_collective
 from passes.printable import brief
+from passes.run._torch import active_saving_hooks
 from passes.run.step import OtherAnswer
 from passes.trace.capture import Traced
 from passes.trace.given import filled
@@ -30,7 +31,7 @@ from planner.check.compare import unequal
 from planner.check.room import free_bytes
 from planner.decided import Decided
 
-from .entry import Entry
+from .entry import Entry, is_planned_for
 from .plain_forward import PlainForward
 from .plans import Plans
 
@@ -118,7 +119,7 @@ def spot_check(planned: Decided, call: Call, primals: Sequence[torch.Tensor]) ->
     """Run the plain forward of a call that is to be compared; it leaves all as it was."""
     entry = call.entry
     entry.calls += 1
-    if not _is_due(entry.calls) or not entry.repeatable or not _may_run(planned, call):
+    if not _is_due(entry.calls) or not entry.repeatable or not _may_run(planned, call, primals):
         return None
     traced, leaves = planned.prepared.traced, call.plain.leaves(primals)
     expected = Expected(traced, entry.compared, leaves)
@@ -162,6 +163,8 @@ def compared(
     call: Call, expected: Expected, given: Mapping[int, torch.Tensor], planned: Callable[[], list[Any]]
 ) -> list[Any] | None:
     """All gradients: the planned backward's where they are the plain one's, else those. None where that fails."""
+    if num_dispatch_modes():
+        return None
     try:
         wanted = expected.gradients(given)
     except Exception:  # noqa: BLE001 - whatever a hook has against being called twice
@@ -181,12 +184,17 @@ def _is_due(number: int) -> bool:
     return number in FIRST_CALLS or number % EVERY == 0
 
 
-def _may_run(planned: Decided, call: Call) -> bool:
-    """Where a check may run, and not where a profiler would measure it."""
+def _may_run(planned: Decided, call: Call, primals: Sequence[torch.Tensor]) -> bool:
+    """Where a check may run, and where nobody but the plan would notice it: no profiler, mode or hook on what is saved.
+
+    What is of a class of the user's has no stand-in of that class.
+    """
     prepared = planned.prepared
     if prepared.options.check is False or prepared.device.type != "cpu" or planned.compiled or not planned.step.exact:
         return False
-    if profiler_runs() or not alone() or has_sharded(call.state.root):
+    if profiler_runs() or num_dispatch_modes() or active_saving_hooks() or not alone() or has_sharded(call.state.root):
+        return False
+    if not all(map(is_planned_for, primals)):
         return False
     if any(map(is_collective, prepared.traced.graph_module.graph.nodes)):
         return False

@@ -537,8 +537,7 @@ def test_attributes_of_tensors_are_refused_by_name(case: str) -> None:
 
 def test_an_attribute_of_a_tensor_that_the_sample_did_not_have_is_refused_where_forward_looks_for_it() -> None:
     module = auto_checkpoint(Doing(ATTRIBUTES["read"][1]), (X, X.clone()), progress=False).module
-    refused = pytest.raises(Unsupported, match=r"attribute of a tensor \(scale\) at given\[0\]")
-    with pytest.warns(UserWarning, match="planning anew"), refused:
+    with pytest.warns(UserWarning, match=r"attribute of a tensor \(scale\) at given\[0\].* run in eager"):
         module(X, _with_scale(2.0))
     unread = auto_checkpoint(Doing(lambda h, x: h * x), (X, _with_scale(2.0)), on_new_shape="error", progress=False)
     unread.module(X, _with_scale(3.0))
@@ -664,7 +663,7 @@ class Wave(nn.Module):
 def test_parts_of_a_tensor_that_is_yet_to_be_conjugated_are_refused_by_name() -> None:
     z, model = torch.randn(4, 8, dtype=torch.complex64), Waves(spectrum=False)
     plan = auto_checkpoint(model, z, progress=False)
-    with pytest.raises(Unsupported, match=r"at z: .*resolve_conj"), pytest.warns(match="got .* yet to be conjugated"):
+    with pytest.warns(UserWarning, match=r"at z: .*resolve_conj"):
         plan.module(z.conj())
     plan.module(z.conj().resolve_conj()).backward()
     with pytest.raises(Unsupported, match="real or imaginary part of a tensor that is yet to be conjugated at z"):

@@ -114,7 +114,7 @@ def test_hooks_of_parameters_that_a_backward_differentiates_by_are_refused() -> 
         each(torch.ones(4, 16)).backward()
     assert_same_gradients(model, plain)
     model.inner.layer.weight.register_hook(lambda g: 2 * g)  # in eager it doubles the gradient twice
-    with pytest.raises(Unsupported, match=r"hook of a parameter by .* at inner\.layer\.weight"):
+    with pytest.warns(UserWarning, match=r"hook of a parameter by .* at inner\.layer\.weight.* run in eager"):
         plan.module(torch.ones(4, 16))
 
 

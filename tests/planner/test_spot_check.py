@@ -7,11 +7,14 @@ import decimal
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from planner import auto_checkpoint
 from planner.dropin import spot_check
@@ -226,7 +229,11 @@ def test_none_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not compared
 
 
-def test_none_while_a_profiler_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "around", [torch.profiler.profile, partial(FlopCounterMode, display=False), torch.autograd.graph.save_on_cpu]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_none_where_it_would_be_noticed(around: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     compared = _counted(monkeypatch)
     model = _Block()
     plan = auto_checkpoint(model, torch.randn(16, 32), budget_mb=8)
@@ -234,7 +241,24 @@ def test_none_while_a_profiler_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         plan.module(torch.randn(16, 32)).pow(2).sum().backward()
     assert compared
     compared.clear()
-    with torch.profiler.profile():
+    with around():
         for _ in range(4):
             plan.module(torch.randn(16, 32)).pow(2).sum().backward()
     assert not compared
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_within_a_checkpoint_of_the_callers(reentrant: bool) -> None:
+    model, plain = _Block(), _Block()
+    plain.load_state_dict(model.state_dict())
+    plan = auto_checkpoint(model, torch.randn(16, 32), budget_mb=8)
+    for i in range(6):
+        for own, call in ((plain, plain), (model, plan.module)):
+            torch.manual_seed(i)
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(i)).requires_grad_()
+            checkpoint(call, x, use_reentrant=reentrant).pow(2).sum().backward()
+            assert own.first.weight.grad is not None
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+        model.zero_grad()
+        plain.zero_grad()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from passes.trace.expected import stood_for
-from planner import Plan, Unsupported
+from planner import Plan
 from tests.planner.steps import assert_same_gradients, plan, squares
 from tests.planner.test_loop import counted_replans
 from tests.test_layers import MODULES
@@ -143,7 +143,7 @@ def test_a_submodule_that_runs_a_plan_of_its_own_is_the_submodule(regions: Any, 
         own.zero_grad()
         made.module(x).backward()
         assert_same_gradients(own, plain_step(plain, x, None))
-    with pytest.warns(UserWarning, match="planning anew"), pytest.raises(Unsupported, match="module that runs a plan"):
+    with pytest.warns(UserWarning, match="module that runs a plan.* run in eager"):
         made.module(x[:3])
 
 

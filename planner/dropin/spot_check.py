@@ -37,6 +37,7 @@ from .plans import Plans
 
 FIRST_CALLS = (2, 3, 4, 5, 8, 16, 32, 64, 128)  # of a plan that are compared: what forward changes shows early
 EVERY = 256  # of later calls one is
+REPEATS = 3  # of a plain backward, whose sums over threads may come out otherwise
 TIMES_FREE = 2  # as much memory as the plain step takes
 
 
@@ -172,9 +173,7 @@ def compared(
     found = planned()
     for name, one, other in zip(expected.traced.primal_names, wanted, found, strict=True):
         if (one is None) != (other is None) or (one is not None and not _equal(one, other)):
-            again = expected.gradients(given)
-            pairs = zip(wanted, again, strict=True)
-            repeated = all(a is b or _equal(a, b) for a, b in pairs)
+            repeated = all(_all_equal(wanted, expected.gradients(given)) for _ in range(REPEATS))
             say_other(call, expected, f"the gradient of {name} is another one than the plain step's", repeated)
             return wanted
     return found
@@ -208,6 +207,10 @@ def _set_otherwise(model: Any, before: Mapping[Setting, Any]) -> str:
         if not same(now, setting.value if setting.added is None else then + setting.added):
             return f"forward sets {setting} to another value than the plain one"
     return ""
+
+
+def _all_equal(gradients: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(a is b or _equal(a, b) for a, b in zip(gradients, others, strict=True))
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

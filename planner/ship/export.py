@@ -36,6 +36,7 @@ from passes.run import (
 )
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import Traced
+from passes.trace.carried import STATE
 from passes.trace.matching import Differs
 from passes.trace.refuse import is_quantized_weight
 from planner.decided import Decided
@@ -93,8 +94,10 @@ def export(plan: Decided, module: PlannedModule, path: str | os.PathLike[str]) -
     with state.after_first_call():
         _refuse_changed(state, plan.prepared.traced)
         if changes := plan.prepared.traced.changes:
+            what = "" if changes[0].place.steps[0][1] == STATE else "its argument "
             raise PlannerError(
-                f"forward changes its argument {changes[0]}, which an export does not do: return what it leaves there."
+                f"forward changes {what}{changes[0]}, which an export does not do: return what it leaves there, and "
+                "take as an argument what it finds."
             )
         if settings := [str(s) for s in plan.prepared.traced.settings if not s.is_buffer(state.model)]:
             said = f"forward sets {few(settings)}, which an export, that has no such module, will not set."

@@ -334,7 +334,7 @@ def test_copies_files_and_other_instances_carry_their_own(tmp_path: Path) -> Non
         for each in (model, copied, loaded, other):
             assert_same_gradients(each, plain)
             assert_same_state(each, plain)
-    with pytest.raises(PlannerError, match=r"forward changes its argument self\.hidden, which an export does not do"):
+    with pytest.raises(PlannerError, match=r"forward changes self\.hidden, which an export does not do"):
         plan.export(tmp_path / "folder")
 
 

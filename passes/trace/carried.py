@@ -55,9 +55,9 @@ def may_be_carried(model: nn.Module, changes: Iterable[Change], met_again: Conta
         module, attribute = place_of(path)
         own = vars(holders[module]) if module in holders and change.path.startswith("self.") else {}
         held, left = tensors_in(own.get(attribute)), tensors_in(change.after)
+        inside.setdefault(path, set()).update(map(id, _containers([own.get(attribute), change.after])))
         if attribute in own and held is not None and left is not None and (held or left):
             found[path] = left
-            inside.setdefault(path, set()).update(map(id, _containers([own[attribute], change.after])))
     others = {
         id(tensor) for prefix, module in holders.items() for own in (vars(module), module._buffers)
         for name, value in own.items() if name != "_buffers" and f"{prefix}.{name}".lstrip(".") not in found

@@ -123,6 +123,21 @@ class _LeftTwice(nn.Module):
         return h
 
 
+class _LeftAtFirst(_LeftTwice):
+    """The first call makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.one, self.other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "one"):
+            self.one = self.other = [torch.zeros(WIDTH)]
+        h: torch.Tensor = self.layers(x) + self.other[0]
+        self.one[0] = h.detach().mean(0)
+        return h
+
+
 def _made(kind: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind()
@@ -160,7 +175,7 @@ def _assert_equal(kind: Callable[[], nn.Module], between: Callable[[Any, int], N
 
 @pytest.mark.every(1)
 @pytest.mark.parametrize(
-    "kind", [_Named, _OfAnObject, _OfAClosure, _OfAGlobal, _Within, _OfTwoModules, _LeftTwice],
+    "kind", [_Named, _OfAnObject, _OfAClosure, _OfAGlobal, _Within, _OfTwoModules, _LeftTwice, _LeftAtFirst],
 )  # fmt: skip
 def test_a_container_of_several_names_goes_by_regions(kind: type[nn.Module]) -> None:
     """As an argument of the step it would be another one under one of them."""

@@ -198,6 +198,23 @@ def test_a_plain_step_that_does_not_repeat_itself_is_no_finding() -> None:
     assert len(said) == 1 and "does not repeat itself" in said[0]
 
 
+def test_an_output_whose_data_is_changed_is_not_compared() -> None:
+    """Neither torch nor the plan sees that; what the plain backward beside it reads is not changed."""
+    model, plain = _Block(), _Block()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(16, 32)
+    plan = auto_checkpoint(model, x, budget_mb=8, progress=False)
+    for i in range(4):
+        for own, call in ((plain, plain), (model, plan.module)):
+            own.zero_grad()
+            torch.manual_seed(i)
+            out = call(x)
+            loss = out.sigmoid().sum()
+            out.data.mul_(0.5)
+            loss.backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
 def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     compared: list[int] = []
     compare = spot_check.Expected.compare

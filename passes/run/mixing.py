@@ -47,8 +47,8 @@ def warn_of_changed_view() -> None:
     )
 
 
-def watch_sum(reader: tuple[Any, int], gradient: torch.Tensor, name: str, told: set[str]) -> None:
-    """Warn, once, if the gradient, a sum, is added to another one that came before it.
+def watch_sum(reader: tuple[Any, int], gradient: torch.Tensor, name: str, told: set[str], is_cast: bool) -> None:
+    """Warn, once, if the gradient, a sum, is added to another one that came before it; of a cast weight, to any.
 
     Args:
         reader: the node of autograd's graph that it goes to, and in which of its places.
@@ -57,7 +57,8 @@ def watch_sum(reader: tuple[Any, int], gradient: torch.Tensor, name: str, told: 
     node, place = reader
     if node is None or name in told:
         return
-    leaf, look = getattr(node, "variable", None), _Look(name, memory_of(gradient), told)
+    look = _Look(name, memory_of(gradient), told, gradient._version if is_cast else None)
+    leaf = getattr(node, "variable", None)
     if leaf is not None:
         handle = leaf.register_hook(look)
     else:
@@ -70,9 +71,13 @@ class _Look:
     name: str
     memory: int
     told: set[str]
+    version: int | None  # before what comes later is added in place
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
-        if gradient is not None and memory_of(own_part(gradient)) != self.memory:
+        if gradient is None:
+            return
+        added = self.version is not None and own_part(gradient)._version != self.version
+        if added or memory_of(own_part(gradient)) != self.memory:
             self.told.add(self.name)
             warnings.warn(
                 f"the gradient of {self.name} is a sum, as the planned step reads it more than once or autocast casts "

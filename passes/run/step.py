@@ -238,13 +238,17 @@ class _Run:
         token: what chains the nodes: an empty tensor on the device on which autograd is to run them.
         program: the backward, which yields the gradients of one node after another.
         read: the parameters that it reads.
-        sums: as of the step, except for tensors with hooks, after which a gradient is another tensor.
+        sums: as of the step, with one of those that autocast casts, except for tensors with hooks, after which a
+            gradient is another tensor.
         given: the primals as they came, without autograd: assigning to a parameter's `data` does not change them.
         replayed: all gradients, where the fallback found them.
         sources: of each primal the tensor whose version tells of changes.
         owners: of each primal the tensor that its gradient goes to.
+        number: how many there have been.
         made_by: the nodes of the primals that were made of others.
     """
+
+    number = 0
 
     def __init__(
         self, step: Step, fallback: Fallback | None, primals: Sequence[torch.Tensor], sources: Sequence[torch.Tensor],
@@ -262,7 +266,9 @@ class _Run:
         self.versions = [p._version for p in sources]
         self.settings, self.dtype = kernel_settings() if step.again else {}, torch.get_default_dtype()
         self.given: Sequence[torch.Tensor] = [p.detach() for p in primals]
-        self.sums = {i for i in step.sums if not owners[i]._backward_hooks}
+        _Run.number += 1
+        looked_at = step.casts[self.number % len(step.casts) :][:1] if step.casts else ()  # in turn: each costs time
+        self.sums = {i for i in (*step.sums, *looked_at) if not owners[i]._backward_hooks}
         self.generators = {device: copy_generator(device) for device in step.rng_devices}
         self.overwritten = {i: old_value(primals[i]) for i in step.keep_primals}
         self.saved: list[torch.Tensor] | None = None
@@ -359,7 +365,8 @@ class _Run:
         self.program = step.backward.forward([*(self.saved or ()), *values, *tangents])
         if self.fallback is not None:
             self.fallback.not_needed()
-            self.replayed = self.fallback.compared(dict(zip(present, given, strict=True)), self._all_gradients)
+            if not any(_has_hooks(self.owners[i]) for part in self.owned for i in part):  # which run in between
+                self.replayed = self.fallback.compared(dict(zip(present, given, strict=True)), self._all_gradients)
         self.saved, self.primals, self.owners, self.sources, self.given, self.overwritten = None, (), (), (), (), {}
 
     def _all_gradients(self) -> list[Any]:
@@ -543,7 +550,7 @@ class PlannedGradients(torch.autograd.Function):
         for place, i in enumerate(run.owned[ctx.place]):
             if i in run.sums and found[place] is not None:
                 found[place] = alone(found[place])
-                watch_sum(following[place], found[place], run.step.names[i], run.step.told)
+                watch_sum(following[place], found[place], run.step.names[i], run.step.told, i in run.step.casts)
             if found[place] is None:
                 _silence(following[place][0])
             elif i in run.made_by:

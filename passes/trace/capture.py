@@ -64,7 +64,7 @@ from .arguments import (
 )
 from .binding import names_given
 from .buffers import refuse_with_gradient, replaced_in, storage_place
-from .carried import STATE, Carries, carried, is_carried, may_be_carried, notes_of, of_one_kind
+from .carried import STATE, Carries, carried, is_carried, may_be_carried, notes_of, of_one_kind, refuse_several_names
 from .collectives import functional_collectives
 from .compiled import refuse_compiled_parts
 from .constants import Constants
@@ -343,7 +343,7 @@ def _with_settings(traced: Traced, tracer: StepTracer, model: nn.Module) -> Trac
     is_added_to = partial(only_adds_to, codes)
     plain = steady(tracer.settings, {left.path: left.value for left in tracer.left}, model, is_added_to)
     set_plainly = (*plain, *tracer.replaced)
-    refuse_left_for_backward(tracer.left, set_plainly, tracer.recorder.read_late)
+    refuse_left_for_backward(tracer.left, plain, tracer.recorder.read_late)
     others = (Left(path, None, False, False) for path in tracer.recorder.set_as_before(tracer.watch.codes))
     notes, left = say_what_is_left((*tracer.left, *others), set_plainly)
     return replace(
@@ -603,6 +603,7 @@ class StepTracer:
         def changes() -> dict[str, int]:
             return {name: mutation_count(t) for name, t in buffers.items()}
 
+        refuse_several_names(self.model, self.carried, self.before.met_again)
         counts, written = changes(), list(map(mutation_count, flat))
         given = self.given_now  # the tracer itself would be a reference cycle
         count = len(self.entries)

@@ -68,6 +68,21 @@ def may_be_carried(model: nn.Module, changes: Iterable[Change], met_again: Conta
     return tuple(path for path, left in found.items() if path in alone and others.isdisjoint(map(id, left)))
 
 
+def refuse_several_names(model: nn.Module, paths: Iterable[str], met_again: Container[int]) -> None:
+    """Refuse state that was carried so far, and by now is in a list or dict that something else holds, too.
+
+    Raises:
+        StateChanged: what holds it would go on with what is there now.
+    """
+    for path in paths:
+        held = _own(model, path).get(place_of(path)[1])
+        if any(id(container) in met_again for container in _containers([held])):
+            raise StateChanged(
+                "state in a list or dict of several names", f"self.{path}", "as an argument of the step it would be "
+                "another one by one of them", "Read and change it by one name.",
+            )  # fmt: skip
+
+
 def _containers(values: Iterable[Any]) -> Iterator[Any]:
     """The lists and dicts among values, and in those."""
     for value in values:

@@ -60,11 +60,16 @@ def used_in_backward(
 
 
 def refuse_left_for_backward(found: Sequence[Left], settings: Sequence[Setting], late: frozenset[str]) -> None:
-    """Refuse what each forward sets, a planned step does not, and the Python of the backward reads (`late`)."""
-    done = set(map(str, settings))
-    for left in found:
-        if not left.is_kept and left.path not in done and left.path.partition("[")[0] in late:
+    """Refuse what each forward sets, and the Python of the backward reads (`late`): a tensor, or what no step sets.
+
+    Of two calls before one backward, eager reads what the second has left.
+    """
+    done = {str(setting) for setting in settings}
+    unset = [left.path for left in found if not left.is_kept and left.path not in done]
+    tensors = [str(setting) for setting in settings if setting.template is not None]
+    for path in (*unset, *tensors):
+        if path.partition("[")[0] in late:
             raise StateChanged(
-                "state that forward changes and the backward reads", left.path, "a planned step does not set it",
-                "Register it as a buffer (a tensor), or hand it to the backward by the function's ctx, or a closure.",
+                "state that forward changes and the backward reads", path, "a planned step reads what it was in the "
+                "forward", "Register it as a buffer, or hand it to the backward by the function's ctx, or a closure.",
             )  # fmt: skip

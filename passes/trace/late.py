@@ -37,17 +37,21 @@ class Late:
         else:
             self.found.append((read, getter, value))
 
-    def state_now(self) -> list[Any]:
-        """The parameters and buffers."""
-        return [get(read.name, MISSING) for read, get in self.state]
+    def state_now(self) -> list[tuple[Any, int]]:
+        """The parameters and buffers, each with its count of changes."""
+        found = (get(read.name, MISSING) for read, get in self.state)
+        return [(tensor, getattr(tensor, "_version", -1)) for tensor in found]
 
-    def changed_since(self, state: Sequence[Any]) -> str:
+    def changed_since(self, state: Sequence[tuple[Any, int]]) -> str:
         """What is not what it was as the forward ran, in words; "" where all is.
 
         Args:
             state: what `state_now` was after the forward.
         """
-        of_state = ((read, get, then) for (read, get), then in zip(self.state, state, strict=True))
+        for (read, _), (tensor, version) in zip(self.state, state, strict=True):
+            if getattr(tensor, "_version", -1) != version:
+                return f"{read.label} with other numbers in {read.name} than after the forward"
+        of_state = ((read, get, then) for (read, get), (then, _) in zip(self.state, state, strict=True))
         for read, get, then in (*self.found, *of_state):
             if not same_value(now := stood_for(get(read.name, MISSING)), then):
                 is_now, was = apart(shown(now), shown(then))

@@ -381,6 +381,8 @@ class Recorder:
         def __getattribute__(obj: Any, name: str) -> Any:
             if id(obj) in self.numbers and (id(obj), name) not in self.looked_at:
                 self._look(obj, name, usual)
+            elif self.in_backward and (id(obj), name) in self.stored:
+                self.late.add((self.numbers[id(obj)], None, name))
             return usual(obj, name)
 
         def __setattr__(obj: Any, name: str, value: Any) -> None:

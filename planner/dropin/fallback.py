@@ -70,7 +70,7 @@ class Fallback:
         self.entry = entry
         self.state, self.traced, self.layouts = state, prepared.traced, prepared.layouts
         self.key, self.compiled, self.as_called = entry.key, entry.planned.compiled, as_called
-        self.late, self.read_late = entry.matched.late if entry.matched is not None else Late(), list[Any]()
+        self.late, self.read_late = entry.matched.late if entry.matched is not None else Late(), list[tuple[Any, int]]()
         self.device = prepared.device
         self.numbers = entry.numbers()
         self.started = state.losses.called(entry.starts)

@@ -7,8 +7,8 @@ What it misses shows here: a call with other results or gradients than the plain
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -64,6 +64,7 @@ class Expected:
         leaves: what the gradients of the primals are taken of.
         last: which call of the plan was compared before this one.
         generator: the state that it leaves the CPU's generator in.
+        cast: primals whose gradients are not compared, as autocast would cast each once, and here does for each use.
         planned: the outputs of the planned step.
         set: which attribute it sets to another plain value than the plan does, in words.
         raised: what it raised instead.
@@ -72,6 +73,7 @@ class Expected:
     traced: Traced
     last: int
     leaves: Sequence[torch.Tensor]
+    cast: frozenset[int] = frozenset()
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
     overwritten: list[torch.Tensor] = field(default_factory=list)
     planned: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -132,7 +134,7 @@ def spot_check(planned: Decided, call: Call, primals: Sequence[torch.Tensor]) ->
     if not _is_due(entry.calls) or not entry.repeatable or not _may_run(planned, call, primals):
         return None
     traced, leaves = planned.prepared.traced, call.plain.leaves(primals)
-    expected = Expected(traced, entry.compared, leaves)
+    expected = Expected(traced, entry.compared, leaves, frozenset(planned.step.casts))
     entry.compared = entry.calls
     settings = [s for s in traced.settings if s.template is None]
     before = {s: s.of(call.state.model).get(s.name, MISSING) for s in settings}
@@ -143,12 +145,24 @@ def spot_check(planned: Decided, call: Call, primals: Sequence[torch.Tensor]) ->
 
     generators = {"cpu": torch.default_generator}
     try:
-        expected.outputs = call.plain.run(primals, leaves, generators, nullcontext(), look)
+        with _casts_not_kept():
+            expected.outputs = call.plain.run(primals, leaves, generators, nullcontext(), look)
     except Exception as error:  # noqa: BLE001 - the call raises it, if the plain forward does so once more
         expected.raised = f"the plain forward raises {type(error).__name__}: {brief(error)}"
         return expected
     expected.overwritten = [leaves[i].detach() for i in traced.mutated]
     return expected
+
+
+@contextmanager
+def _casts_not_kept() -> Iterator[None]:
+    """Let autocast keep no casts of stand-ins, which would stay until its block ends, beside those that it has."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def say_other(call: Call, expected: Expected, how: str, repeated: bool) -> None:
@@ -180,7 +194,9 @@ def compared(
     except Exception:  # noqa: BLE001 - whatever a hook has against being called twice
         return None
     found = planned()
-    for name, one, other in zip(expected.traced.primal_names, wanted, found, strict=True):
+    for i, (name, one, other) in enumerate(zip(expected.traced.primal_names, wanted, found, strict=True)):
+        if i in expected.cast:
+            continue
         if (one is None) != (other is None) or (one is not None and not _equal(one, other)):
             repeated = all(_all_equal(wanted, expected.gradients(given)) for _ in range(REPEATS))
             say_other(call, expected, f"the gradient of {name} is another one than the plain step's", repeated)
@@ -195,14 +211,14 @@ def _is_due(number: int) -> bool:
 def _may_run(planned: Decided, call: Call, primals: Sequence[torch.Tensor]) -> bool:
     """Where a check may run, and where nobody but the plan would notice it: no profiler, mode or hook on what is saved.
 
-    What is of a class of the user's has no stand-in of that class.
+    What is of a class of the user's has no stand-in of that class, and what forward leaves elsewhere is not put back.
     """
     prepared = planned.prepared
     if prepared.options.check is False or prepared.device.type != "cpu" or planned.compiled or not planned.step.exact:
         return False
     if profiler_runs() or num_dispatch_modes() or active_saving_hooks() or not alone() or has_sharded(call.state.root):
         return False
-    if not all(map(is_planned_for, primals)):
+    if prepared.traced.left or not all(map(is_planned_for, primals)):
         return False
     if any(map(is_collective, prepared.traced.graph_module.graph.nodes)):
         return False

@@ -313,10 +313,27 @@ def test_outside_of_autocast_nothing_is_noted(monkeypatch: pytest.MonkeyPatch) -
         stepped(model)
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_a_part_that_is_called_outside_shares_its_casts_in_eager(before: bool) -> None:
+    """One weight is looked at in each step, in turn."""
+    model = layers()
+    plan = plan_in("whole", model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(len(list(model.parameters())) + 1):
+            with bf16():
+                inputs = (batch(), batch())
+                calls = [model[-1], plan.module] if before else [plan.module, model[-1]]
+                losses = [loss_of(call(x)) for call, x in zip(calls, inputs, strict=True)]
+            sum(losses).backward()  # type: ignore[union-attr]
+            model.zero_grad()
+    assert any("autocast casts it" in str(w.message) for w in said)
+
+
 def test_two_calls_that_share_a_cast_in_eager_are_told_of() -> None:
     plan = plan_in("whole", layers())
     with bf16(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loss = loss_of(plan.module(batch())) + loss_of(plan.module(batch()))
-    with pytest.warns(UserWarning, match=r"gradient of 0\.0\.\w+ is a sum, as the planned step .* autocast casts"):
+    with pytest.warns(UserWarning, match=r"gradient of [\w.]+ is a sum, as the planned step .* autocast casts"):
         loss.backward()

@@ -295,6 +295,37 @@ def test_one_that_is_replaced_between_forward_and_backward_is_noticed() -> None:
         out.pow(2).mean().backward()
 
 
+def test_one_that_another_forward_changes_before_the_backward_is_noticed() -> None:
+    class Moves(_Reads):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            self.level.mul_(0.9)
+            return out
+
+    model, x = _made(Moves), torch.randn(8, WIDTH)
+    module = auto_checkpoint(model, x, budget_mb=8, progress=False).module
+    module(x).pow(2).mean().backward()
+    loss = (module(x) * module(x)).mean()
+    with pytest.raises(ChangedInPlace, match="other numbers in level"):
+        loss.backward()
+
+
+class _Leaves(_Hooked):
+    def hook(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale = x.detach().mean()
+        return super().forward(x)
+
+
+def test_what_forward_leaves_for_the_backward_goes_by_regions() -> None:
+    """Of two calls before one backward, both read what the second has left."""
+    assert _assert_equal(_Leaves).runs
+    with pytest.raises(Unsupported, match=r"state that forward changes and the backward reads at self\.scale"):
+        _train(_Leaves, lambda m, i: None, plan=True, regions="whole")
+
+
 def test_state_that_forward_moves_on_for_the_backward_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"state that forward changes and the backward reads at self\.scale"):
         _train(_SetsAndReads, lambda m, i: None, plan=True, regions="whole")

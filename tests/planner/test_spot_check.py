@@ -239,6 +239,40 @@ def test_none_without_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not compared
 
 
+left: dict[str, Any] = {}
+
+
+class _Elsewhere(_Block):
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        left["h"] = h
+        return h
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_none_where_forward_leaves_something_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = _counted(monkeypatch)
+    left["h"] = None
+    model = _Elsewhere()
+    plan = auto_checkpoint(model, torch.randn(16, 32), budget_mb=8, progress=False)
+    for _ in range(4):
+        plan.module(torch.randn(16, 32)).pow(2).sum().backward()
+    assert not compared and left["h"] is None
+
+
+def test_autocast_keeps_no_casts_of_stand_ins() -> None:
+    model = _Block()
+    x = torch.randn(16, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = auto_checkpoint(model, x, budget_mb=8, progress=False)
+    wrong = []
+    plain = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        for i in range(6):
+            pairs = zip(_observe(plain, plain, i), _observe(model, plan.module, i), strict=True)
+            wrong += [i] * (not all(a == b if isinstance(a, int) else torch.equal(a, b) for a, b in pairs))
+    assert not wrong
+
+
 def test_none_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = _counted(monkeypatch)
     monkeypatch.setattr(spot_check, "free_bytes", lambda device: 1000)

@@ -599,6 +599,22 @@ def mutation_count(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
+@contextlib.contextmanager
+def hashes_heard(hear: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Tell of each tensor that is looked for in a set or dict in the block."""
+    usual = torch.Tensor.__hash__
+
+    def __hash__(tensor: torch.Tensor) -> int:
+        hear(tensor)
+        return usual(tensor)
+
+    torch.Tensor.__hash__ = __hash__  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.__hash__ = usual  # type: ignore[method-assign]
+
+
 def profiler_runs() -> bool:
     """Whether a profiler of torch's is on in this thread."""
     return bool(torch._C._autograd._profiler_enabled())

@@ -68,7 +68,7 @@ from .carried import STATE, Carries, carried, is_carried, may_be_carried, notes_
 from .collectives import functional_collectives
 from .compiled import refuse_compiled_parts
 from .constants import Constants
-from .constructs import ACCUMULATED, LAZY, LEAF, refuse_settings
+from .constructs import ACCUMULATED, IDENTITY, LAZY, LEAF, refuse_settings
 from .contexts import private_contexts
 from .custom_backward import refuse_left_for_backward, used_in_backward
 from .expected import MISSING
@@ -451,6 +451,8 @@ class StepTracer:
         self.remembered.add(flat)
         recording = self.recorder.recording(flat[: len(self.entries)])
         result = self._run(flat, recording) if self.runs else self._first_run(flat)
+        if self.recorder.identity:
+            raise IDENTITY.at(self.recorder.identity)
         self.take_replaced(result)
         tensors, self.output_template, self.changes = result.tensors, result.template, result.changes
         _refuse_distributed(tensors, self.output_template)

@@ -108,6 +108,12 @@ LEAF = Construct(
     "Make it outside, and pass it as an argument; or return its detach().",
 )
 
+IDENTITY = Construct(
+    "which tensor one is, in forward (id(), a set or dict of parameters)",
+    "forward is traced with others in the places of parameters and buffers",
+    "Keep what belongs to one under its name, or as an attribute of its module.",
+)
+
 OF_ARGUMENT = Construct(
     "an argument's requires_grad set in forward",
     "a planned step returns gradients to those arguments alone that required one when it was planned",

@@ -30,7 +30,7 @@ from torch import fx, nn
 from torch.nn.modules import module as module_file
 from torch.overrides import TorchFunctionMode
 
-from passes._torch import TORCH_FOLDER, FunctionalTensor, wrapped_tensors
+from passes._torch import TORCH_FOLDER, FunctionalTensor, hashes_heard, wrapped_tensors
 from passes.printable import describe_kind
 
 from .arguments import StateEntry, state_tensors
@@ -54,7 +54,7 @@ from .expected import (
 )
 from .lookups import computes_names, names_in
 from .nodes import kept_by_torch, same
-from .places import OUR_FOLDERS, is_users, is_users_file
+from .places import OUR_FOLDERS, is_users, is_users_file, place
 from .reads import (
     HOOKS,
     NAMES,
@@ -115,6 +115,7 @@ class Recorder:
         self.in_backward = self.on = False
         self.marking = False  # whether what is read is read by what the backward runs
         self.late: set[tuple[Any, ...]] = set()
+        self.identity = ""  # where forward asks which tensor one is
         self.carried, self.inputs = carried, set(map(id, carried))
         self.arguments: tuple[Expected, ...] | None = None
         self.copies: dict[int, Any] = {}
@@ -152,7 +153,7 @@ class Recorder:
             for kind in (nn.Module, *self.watched):
                 self._watch(kind)
             sys.setprofile(self._profile)
-            with _NotInsideOps(self._profile, self._runs_late):
+            with hashes_heard(self._hashed), _NotInsideOps(self._profile, self._runs_late):
                 self.on = True
                 yield
         finally:
@@ -493,8 +494,15 @@ class Recorder:
 
     # Code -----------------------------------------------------------------------------------------------------------
 
-    def _profile(self, frame: types.FrameType, event: str, _: Any) -> None:
+    def _hashed(self, tensor: torch.Tensor) -> None:
+        frame = sys._getframe(2)
+        if self.on and id(tensor) in self.state and is_users_file(frame.f_code.co_filename):
+            self.identity = place(frame)
+
+    def _profile(self, frame: types.FrameType, event: str, called: Any) -> None:
         code = frame.f_code
+        if called is id and event == "c_call" and is_users_file(code.co_filename):
+            self.identity = place(frame)
         if event == "call" and threading.get_ident() == self.thread and _is_users(code) and not _is_ours(frame):
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             known = id(first) in self.numbers or (code.co_argcount and code.co_varnames[0] == "self")

@@ -94,6 +94,7 @@ class _Unrecorded:
 
     written: frozenset[Any] = frozenset()
     looked_at: frozenset[Any] = frozenset()
+    identity = ""
 
     def stop(self) -> None: ...
 

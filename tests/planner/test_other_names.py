@@ -408,3 +408,37 @@ def test_a_decorators_own_argument() -> None:
         warnings.simplefilter("ignore")
         for given in ({"scale": 3.0}, {"scale": 5.0}, {}):
             assert torch.equal(plan.module(x, **given), model(x, **given))
+
+
+# Which tensor one is --------------------------------------------------------------------------------------------------
+
+
+class _Looks(nn.Module):
+    """Looks up what belongs to a parameter by the parameter itself."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.before, self.after, self.how = _layers(), _layers(), how
+        weight = self.before[0].weight
+        self.scales: dict[Any, float] = {id(weight): 2.0} if how == "id" else {weight: 2.0}
+
+    def scale(self) -> float:
+        weight = self.before[0].weight
+        if self.how == "set":
+            return 2.0 if weight in set(self.scales) else 1.0
+        return self.scales.get(id(weight) if self.how == "id" else weight, 1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.after(self.before(x)) * self.scale()
+        return out
+
+
+@pytest.mark.every(1)
+@pytest.mark.parametrize("how", ["id", "dict", "set"])
+def test_lookups_by_a_parameter_are_left_to_eager(how: str) -> None:
+    def kind() -> nn.Module:
+        return _Looks(how)
+
+    assert _assert_equal(kind).runs
+    with pytest.raises(Unsupported, match=r"which tensor one is, in forward .* at .*test_other_names\.py"):
+        _train(kind, lambda m, i: None, plan=True, regions="whole")

@@ -731,6 +731,20 @@ def casts_kept(enabled: bool) -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+@contextmanager
+def casts_dropped() -> Iterator[None]:
+    """Let autocast keep none of the copies that it makes in the block, beside those that it has: these are stand-ins'.
+
+    A region's are its own.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 def choose_differentiated(
     template: Template, tensors: list[torch.Tensor], paths: dict[int, str], asked: tuple[str, ...] | None
 ) -> set[int]:

@@ -7,8 +7,8 @@ What it misses shows here: a call with other results or gradients than the plain
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from passes.ops import is_collective
 from passes.printable import brief
 from passes.run._torch import active_saving_hooks
 from passes.run.step import OtherAnswer
-from passes.trace.capture import Traced
+from passes.trace.capture import Traced, casts_dropped
 from passes.trace.given import filled
 from passes.trace.nodes import MISSING, same
 from passes.trace.places import user_level
@@ -145,24 +145,13 @@ def spot_check(planned: Decided, call: Call, primals: Sequence[torch.Tensor]) ->
 
     generators = {"cpu": torch.default_generator}
     try:
-        with _casts_not_kept():
+        with casts_dropped():
             expected.outputs = call.plain.run(primals, leaves, generators, nullcontext(), look)
     except Exception as error:  # noqa: BLE001 - the call raises it, if the plain forward does so once more
         expected.raised = f"the plain forward raises {type(error).__name__}: {brief(error)}"
         return expected
     expected.overwritten = [leaves[i].detach() for i in traced.mutated]
     return expected
-
-
-@contextmanager
-def _casts_not_kept() -> Iterator[None]:
-    """Let autocast keep no casts of stand-ins, which would stay until its block ends, beside those that it has."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def say_other(call: Call, expected: Expected, how: str, repeated: bool) -> None:

@@ -19,6 +19,7 @@ from passes.run.mixing import Versions
 from passes.run.tensors import overlapping
 from passes.trace.arguments import call_signature, copied_forward, repeated_hook, set_forward, state_tensors
 from passes.trace.binding import bind_call, call_bound
+from passes.trace.capture import casts_dropped
 from passes.trace.constructs import settings_of_kernels
 from passes.trace.expected import unless_none
 from passes.trace.given import Given, all_outputs, deliver, left_alone, targets_of
@@ -173,7 +174,7 @@ class _HollowResult(torch.autograd.Function):
     def forward(ctx: Any, of: HollowForward, run: Run, bound: Mapping[str, Any], token: torch.Tensor) -> Any:
         hollow, traced = of.hollow, run.part.traced
         index = len(hollow.runs) - 1
-        with hollow.within(), torch.enable_grad(), _casts_dropped():
+        with hollow.within(), torch.enable_grad(), casts_dropped():
             found = run.part.output_values if hollow.imagined else _flat_call(of, run.part, bound)
         outputs: list[Any] = [None] * traced.num_outputs
         made: dict[int, torch.UntypedStorage] = {}
@@ -212,17 +213,6 @@ class _HollowResult(torch.autograd.Function):
         hollow.again = hollow.parts.learn(run.path, run.number, part, gradients) or hollow.again
         run.given = [gradients[i] for i in part.differentiated] if part.returns_tangents else []
         return None, None, None, ctx.token
-
-
-@contextmanager
-def _casts_dropped() -> Iterator[None]:
-    """Let autocast keep no copies of parameters in the block: those of a region are the region's own."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def _flat_call(of: HollowForward, part: Part, bound: Any) -> list[torch.Tensor]:

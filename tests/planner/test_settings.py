@@ -126,7 +126,7 @@ def test_what_forward_counts_elsewhere_needs_no_plan_of_its_own() -> None:
 def test_a_value_of_its_own_in_each_run_is_said() -> None:
     class Tagged(Counted):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.tag = id(object.__new__(Counted)) + id(x)
+            self.tag = hash(object.__new__(Counted)) + hash(x)
             return super().forward(x)
 
     with pytest.warns(UserWarning, match=r"forward sets self\.tag; .* will not set that"):

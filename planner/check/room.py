@@ -1,10 +1,15 @@
-"""Whether there is memory for a check: the device's, and the host's under the limits that a container sets."""
+"""Whether there is memory for a check: the device's, and the host's under the limits of a container and the process."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 import torch
 
@@ -59,8 +64,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
-    limits = [_available(), *_limits()]
-    return min(limits)
+    return min([_available(), *_control_groups(), *_of_process()])
 
 
 def _available() -> int:
@@ -74,7 +78,7 @@ def _available() -> int:
         return 1 << 30
 
 
-def _limits() -> list[int]:
+def _control_groups() -> list[int]:
     """What control groups leave: their limit less what is in use and could not be dropped."""
     found = []
     for folder, limit, used, cache in (
@@ -86,6 +90,17 @@ def _limits() -> list[int]:
             stat = dict(line.split() for line in _lines(f"{folder}/memory.stat") if len(line.split()) == 2)
             found.append(max(0, most - now + int(stat.get(cache, 0))))
     return found
+
+
+def _of_process() -> list[int]:
+    """What the process's own limits leave (`ulimit -v` and `ulimit -d`): of its addresses, and of what it may write."""
+    pages = [int(pages) for line in _lines("/proc/self/statm") for pages in line.split()]
+    if resource is None or not pages:
+        return []
+    limits = {resource.RLIMIT_AS: pages[0], resource.RLIMIT_DATA: pages[5]}
+    soft = {limit: resource.getrlimit(limit)[0] for limit in limits}
+    size = resource.getpagesize()
+    return [max(0, soft[i] - used * size) for i, used in limits.items() if soft[i] != resource.RLIM_INFINITY]
 
 
 def _number(path: str) -> int | None:

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import random
 import re
+import sys
 import time
 import types
 import warnings
@@ -474,6 +475,21 @@ def test_auto_needs_free_memory(built: Built, monkeypatch: pytest.MonkeyPatch) -
     assert re.search("needs .* and .* are free", str(auto(model, planned, sample)))
     assert checked(model, planned, sample).steps == 2
     assert room._available() > 0
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+@pytest.mark.parametrize("name", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_limits_of_the_process_are_kept(name: str) -> None:
+    resource = pytest.importorskip("resource")
+    kind, (pages, *_, data, _) = getattr(resource, name), map(int, Path("/proc/self/statm").read_text().split())
+    used = (pages if name == "RLIMIT_AS" else data) * resource.getpagesize()
+    soft, hard = resource.getrlimit(kind)
+    try:
+        resource.setrlimit(kind, (used + (100 << 20), hard))
+        free = room.free_bytes(torch.device("cpu"))
+    finally:
+        resource.setrlimit(kind, (soft, hard))
+    assert 60 << 20 < free <= 110 << 20
 
 
 def test_memory_that_it_needs_is_not_underestimated() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -108,15 +108,21 @@ def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() < b.data_ptr() + reach(b) and b.data_ptr() < a.data_ptr() + reach(a)
 
 
-def nodes_behind(tensors: Iterable[torch.Tensor], nodes: Iterable[Any] = ()) -> Iterator[Any]:
-    """The nodes of autograd's graph that the tensors were computed by, each once, and others with those behind them."""
+def nodes_behind(
+    tensors: Iterable[torch.Tensor], nodes: Iterable[Any] = (), enters: Callable[[Any], bool] = lambda node: True
+) -> Iterator[Any]:
+    """The nodes of autograd's graph that the tensors were computed by, each once, and others with those behind them.
+
+    Args:
+        enters: whether to go on behind a node.
+    """
     seen, waiting = set[Any](), [*(tensor.grad_fn for tensor in tensors), *nodes]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:
             seen.add(node)
             yield node
-            waiting += [before for before, _ in node.next_functions]
+            waiting += [before for before, _ in node.next_functions] if enters(node) else []
 
 
 def laid_out(gradient: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

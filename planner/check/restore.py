@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from passes.run._torch import node_number
+from passes.run.tensors import nodes_behind
 from passes.trace.nodes import refill
 
 CONTAINERS = (dict, OrderedDict, list, set)
@@ -222,17 +223,9 @@ def hooks_aside(parameters: Iterable[Any], instead: Callable[[Any], None] | None
 
 def _leaves_of(outputs: Iterable[torch.Tensor], since: int) -> tuple[list[torch.Tensor], bool]:
     """The leaves that outputs were computed from since then, and whether nothing else was."""
-    leaves, all_new = list[torch.Tensor](), True
-    seen, waiting = set[Any](), [output.grad_fn for output in outputs]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            leaves.append(leaf)
-        elif node_number(node) < since:
-            all_new = False
-        else:
-            waiting += [before for before, _ in node.next_functions]
-    return leaves, all_new
+
+    def is_new(node: Any) -> bool:
+        return hasattr(node, "variable") or node_number(node) >= since
+
+    nodes = list(nodes_behind(outputs, enters=is_new))
+    return [node.variable for node in nodes if hasattr(node, "variable")], all(map(is_new, nodes))

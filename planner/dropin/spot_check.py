@@ -65,7 +65,7 @@ class Expected:
         last: which call of the plan was compared before this one.
         generator: the state that it leaves the CPU's generator in.
         cast: primals whose gradients are not compared, as autocast would cast each once, and here does for each use.
-        planned: the outputs of the planned step.
+        planned: the outputs of the planned step that are no inputs.
         set: which attribute it sets to another plain value than the plan does, in words.
         raised: what it raised instead.
     """
@@ -83,27 +83,26 @@ class Expected:
 
     def compare(self, results: Sequence[torch.Tensor]) -> None:
         """Raise OtherResult where a planned forward's results are others."""
-        if how := self._difference(results):
-            raise OtherResult(how)
         count = len(self.traced.mutated)
-        self.planned = {i: results[count + i] for i in self.outputs if i >= 0}
+        made = [leaf.index for leaf in self.traced.outputs if leaf.input is None and leaf.index in self.outputs]
+        self.planned = {i: results[count + i] for i in made}
+        if how := self._difference(results[:count]):
+            self.planned = {}  # the plain forward runs next
+            raise OtherResult(how)
 
     @property
     def is_as_it_was(self) -> bool:
         """Whether nobody changed the step's outputs past torch's count of changes: a backward may read them."""
         return all(_equal(self.outputs[i], result) for i, result in self.planned.items())
 
-    def _difference(self, results: Sequence[torch.Tensor]) -> str:
+    def _difference(self, overwritten: Sequence[torch.Tensor]) -> str:
         if self.raised or self.set:
             return self.raised or self.set
-        count = len(self.traced.mutated)
-        names = [self.traced.primal_names[i] for i in self.traced.mutated]
-        for name, wanted, result in zip(names, self.overwritten, results, strict=False):
+        for i, wanted, result in zip(self.traced.mutated, self.overwritten, overwritten, strict=False):
             if not _equal(wanted, result):
-                return f"forward leaves other numbers in {name} than the plain one"
+                return f"forward leaves other numbers in {self.traced.primal_names[i]} than the plain one"
         for leaf in self.traced.outputs:
-            value = self.outputs.get(leaf.index)
-            if leaf.input is None and value is not None and not _equal(value, results[count + leaf.index]):
+            if leaf.index in self.planned and not _equal(self.outputs[leaf.index], self.planned[leaf.index]):
                 return f"forward computes another {leaf.path or 'output'} than the plain one"
         if not torch.equal(self.generator, torch.get_rng_state()):
             return "forward draws other random numbers than the plain one"

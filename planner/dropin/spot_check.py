@@ -35,7 +35,9 @@ from .entry import Entry, is_planned_for
 from .plain_forward import PlainForward
 from .plans import Plans
 
-FIRST_CALLS = (2, 3, 4, 5, 8, 16, 32, 64, 128)  # of a plan that are compared: what forward changes shows early
+FIRST_CALLS = (2, 4, 8, 16, 32, 64, 128)  # of a plan that are compared: what forward changes shows early
+OF_LIGHT_STEPS = (3, 5)  # too, which nobody waits for
+LIGHT_FLOPS = 10**9
 EVERY = 256  # of later calls one is
 REPEATS = 3  # of a plain backward, whose sums over threads may come out otherwise
 TIMES_FREE = 2  # as much memory as the plain step takes
@@ -130,7 +132,7 @@ def spot_check(planned: Decided, call: Call, primals: Sequence[torch.Tensor]) ->
     """Run the plain forward of a call that is to be compared; it leaves all as it was."""
     entry = call.entry
     entry.calls += 1
-    if not _is_due(entry.calls) or not entry.repeatable or not _may_run(planned, call, primals):
+    if not _is_due(entry.calls, planned.step_flops) or not entry.repeatable or not _may_run(planned, call, primals):
         return None
     traced, leaves = planned.prepared.traced, call.plain.leaves(primals)
     expected = Expected(traced, entry.compared, leaves, frozenset(planned.step.casts))
@@ -192,8 +194,9 @@ def compared(
     return found
 
 
-def _is_due(number: int) -> bool:
-    return number in FIRST_CALLS or number % EVERY == 0
+def _is_due(number: int, flops: int) -> bool:
+    early = number in FIRST_CALLS or (number in OF_LIGHT_STEPS and flops < LIGHT_FLOPS)
+    return early or number % EVERY == 0
 
 
 def _may_run(planned: Decided, call: Call, primals: Sequence[torch.Tensor]) -> bool:

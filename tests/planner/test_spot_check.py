@@ -227,10 +227,18 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return compared
 
 
-def test_which_calls_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("size", "due"), [(16, [2, 3, 4, 5, 8]), (1 << 17, [2, 4, 8])])
+def test_which_calls_are_compared(size: int, due: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     compared = _counted(monkeypatch)
-    assert _train(_Block(), change=None) == ([], [])
-    assert compared == [0, 2, 3, 4, 5]
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+    module = auto_checkpoint(model, torch.randn(size, 32), budget_mb=200, progress=False).module
+    found = []
+    for i in range(1, CALLS):
+        model.zero_grad()
+        module(torch.randn(size, 32)).pow(2).sum().backward()
+        found += [i] * len(compared)
+        compared.clear()
+    assert found == due
 
 
 def test_none_without_a_check(monkeypatch: pytest.MonkeyPatch) -> None:

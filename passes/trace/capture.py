@@ -77,6 +77,7 @@ from .first_call import FirstCall, Remembers
 from .given import Changed, Given, Returned, changed_slots, left_alone
 from .guards import Guard
 from .hidden import refuse_hidden
+from .inside import lengths_of, set_now, set_once_more, settings_inside
 from .isolate import isolated
 from .layouts import (
     BACKWARD_AUTOCAST,
@@ -90,7 +91,8 @@ from .layouts import (
 )
 from .leaks import Remembered
 from .modules import fill_forward_paths, module_path, module_paths
-from .notice import Left, Rerun, check_backward, judged, notice, say_what_is_left
+from .next_step import Rerun
+from .notice import Left, check_backward, judged, notice, say_what_is_left
 from .once import alike_when_compiling
 from .overlaps import Overlaps, overlaps
 from .owned import Owned
@@ -316,7 +318,7 @@ def capture(
             tracer.notes += (_note_of(tracer.asked),)
         if tracer.guard is not None and tracer.guard.counts:
             tracer.notes += (COUNTS,)
-        check_backward(tracer.before, tracer.judged, {str(s): s.value for s in tracer.settings if s.template is None})
+        check_backward(tracer.before, tracer.judged, tracer.settings)
     for tensor, name in zip(input_tensors, names, strict=True):
         refuse_attributes(vars(tensor).keys() & tracer.recorder.said.keys(), name)
     tracer.recorder.let_go()
@@ -341,9 +343,10 @@ def _with_settings(traced: Traced, tracer: StepTracer, model: nn.Module) -> Trac
     """With what the forward sets besides its outputs, as a planned step does, too; what it does not set is said."""
     codes = () if tracer.watch.has_checkpoints else tracer.watch.codes
     is_added_to = partial(only_adds_to, codes)
-    plain = steady(tracer.settings, {left.path: left.value for left in tracer.left}, model, is_added_to)
+    first = {left.path: left.value for left in tracer.left} | {str(place): place.value for place in tracer.places}
+    plain = steady(tracer.settings, first, model, is_added_to)
     set_plainly = (*plain, *tracer.replaced)
-    refuse_left_for_backward(tracer.left, plain, tracer.recorder.read_late)
+    refuse_left_for_backward(tracer.left, plain, tracer.carried, tracer.recorder.read_late)
     others = (Left(path, None, False, False) for path in tracer.recorder.set_as_before(tracer.watch.codes))
     notes, left = say_what_is_left((*tracer.left, *others), set_plainly)
     return replace(
@@ -417,6 +420,8 @@ class StepTracer:
         self.left: tuple[Left, ...] = ()  # by the first run
         self.settings: tuple[Setting, ...] = ()  # of the latest run
         self.sets_tensors = True
+        self.places: tuple[Setting, ...] = ()  # inside of what modules hold, which forward only sets
+        self.lengths: list[int] = []  # of what holds these, before the latest run
         self.carried = carried(bound)
         self.before: Snapshot
         self.watch = Watch()
@@ -520,6 +525,7 @@ class StepTracer:
             usual, hooks = [dict(vars(tensor)) for tensor in flat], list(map(_hooks_of, flat))  # and a buffer's marks
             self.recorder.take_arguments(bound, self.input_template)
             self.given_now[:] = [given]
+            self.lengths = lengths_of(self.places, self.model)
             torch_was = torch_settings()
             try:
                 with of_one_kind(bound):
@@ -573,15 +579,17 @@ class StepTracer:
     def _settings(self, flat: Sequence[torch.Tensor], returned: list[torch.Tensor]) -> tuple[Setting, ...]:
         """What forward sets in the model; tensors of that are added to what it returned.
 
-        They are none that share memory with what the step is given, and no constants: such outputs are refused.
+        They are inputs, or none that share memory with what the step is given, and no constants: such are refused.
         """
-        kinds = set(map(type, flat))
+        kinds, inputs = set(map(type, flat)), flat[len(self.entries) :]
 
         def may_be_kept(tensor: torch.Tensor) -> bool:
-            return self.sets_tensors and type(tensor) in kinds and not _sharing([tensor], flat)[1]
+            own = any(tensor is each for each in inputs) or not _sharing([tensor], flat)[1]
+            return self.sets_tensors and type(tensor) in kinds and own
 
         found = [setting for setting in self.recorder.settings() if not is_carried(str(setting), self.carried)]
-        return tuple(taken_apart(found, returned, may_be_kept))
+        inside = set_now(self.places, self.model, self.lengths)
+        return tuple(taken_apart([*found, *inside], returned, may_be_kept))
 
     def _detached(self, flat: Sequence[torch.Tensor], returned: Sequence[torch.Tensor]) -> list[int]:
         """The inputs with a gradient to which no output passes any on; those that a checkpoint hides might get one."""
@@ -652,11 +660,20 @@ class StepTracer:
             raise FirstCall(first, overwritten)
         self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes)))
         self.watch = watch
-        if held:  # such as this run has set, too; it is not recorded
+        if self.sets_tensors:
+            only_set = {left.path for left in self.left if left.is_only_set}
+            seen = [change for change in found if change.path in only_set]
+            every = rerun.others(set_once_more(self.before, watch.codes, rerun.once, seen))
+            self.places = tuple(settings_inside(self.model, every, self.before.met_again))
+        if held or self.places:  # such as this run has set, too; it is not recorded
             of_tensors = [s for s in settings(rerun.copies()) if s.template is not None]
             self.before.restore()
-            places = [(id(self.model.get_submodule(s.path)), s.name) for s in of_tensors]
-            mine = [replace(s, value=held[at], template=None) for s, at in zip(of_tensors, places, strict=True)]
+            inside = {str(place): place.value for place in self.places}
+
+            def left_at(s: Setting) -> Any:
+                return inside[str(s)] if s.within else held[id(self.model.get_submodule(s.path)), s.name]
+
+            mine = [replace(s, value=left_at(s), template=None) for s in of_tensors]
             self.settings = tuple(taken_apart(mine, result.tensors, lambda _: True))
         self.put = put
         return result

@@ -59,7 +59,9 @@ def used_in_backward(
             )  # fmt: skip
 
 
-def refuse_left_for_backward(found: Sequence[Left], settings: Sequence[Setting], late: frozenset[str]) -> None:
+def refuse_left_for_backward(
+    found: Sequence[Left], settings: Sequence[Setting], carried: Sequence[str], late: frozenset[str]
+) -> None:
     """Refuse what each forward sets, and the Python of the backward reads (`late`): a tensor, or what no step sets.
 
     Of two calls before one backward, eager reads what the second has left.
@@ -67,7 +69,7 @@ def refuse_left_for_backward(found: Sequence[Left], settings: Sequence[Setting],
     done = {str(setting) for setting in settings}
     unset = [left.path for left in found if not left.is_kept and left.path not in done]
     tensors = [str(setting) for setting in settings if setting.template is not None]
-    for path in (*unset, *tensors):
+    for path in (*unset, *tensors, *(f"self.{path}" for path in carried)):
         if path.partition("[")[0] in late:
             raise StateChanged(
                 "state that forward changes and the backward reads", path, "a planned step reads what it was in the "

@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import nn
 
+from .next_step import is_hook
 from .nodes import MISSING, Change, identical, put, twin
-from .notice import holder, is_hook
+from .notice import holder
 from .once import may_run, once
 from .preparing import prepared
 

@@ -169,7 +169,7 @@ def node_changes(node: Node, alike: Callable[[Any, Any], bool]) -> Iterator[Chan
         for key in dict.fromkeys([*before, *now]):
             a, b = now.get(key, MISSING), before.get(key, MISSING)
             if key not in ignored and not (identical if node.kind == "names" else alike)(a, b):
-                yield _change(node, key, b, a)
+                yield change_of(node, key, b, a)
         if node.kind == "items" and now.keys() == before.keys() and list(now) != list(before):
             yield Change(node, node.path, node.name, before, now)
     elif isinstance(before, list) and isinstance(now, list):
@@ -179,7 +179,8 @@ def node_changes(node: Node, alike: Callable[[Any, Any], bool]) -> Iterator[Chan
         yield Change(node, node.path, node.name, before, now)
 
 
-def _change(node: Node, key: Any, before: Any, after: Any) -> Change:
+def change_of(node: Node, key: Any, before: Any, after: Any) -> Change:
+    """The change of what a node holds at a key."""
     if node.name in ("_modules", "_parameters", "_buffers"):
         return Change(node, f"{node.path.rpartition('.')[0]}.{key}", str(key), before, after, key)
     if node.kind == "items":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -14,15 +14,14 @@ from passes._torch import FakeTensor, FunctionalTensor, pytree
 from passes.printable import few
 
 from ..errors import StateChanged, Unsupported
-from .carried import is_carried
 from .checkpoints import refuse_checkpoints
 from .constructs import DRAW, KEPT, SEED
-from .nodes import MISSING, Change, alike, same, tensors_of, twin
+from .next_step import Rerun, compare_steps, is_hook, place_of
+from .nodes import MISSING, Change, same
 from .places import say
-from .rerun import Script, Stale, is_named, line_of_change, reads
+from .rerun import is_named, line_of_change, reads
 from .settings import Setting, is_plain
 from .state import Snapshot, scramble
-from .templates import constants
 from .watch import Watch
 
 _WHY_STATE = "a later step would read what an earlier one left there, and a planned step leaves nothing there"
@@ -30,49 +29,6 @@ _REMEDY_STATE = (
     "Register it as a buffer (a tensor), pass it as an argument, or change it outside forward. If forward only "
     "prepares itself at its first call, call the model once before planning."
 )
-
-
-@dataclass(frozen=True)
-class Rerun:
-    """The forward, to be run again while tracing.
-
-    Attributes:
-        run: runs it on these tensors under further modes, and returns its output.
-        names: what the tensors are called.
-        steady: names of the buffers that it did not change.
-        take: a snapshot of what can be reached now.
-        set_first: runs it on such; paths of the plain values that it sets before it reads them, as planned steps do.
-        carried: attributes that are arguments of the step, and so the same in each run.
-    """
-
-    run: Callable[..., Any]
-    flat: Sequence[torch.Tensor]
-    names: Sequence[str]
-    steady: frozenset[str]
-    take: Callable[[], Snapshot]
-    set_first: Callable[[Sequence[torch.Tensor]], set[str]]
-    carried: tuple[str, ...] = ()
-
-    def once(self, *modes: Any) -> Any:
-        """Run it on copies of the tensors."""
-        return self.run(self.copies(), *modes)
-
-    def copies(self) -> list[torch.Tensor]:
-        with torch.no_grad():
-            return list(map(twin, self.flat))
-
-    def others(self, changes: Iterable[Change]) -> list[Change]:
-        """Those of what is no argument."""
-        return [change for change in changes if not is_carried(change.path, self.carried)]
-
-    def script(self, *known: Any) -> Script:
-        """What it asks of torch, from the state as it is now."""
-        copies = self.copies()
-        script = Script(dict(zip(self.names, copies, strict=True)), self.steady, *known)
-        result = self.run(copies, script)
-        script.lines.append(f"returns {[script.name_of(t)[0] for t in result.tensors]}")
-        script.lines += [script.name_of(c)[0] for c in constants(result.template)]
-        return script
 
 
 @dataclass(frozen=True)
@@ -85,6 +41,7 @@ class Left:
         is_first: whether a second call leaves it as it is.
         is_kept: whether forward reads what is there, too.
         is_new: whether nothing was there, of the model's own.
+        is_only_set: whether each call puts the like there, and nothing reads it.
     """
 
     path: str
@@ -93,6 +50,7 @@ class Left:
     is_kept: bool
     holder: str = ""
     is_new: bool = False
+    is_only_set: bool = False
 
 
 def notice(before: Snapshot, changes: list[Change], watch: Watch, rerun: Rerun, may_move: bool) -> tuple[Left, ...]:
@@ -131,11 +89,11 @@ def notice(before: Snapshot, changes: list[Change], watch: Watch, rerun: Rerun, 
             refuse(change, KEPT.what, KEPT.why, KEPT.remedy)
         if change.node.kind == "array":
             refuse_state(change, "an array changed in forward")
-    written_again = _compare_steps(before, changes, watch, rerun, refuse_state)
+    written_again, steady = compare_steps(before, changes, watch, rerun, refuse_state)
     if seeded := [change.path for change in changes if change.node.kind == "generator"]:
         say(f"forward brings {few(seeded)} into a state of its own; the planned step leaves it alone")
     others = [change for change in changes if change.node.kind not in ("generator", "cache")]
-    left = tuple(map(partial(_left, written_again=written_again, codes=watch.codes), others))
+    left = tuple(map(partial(_left, written_again=written_again, steady=steady, codes=watch.codes), others))
     if any(there.is_kept for there in left):
         now, set_first = rerun.take(), rerun.set_first(rerun.copies())
         now.restore()
@@ -165,11 +123,13 @@ def _values(change: Change, value: Any) -> list[Any]:
     return [value] if change.key is not MISSING else list(value)
 
 
-def _left(change: Change, written_again: frozenset[str], codes: Any) -> Left:
-    is_first = _place(change) not in written_again
-    is_kept = is_first and (is_hook(change) or bool(reads(codes, change.name)))
+def _left(change: Change, written_again: frozenset[str], steady: frozenset[str], codes: Any) -> Left:
+    is_first, is_read = place_of(change) not in written_again, bool(reads(codes, change.name))
+    is_kept = is_first and (is_hook(change) or is_read)
     value = change.after if is_plain(change.after) else None
-    return Left(change.path, value, is_first, is_kept, holder(change), _is_new(change))
+    alike_again = place_of(change) in steady or (is_first and value is not None)
+    only_set = alike_again and not is_read and is_named(codes, change.name)
+    return Left(change.path, value, is_first, is_kept, holder(change), _is_new(change), only_set)
 
 
 def _is_new(change: Change) -> bool:
@@ -189,16 +149,6 @@ def holder(change: Change) -> str:
         is_new = change.node.name == "_buffers" and (change.before is None or change.before is MISSING)
         return change.path if is_new or change.node.name == "_non_persistent_buffers_set" else ""
     return change.node.path if change.node.kind == "items" else change.path
-
-
-def is_hook(change: Change) -> bool:
-    """Whether it is a hook of a module that came or went: calling the module reads it."""
-    return change.node.kind == "names" and "_hooks" in change.node.name
-
-
-def _place(change: Change) -> str:
-    """Its path; of a hook, whose number is another one at each registration, that of the hooks it is among."""
-    return change.node.path if is_hook(change) else change.path
 
 
 def say_what_is_left(found: Sequence[Left], settings: Sequence[Setting]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -227,14 +177,15 @@ def judged(changes: Iterable[Change]) -> frozenset[str]:
 _HOOK = re.compile(r"(?<=hooks)\.\d+$")  # each registration has another number
 
 
-def check_backward(before: Snapshot, by_forward: frozenset[str], left: Mapping[str, Any]) -> None:
-    """Refuse what the forward alone did not change, or not to that: Python that the backward runs did.
-
-    Args:
-        left: the plain values that the forward left, by their paths.
-    """
+def check_backward(before: Snapshot, by_forward: frozenset[str], settings: Iterable[Setting]) -> None:
+    """Refuse what the forward alone did not change, or not to what it has set: Python that the backward runs did."""
+    left = {str(s): s.value for s in settings if s.template is None and not s.appended}
+    grown = {str(s): s.appended for s in settings if s.appended}
     for change in before.changes():
-        if _HOOK.sub("", change.path) not in by_forward or not same(change.after, left.get(change.path, change.after)):
+        as_left = same(change.after, left.get(change.path, change.after))
+        if change.path in grown:
+            as_left = len(change.after) == len(change.before) + grown[change.path]
+        if _HOOK.sub("", change.path) not in by_forward or not as_left:
             raise Unsupported(
                 "state that changes in the backward", change.path, "its Python runs while tracing, and not in the "
                 "planned steps", "Move the change out of the backward of the custom function.",
@@ -253,44 +204,3 @@ def _reseeded(before: Snapshot, change: Change, rerun: Rerun) -> bool:
         seen.append((lines, repr(change.node.take())))
     before.restore()
     return seen[0] == seen[1]
-
-
-def _compare_steps(
-    before: Snapshot, changes: list[Change], watch: Watch, rerun: Rerun, refuse: Callable[..., NoReturn]
-) -> frozenset[str]:
-    """Run the forward as a first and as a second step; returns what the second one writes again."""
-    held = before.tensors
-    first = rerun.script(None, held)
-    left = rerun.take()
-    differs, where = False, ""
-    try:
-        differs = rerun.script(first, held).lines != first.lines
-    except Stale as stale:
-        differs, where = True, stale.where
-    except Unsupported:
-        raise
-    except Exception:  # noqa: BLE001 - the first step ran: what fails, fails for the state that it left
-        differs = True
-    # A call that a cache knows nothing of (a mask is another object each time) is computed in each step, as planned.
-    again = rerun.others(left.changes())
-    unlike = {_place(change) for change in left.changes(alike)} | _hand_on(again, first)
-    evolving = [c for c in again if _place(c) in unlike and (differs or c.node.kind != "cache")]
-    read = ((c, where) for c in evolving if (where := reads(watch.codes, c.name)) or not is_named(watch.codes, c.name))
-    if differs:
-        change, found = next(read, (next(iter(evolving), changes[0]), ""))
-        refuse(_outermost(change, changes), "state that forward changes and reads", place=where or found)
-    for change, found in read:
-        refuse(_outermost(change, changes), "state that forward changes and reads", place=found)
-    return frozenset(map(_place, again))
-
-
-def _hand_on(changes: Iterable[Change], earlier: Script) -> set[str]:
-    """The places where the second step puts tensors that were there before it: a third one may come to read them."""
-    held = {id(t) for change in changes for t in tensors_of(change.before)} | earlier.names.keys()
-    return {_place(change) for change in changes if not held.isdisjoint(map(id, tensors_of(change.after)))}
-
-
-def _outermost(change: Change, changes: list[Change]) -> Change:
-    """The change of the first step in the same place; the second step's may be in what the first one made."""
-    alike = [c for c in changes if c.path == change.path] or [c for c in changes if c.node.owner is change.node.owner]
-    return next(iter(alike), change)

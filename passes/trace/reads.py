@@ -196,6 +196,7 @@ class Reads:
     def but(self, settings: Iterable[Setting], carried: Iterable[str] = ()) -> Reads:
         """Without those of attributes that forward only adds to, or that are `carried`, by their paths."""
         counted = {(setting.path, setting.name) for setting in settings if setting.added is not None}
+        counted |= {(setting.path, setting.within[0]) for setting in settings if setting.within}
         counted |= {place_of(path) for path in carried}
         paths = {i: known.path for i, known in enumerate(self.objects) if known.is_submodule}
         left = {i: [r for r in own if (paths.get(i), r.name) not in counted] for i, own in self.by_object.items()}

@@ -2,7 +2,8 @@
 
 A trace holds for one course of the forward, so plain values are constants of it: a planned step sets them after its
 forward. Of an integer that forward only adds to (`self.seen += len(x)`) how much it adds is one. Tensors (`self.aux`),
-and lists, tuples and dicts of them, are further outputs of the step.
+and lists, tuples and dicts of them, are further outputs of the step. So is what forward puts into a dict, list or
+object that a module holds (`self.losses["aux"] = ...`), and reads nothing of (`inside.py`).
 """
 
 from __future__ import annotations
@@ -25,29 +26,48 @@ from .templates import Template, slots
 
 @dataclass(frozen=True)
 class Setting:
-    """One attribute of the module at a path, and what forward leaves there.
+    """One attribute of the module at a path, or an item in one, and what forward leaves there.
 
     Attributes:
+        name: that of the attribute; a key, in a dict.
         added: of an integer that forward reads and then sets, how much more than before that is; None of others.
         template: how what has tensors is made of the step's outputs; None of plain values.
+        within: how the dict, list or object that holds it is reached from the module: an attribute, and keys.
+        appended: of a list, how many items are added to its end; they are one tuple, without a name.
     """
 
     path: str
-    name: str
+    name: Any
     value: Any
     added: int | None = None
     template: Template | None = None
+    within: tuple[Any, ...] = ()
+    appended: int = 0
+    shown: str = ""
 
     def __str__(self) -> str:
-        return ".".join(part for part in ("self", self.path, self.name) if part)
+        return self.shown or ".".join(part for part in ("self", self.path, self.name) if part)
 
-    def of(self, model: nn.Module) -> dict[str, Any]:
-        """What holds it: the attributes of the model's module at the path, or its buffers."""
-        return where_held(model, self.path, self.name)
+    def of(self, model: nn.Module) -> Any:
+        """What holds it: the attributes of the model's module at the path, its buffers, or what is `within` those."""
+        if not self.within:
+            return where_held(model, self.path, self.name)
+        first, *keys = self.within
+        holder = where_held(model, self.path, first)[first]
+        for key in keys:
+            holder = holder[key]
+        return holder if isinstance(holder, (dict, list)) else object.__getattribute__(holder, "__dict__")
 
     def is_buffer(self, model: nn.Module) -> bool:
         """Whether it is registered as a buffer."""
-        return self.name in model.get_submodule(self.path)._buffers
+        return not self.within and self.name in model.get_submodule(self.path)._buffers
+
+    def now(self, model: nn.Module) -> Any:
+        """What is there."""
+        own = self.of(model)
+        if self.appended:
+            return tuple(own[-self.appended:])
+        return own.get(self.name, MISSING)
 
 
 def where_held(model: nn.Module, path: str, name: str) -> dict[str, Any]:
@@ -70,7 +90,7 @@ def steady(
     def is_left(s: Setting) -> bool:
         if s.added is not None:
             return is_added_to(s.name)
-        return s.template is not None or same(first.get(str(s), s.of(model).get(s.name, MISSING)), s.value)
+        return s.template is not None or same(first[str(s)] if str(s) in first else s.now(model), s.value)
 
     return tuple(filter(is_left, found))
 
@@ -83,10 +103,11 @@ def set_again(found: Sequence[Setting], model: nn.Module, tensors: Sequence[Any]
     """
     for setting in found:
         own, name = setting.of(model), setting.name
-        if setting.template is not None:
-            own[name] = unflatten(setting.template, tensors)
+        value = setting.value if setting.template is None else unflatten(setting.template, tensors)
+        if setting.appended:
+            own.extend(value)
         else:
-            own[name] = setting.value if setting.added is None else own[name] + setting.added
+            own[name] = value if setting.added is None else own[name] + setting.added
 
 
 def taken_apart(
@@ -117,7 +138,7 @@ def tensors_in(value: Any, depth: int = 0) -> list[torch.Tensor] | None:
 
 def tensors_set(found: Sequence[Setting], model: nn.Module) -> list[tuple[Template, Any]]:
     """What has tensors of what forward has just set, with its template."""
-    return [(s.template, s.of(model)[s.name]) for s in found if s.template is not None]
+    return [(s.template, s.now(model)) for s in found if s.template is not None]
 
 
 def set_slots(found: Sequence[Setting]) -> list[tuple[str, int]]:
@@ -129,12 +150,14 @@ def set_slots(found: Sequence[Setting]) -> list[tuple[str, int]]:
 def set_aside(found: Sequence[Setting], model: nn.Module) -> Iterator[None]:
     """Undo at the end what the block, in which forward runs again, sets."""
     before = [(setting.of(model), setting.name) for setting in found]
-    values = [own.get(name, MISSING) for own, name in before]
+    values = [len(own) if isinstance(own, list) else own.get(name, MISSING) for own, name in before]
     try:
         yield
     finally:
         for (own, name), value in zip(before, values, strict=True):
-            if value is MISSING:
+            if isinstance(own, list):
+                del own[value:]
+            elif value is MISSING:
                 own.pop(name, None)
             else:
                 own[name] = value

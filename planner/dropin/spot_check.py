@@ -23,7 +23,7 @@ from passes.run._torch import active_saving_hooks
 from passes.run.step import OtherAnswer
 from passes.trace.capture import Traced, casts_dropped
 from passes.trace.given import filled
-from passes.trace.nodes import MISSING, same
+from passes.trace.nodes import same
 from passes.trace.places import user_level
 from passes.trace.refuse import has_sharded
 from passes.trace.settings import Setting
@@ -138,7 +138,7 @@ def spot_check(planned: Decided, call: Call, primals: Sequence[torch.Tensor]) ->
     expected = Expected(traced, entry.compared, leaves, frozenset(planned.step.casts))
     entry.compared = entry.calls
     settings = [s for s in traced.settings if s.template is None]
-    before = {s: s.of(call.state.model).get(s.name, MISSING) for s in settings}
+    before = {s: s.now(call.state.model) for s in settings}
 
     def look() -> None:
         expected.generator = torch.get_rng_state()
@@ -219,8 +219,7 @@ def _may_run(planned: Decided, call: Call, primals: Sequence[torch.Tensor]) -> b
 
 def _set_otherwise(model: Any, before: Mapping[Setting, Any]) -> str:
     for setting, then in before.items():
-        now = setting.of(model).get(setting.name, MISSING)
-        if not same(now, setting.value if setting.added is None else then + setting.added):
+        if not same(setting.now(model), setting.value if setting.added is None else then + setting.added):
             return f"forward sets {setting} to another value than the plain one"
     return ""
 

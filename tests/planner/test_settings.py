@@ -406,14 +406,20 @@ def test_pruned_weights_are_those_of_the_plain_model() -> None:
 
 
 @pytest.mark.parametrize("regions", ["whole", "auto"])
-def test_tensors_of_the_call_are_not_kept(regions: str) -> None:
+def test_inputs_are_kept_and_parts_of_them_are_not(regions: str) -> None:
     class Keeps(nn.Linear):
+        given: Any = None
+
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             self.given, self.first = input, input[:1]
             return super().forward(input)
 
-    with pytest.warns(UserWarning, match=r"forward sets self\.given, self\.first; .* will not set that"):
-        auto_checkpoint(Keeps(8, 8), torch.randn(4, 8), budget_mb=None, regions=regions)
+    model = Keeps(8, 8)
+    with pytest.warns(UserWarning, match=r"forward sets self\.first; .* will not set that"):
+        plan = auto_checkpoint(model, torch.randn(4, 8), budget_mb=None, regions=regions)
+    x = torch.randn(4, 8)
+    plan.apply(model)(x)
+    assert model.given is x
 
 
 def test_what_is_not_made_of_plain_tensors_is_said() -> None:
@@ -431,3 +437,146 @@ def test_what_is_not_made_of_plain_tensors_is_said() -> None:
         auto_checkpoint(Keeps(8, 8), torch.randn(4, 8), budget_mb=None, regions="whole")
     (text,) = (str(each.message) for each in said)
     assert all(f"self.{name}" in text for name in ("within", "of_constants", "endless"))
+
+
+# Inside of dicts, lists and objects -----------------------------------------------------------------------------------
+
+
+class Keeper:
+    top: Any = None
+
+
+class Collects(nn.Module):
+    """Puts what it computes where others read it, in each of the ways that people do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.losses: list[Any] = []
+        self.stats: dict[str, Any] = {"rows": 8}  # as it will be: no change is seen
+        self.nested = {"inner": {}, "others": [0, {}]}
+        self.keeper = Keeper()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).tanh()
+        self.losses.append(h.pow(2).mean())
+        self.losses.extend([len(x), h.detach()])
+        self.stats["mean"] = h.detach().mean(0)
+        self.stats["rows"] = len(x)
+        self.stats.update(both=(h.detach().amax(), 1))
+        self.nested["inner"]["h"] = h.detach()  # type: ignore[call-overload, index]
+        self.nested["others"][1]["x"] = x  # type: ignore[index]
+        self.keeper.top = h.detach().amin()
+        return self.second(h)
+
+    def held(self) -> list[Any]:
+        return [self.losses, self.stats, self.nested, vars(self.keeper)]
+
+
+class CollectsInParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Collects() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+    def held(self) -> list[Any]:
+        return [part.held() for part in self.parts]
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b) and a.requires_grad == b.requires_grad
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(map(_alike, a.values(), b.values()))
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_alike, a, b))
+    return bool(a == b)
+
+
+def _empty(part: Any, step: int) -> None:
+    """What loops do with it between steps."""
+    part.losses.clear()
+    if step == 3:
+        part.stats = {}
+    elif step == 4:
+        part.stats.clear()
+        part.keeper.top = None
+
+
+@pytest.mark.parametrize("kind", [Collects, CollectsInParts])
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("rows", [(8,), (8, 4, 6, 5, 8, 7)])
+@pytest.mark.filterwarnings("ignore")
+def test_what_forward_puts_into_what_modules_hold(kind: Any, check: bool, rows: tuple[int, ...]) -> None:
+    model = kind()
+    plain = copy.deepcopy(model)
+    auto_checkpoint(model, torch.randn(8, 16), budget_mb=8, check=check, progress=False).apply(model)
+    for step in range(8):
+        x = torch.randn(rows[step % len(rows)], 16)
+        for each in (model, plain):
+            each.zero_grad()
+            loss = each(x).pow(2).mean()
+            parts = [m for m in each.modules() if isinstance(m, Collects)]
+            (loss + sum(part.losses[0] for part in parts) if step % 2 else loss).backward()
+        assert _alike(model.held(), plain.held())
+        assert _alike([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+        for each in (model, plain):
+            for part in [m for m in each.modules() if isinstance(m, Collects)]:
+                _empty(part, step)
+
+
+def test_what_it_reads_there_is_said() -> None:
+    class Reads(Collects):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.stats["mean"] = x.mean()
+            return super().forward(x * self.stats["mean"])
+
+    with pytest.warns(UserWarning, match=r"forward sets self\.stats\['mean'\], self\.stats\['both'\]; .* will not set"):
+        auto_checkpoint(Reads(), torch.randn(8, 16), budget_mb=None, regions="whole")
+
+
+class Counts(nn.Linear):
+    """Counts in tensors that nothing it returns depends on."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.steps, self.rate, self.of = torch.zeros(()), torch.ones(()), [torch.zeros(()), 3]
+        self.last, self.before = torch.zeros(()), torch.zeros(())
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.steps = self.steps + 1
+        self.rate = self.rate * 0.9
+        self.of[0] = self.of[0] + len(input)
+        output = super().forward(input)
+        self.before, self.last = self.last, output.detach().mean()
+        return output
+
+
+def test_counts_in_tensors_go_on() -> None:
+    model = Counts()
+    plain = copy.deepcopy(model)
+    auto_checkpoint(model, torch.randn(8, 16), budget_mb=8, progress=False).apply(model)
+    for _ in range(6):
+        x = torch.randn(8, 16)
+        for each in (model, plain):
+            each(x).pow(2).mean().backward()
+        names = ("steps", "rate", "of", "last", "before")
+        assert all(_alike(getattr(model, name), getattr(plain, name)) for name in names)
+
+
+def test_counts_outside_of_the_model_are_refused() -> None:
+    class Outside(Counts):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            KEEPER.top = torch.zeros(()) if KEEPER.top is None else KEEPER.top + 1
+            return super().forward(input)
+
+    KEEPER.top = torch.zeros(())
+    with pytest.raises(Unsupported, match=r"state that forward changes and reads at .*top"):
+        auto_checkpoint(Outside(), torch.randn(8, 16), budget_mb=None)
+
+
+KEEPER = Keeper()

@@ -1,0 +1,148 @@
+"""What forward puts into dicts, lists and objects that modules hold, and reads nothing of: `self.losses["aux"] = ...`.
+
+Such a place is a `Setting`, as an attribute is. Items that a list has already are none: they may be anything else's.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from .nodes import MISSING, Change, Node, change_of
+from .rerun import names_in, reads
+from .settings import Setting, is_plain, tensors_in
+from .state import Snapshot
+
+MAX_DEPTH = 4
+MOST = 10_000  # containers that are looked into
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+def settings_inside(
+    model: nn.Module, changes: Iterable[Change], shared: Container[int]
+) -> list[Setting]:
+    """The places inside of what modules hold, of changes that forward only makes, with what it left there.
+
+    Args:
+        shared: ids of what is reached in several ways, of which another one may be read.
+    """
+    found = []
+    wanted = [c for c in changes if _may_be(c) and id(c.node.owner) not in shared]
+    reached = dict(_reached(model, {id(c.node.owner) for c in wanted}))
+    for change in wanted:
+        path, within = reached.get(id(change.node.owner), ("", ()))
+        if within:
+            value, in_list = put_there(change), isinstance(change.node.owner, list)
+            name, count = ("", len(value)) if in_list else (change.key, 0)
+            found.append(Setting(path, name, value, within=within, appended=count, shown=change.path))
+    return found
+
+
+def set_once_more(
+    before: Snapshot, codes: Collection[types.CodeType], run: Callable[[], Any], changes: Iterable[Change]
+) -> list[Change]:
+    """These changes, and what forward only sets to what it was already: what is there again after a run without it.
+
+    Those of a dict come in the order in which that run puts them there.
+    """
+    named = frozenset(name for code in codes for name in names_in(code) if isinstance(name, str))
+    taken = [(node, keys) for node in before.nodes if (keys := _only_set_in(node, codes, named))]
+    every = {(id(change.node.owner), change.key): change for change in changes}
+    again: dict[tuple[int, Any], Change] = {}
+    before.restore()
+    try:
+        for node, keys in taken:
+            node.give({key: value for key, value in node.content.items() if key not in keys})
+        if taken:
+            run()
+        for node, keys in taken:
+            for key, value in node.take().items():
+                if key in keys or (id(node.owner), key) in every:
+                    again[id(node.owner), key] = change_of(node, key, MISSING, value)
+    except Exception:  # noqa: BLE001 - it looks for them in a way of its own
+        again.clear()
+    finally:
+        before.restore()
+    return list((again | every).values())
+
+
+def _only_set_in(node: Node, codes: Collection[types.CodeType], named: Container[str]) -> Collection[Any]:
+    """The keys of what a dict or an object holds that code names, and does not read."""
+    if node.kind == "items" and type(node.owner) in _DICTS:
+        if node.name not in named or reads(codes, node.name):
+            return ()
+        return {k for k, v in node.content.items() if type(v) not in (list, *_DICTS) and _can_be_set(v)}
+    if node.kind != "attributes" or not _has_plain_attributes(node.owner):
+        return ()
+    own = object.__getattribute__(node.owner, "__dict__")
+    return {k for k, v in own.items() if k in named and is_plain(v) and not reads(codes, k)}
+
+
+def set_now(places: Iterable[Setting], model: nn.Module, lengths: Iterable[int]) -> Iterator[Setting]:
+    """These places with what a run of the forward has left there, if it has.
+
+    Args:
+        lengths: of their lists, before it ran.
+    """
+    for place, length in zip(places, lengths, strict=True):
+        own = place.of(model)
+        value = tuple(own[length:]) if place.appended else own.get(place.name, MISSING)
+        if _can_be_set(value) and (not place.appended or len(value) == place.appended):
+            yield replace(place, value=value)
+
+
+def lengths_of(places: Iterable[Setting], model: nn.Module) -> list[int]:
+    """Of the dicts, lists and objects that hold these places, how much is in each."""
+    return [len(place.of(model)) for place in places]
+
+
+def put_there(change: Change) -> Any:
+    """What forward put in a place: in a list, the items that it added; MISSING where what it did shows of the whole."""
+    if change.key is not MISSING or change.node.kind != "items":
+        return change.after
+    before, after = change.before, change.after
+    grown = len(after) > len(before) and all(a is b for a, b in zip(after, before, strict=False))
+    return tuple(after[len(before) :]) if grown and type(change.node.owner) is list else MISSING
+
+
+def _may_be(change: Change) -> bool:
+    """Whether a step can leave there what forward did: all of it plain values and tensors."""
+    owner = change.node.owner
+    if type(owner) not in (list, *_DICTS):
+        of_instance = change.node.kind == "attributes" and _has_plain_attributes(owner)
+        if not of_instance or hasattr(getattr(type(owner), change.key, None), "__set__"):
+            return False
+    return _can_be_set(put_there(change)) and (change.key is not MISSING or type(owner) is list)
+
+
+def _has_plain_attributes(owner: Any) -> bool:
+    """Whether an object keeps its attributes in a dict alone."""
+    kind = type(owner)
+    usual = kind.__setattr__ is object.__setattr__ and kind.__getattribute__ is object.__getattribute__
+    return usual and hasattr(owner, "__dict__") and not isinstance(owner, (nn.Module, type, types.ModuleType))
+
+
+def _can_be_set(value: Any) -> bool:
+    return is_plain(value) or bool(tensors_in(value))
+
+
+def _reached(model: nn.Module, wanted: set[int]) -> Iterator[tuple[int, tuple[str, tuple[Any, ...]]]]:
+    """How these are reached: the path of a module, an attribute of it, and keys of dicts and lists in that."""
+    looked = 0
+    for prefix, module in model.named_modules():
+        own: dict[str, Any] = object.__getattribute__(module, "__dict__")
+        waiting: list[tuple[tuple[Any, ...], Any]] = [((k,), v) for k, v in own.items() if not k.startswith("_")]
+        while waiting and looked < MOST:
+            within, value = waiting.pop()
+            looked += 1
+            if id(value) in wanted:
+                wanted = wanted - {id(value)}
+                yield id(value), (prefix, within)
+            if len(within) < MAX_DEPTH and type(value) in (list, *_DICTS):
+                inner = enumerate(value) if isinstance(value, list) else value.items()
+                waiting += [((*within, key), item) for key, item in inner]

@@ -23,9 +23,7 @@ MOST = 10_000  # containers that are looked into
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
-def settings_inside(
-    model: nn.Module, changes: Iterable[Change], shared: Container[int]
-) -> list[Setting]:
+def settings_inside(model: nn.Module, changes: Iterable[Change], shared: Container[int]) -> list[Setting]:
     """The places inside of what modules hold, of changes that forward only makes, with what it left there.
 
     Args:
@@ -37,9 +35,9 @@ def settings_inside(
     for change in wanted:
         path, within = reached.get(id(change.node.owner), ("", ()))
         if within:
-            value, in_list = put_there(change), isinstance(change.node.owner, list)
-            name, count = ("", len(value)) if in_list else (change.key, 0)
-            found.append(Setting(path, name, value, within=within, appended=count, shown=change.path))
+            value, of_object = put_there(change), change.node.kind == "attributes"
+            name, count = ("", len(value)) if change.key is MISSING else (change.key, 0)
+            found.append(Setting(path, name, value, None, None, within, count, of_object, change.path))
     return found
 
 

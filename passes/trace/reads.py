@@ -194,9 +194,9 @@ class Reads:
     taken: frozenset[int] = frozenset()
 
     def but(self, settings: Iterable[Setting], carried: Iterable[str] = ()) -> Reads:
-        """Without those of attributes that forward only adds to, or that are `carried`, by their paths."""
+        """Without those of attributes that forward only adds to, or puts something in, or that are `carried`."""
         counted = {(setting.path, setting.name) for setting in settings if setting.added is not None}
-        counted |= {(setting.path, setting.within[0]) for setting in settings if setting.within}
+        counted |= {(s.path, s.within[0]) for s in settings if s.within and not s.of_object}
         counted |= {place_of(path) for path in carried}
         paths = {i: known.path for i, known in enumerate(self.objects) if known.is_submodule}
         left = {i: [r for r in own if (paths.get(i), r.name) not in counted] for i, own in self.by_object.items()}

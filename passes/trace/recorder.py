@@ -390,7 +390,8 @@ class Recorder:
             if id(obj) in self.numbers and (id(obj), name) not in self.looked_at:
                 self._set(obj, name, value)
             elif id(obj) in self.numbers and type(value) is int and isinstance(obj, nn.Module):
-                self.added_to.setdefault((id(obj), name), object.__getattribute__(obj, "__dict__").get(name))
+                own, of_class = object.__getattribute__(obj, "__dict__"), getattr(type(obj), name, None)
+                self.added_to.setdefault((id(obj), name), own.get(name, of_class))
             usually_set(obj, name, value)
 
         new = {f.__name__: f for f in (__getattribute__, __setattr__)}

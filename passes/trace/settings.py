@@ -34,6 +34,8 @@ class Setting:
         template: how what has tensors is made of the step's outputs; None of plain values.
         within: how the dict, list or object that holds it is reached from the module: an attribute, and keys.
         appended: of a list, how many items are added to its end; they are one tuple, without a name.
+        of_object: whether it is an attribute of an object.
+        shown: how an error names it, where that does not follow from the rest.
     """
 
     path: str
@@ -43,6 +45,7 @@ class Setting:
     template: Template | None = None
     within: tuple[Any, ...] = ()
     appended: int = 0
+    of_object: bool = False
     shown: str = ""
 
     def __str__(self) -> str:
@@ -63,11 +66,12 @@ class Setting:
         return not self.within and self.name in model.get_submodule(self.path)._buffers
 
     def now(self, model: nn.Module) -> Any:
-        """What is there."""
+        """What is there, or else what its class has there."""
         own = self.of(model)
         if self.appended:
-            return tuple(own[-self.appended:])
-        return own.get(self.name, MISSING)
+            return tuple(own[-self.appended :])
+        of_class = MISSING if self.within else getattr(type(model.get_submodule(self.path)), self.name, MISSING)
+        return own.get(self.name, of_class)
 
 
 def where_held(model: nn.Module, path: str, name: str) -> dict[str, Any]:
@@ -107,7 +111,7 @@ def set_again(found: Sequence[Setting], model: nn.Module, tensors: Sequence[Any]
         if setting.appended:
             own.extend(value)
         else:
-            own[name] = value if setting.added is None else own[name] + setting.added
+            own[name] = value if setting.added is None else setting.now(model) + setting.added
 
 
 def taken_apart(

@@ -131,8 +131,9 @@ class Pattern:
         fuse(module.graph, not_held(module.graph, own.mutated, own.outputs, inputs, *keeps))
         return replace(
             own, graph_module=module, pristine=graph, input_template=tracer.input_template,
-            output_template=result.template, changes=result.changes, reads=tracer.recorder.finish(module),
-            guard=tracer.guard, layouts=dict(layouts), by_name=tracer.by_name,
+            output_template=result.template, changes=result.changes,
+            reads=tracer.recorder.finish(module).but(tracer.sets, tracer.carried), guard=tracer.guard,
+            layouts=dict(layouts), by_name=tracer.by_name,
             overlaps=overlaps(tracer.given, own.mutated), resident=own_bytes(tracer.given), settings=tracer.sets,
             from_symbols=True,
         )  # fmt: skip

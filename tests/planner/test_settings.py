@@ -529,6 +529,40 @@ def test_what_forward_puts_into_what_modules_hold(kind: Any, check: bool, rows: 
                 _empty(part, step)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_an_object_that_holds_it_is_looked_at() -> None:
+    class Scaled(Collects):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * self.keeper.scale)
+
+    model = Scaled()
+    model.keeper.scale = 2.0  # type: ignore[attr-defined]
+    module = auto_checkpoint(model, torch.randn(8, 16), budget_mb=8, progress=False, check=False).module
+    for scale in (2.0, 3.0, 3.0):
+        model.keeper = Keeper()
+        model.keeper.scale = scale  # type: ignore[attr-defined]
+        x = torch.randn(8, 16)
+        assert torch.equal(module(x), model(x)) and model.keeper.top is not None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_counts_are_no_reason_to_plan_anew_for_a_size_that_is_known() -> None:
+    class Calls(nn.Linear):
+        calls = 0
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(input).tanh()
+
+    model = Calls(8, 8)
+    module = auto_checkpoint(model, torch.randn(8, 8), budget_mb=8, progress=False, check=False).module
+    for rows in (8, 4, 6, 5, 7, 9, 10) * 2:
+        module(torch.randn(rows, 8)).pow(2).sum().backward()
+    cache = module._plan_state.cache
+    assert module.calls == 14
+    assert len(cache) == 7 and any(entry.planned.prepared.traced.from_symbols for entry in cache)
+
+
 def test_what_it_reads_there_is_said() -> None:
     class Reads(Collects):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

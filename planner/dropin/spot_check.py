@@ -67,7 +67,7 @@ class Expected:
         last: which call of the plan was compared before this one.
         generator: the state that it leaves the CPU's generator in.
         cast: primals whose gradients are not compared, as autocast would cast each once, and here does for each use.
-        planned: the outputs of the planned step that are no inputs.
+        planned: the outputs of the planned step that are no inputs, as aliases.
         set: which attribute it sets to another plain value than the plan does, in words.
         raised: what it raised instead.
     """
@@ -87,7 +87,7 @@ class Expected:
         """Raise OtherResult where a planned forward's results are others."""
         count = len(self.traced.mutated)
         made = [leaf.index for leaf in self.traced.outputs if leaf.input is None and leaf.index in self.outputs]
-        self.planned = {i: results[count + i] for i in made}
+        self.planned = {i: results[count + i].detach() for i in made}  # they get a graph, which leads here
         if how := self._difference(results[:count]):
             self.planned = {}  # the plain forward runs next
             raise OtherResult(how)

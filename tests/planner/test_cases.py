@@ -719,7 +719,7 @@ def test_an_attribute_set_in_forward_is_said() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.calls += 1
             self.last = self.layer(x)
-            self.seen.append(x)
+            self.seen.append(x[:1])
             return self.last.tanh()
 
     model = Remembers()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import decimal
+import gc
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -321,3 +323,23 @@ def test_within_a_checkpoint_of_the_callers(reentrant: bool) -> None:
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
         model.zero_grad()
         plain.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["no backward", "hook", "a backward that fails"])
+@pytest.mark.filterwarnings("ignore")
+def test_none_is_kept(way: str) -> None:
+    model = nn.Linear(8, 8)
+    if way == "hook":
+        model.weight.register_post_accumulate_grad_hook(lambda p: None)
+    module = auto_checkpoint(model, torch.randn(4, 8), budget_mb=8, progress=False).module
+    for _ in range(4):
+        output = module(torch.randn(4, 8))
+        if way == "a backward that fails":
+            with torch.no_grad():
+                output.mul_(2)
+        if way != "no backward":
+            with contextlib.suppress(RuntimeError):
+                output.pow(2).mean().backward()
+    del output
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, spot_check.Expected)]

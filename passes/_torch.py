@@ -268,22 +268,34 @@ def swapped_state(module: nn.Module, state: dict[str, torch.Tensor]) -> Iterator
                 for mark in marks:
                     setattr(stands_in, mark, getattr(tensor, mark, True))
     places = [(name, module.get_submodule(path), leaf) for name in state for path, _, leaf in [name.rpartition(".")]]
-    before = [(*_registered(owner, leaf), leaf) for _, owner, leaf in places]
+    swapped = {id(_registered(owner, leaf)[1]) for _, owner, leaf in places}
+    before: list[tuple[dict[str, Any], str, Any]] = [
+        (registry, leaf, tensor) for owner in module.modules() for registry in (owner._parameters, owner._buffers)
+        for leaf, tensor in registry.items() if id(tensor) in swapped
+    ]  # fmt: skip
+    lists: list[tuple[nn.RNNBase, Any, Any]] = []
+
+    def put_back() -> None:
+        for registry, leaf, tensor in before:
+            registry[leaf] = tensor
+        for rnn, weights, references in lists:
+            rnn.__dict__.update(_flat_weights=weights, _flat_weight_refs=references)
+
     try:
         with _reparametrize_module(module, state, tie_weights=True, strict=False, stack_weights=True):
-            lists = [(m, m._flat_weights, m._flat_weight_refs) for m in module.modules() if isinstance(m, nn.RNNBase)]
+            lists += [(m, m._flat_weights, m._flat_weight_refs) for m in module.modules() if isinstance(m, nn.RNNBase)]
             for rnn, *_ in lists:
                 rnn.__dict__["_flat_weights"] = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
             try:
                 yield
             finally:
                 left = {name: _registered(owner, leaf)[1] for name, owner, leaf in places}
-                for rnn, weights, references in lists:
-                    rnn.__dict__.update(_flat_weights=weights, _flat_weight_refs=references)
         state.update({name: tensor for name, tensor in left.items() if tensor is not None})
     finally:  # of a module that is there under two names, the helper confuses what was there with what came there
-        for registry, tensor, leaf in before:
-            registry[leaf] = tensor
+        try:
+            put_back()
+        finally:
+            put_back()  # all of it, where an interrupt ended the first
 
 
 def _registered(module: nn.Module, name: str) -> tuple[dict[str, Any], Any]:

@@ -75,7 +75,14 @@ def _keep(kept: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def _may_be_kept(found: Any) -> bool:
     if not issubclass(type(found), torch.Tensor) or found.dtype != torch.float32 or found.layout != torch.strided:
         return False
-    return found.requires_grad and found.is_leaf and found.device.type in KINDS and not found.is_nested
+    return found.requires_grad and _is_leaf(found) and found.device.type in KINDS and not found.is_nested
+
+
+def _is_leaf(found: torch.Tensor) -> bool:
+    try:
+        return found.is_leaf
+    except RuntimeError:  # a view whose base was changed: torch refuses to tell, whoever asks
+        return False
 
 
 def _frozen_tensors() -> list[torch.Tensor]:

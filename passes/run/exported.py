@@ -22,7 +22,7 @@ from torch import nn
 from ._torch import DEFAULTS, TORCH_VERSION, Autocast, active_autocast, active_saving_hooks, torch_defaults
 from .arena import SPACERS
 from .errors import PlannerError as ExportError
-from .step import Step
+from .step import Step, refuse_transform
 from .structures import build, signature_of, take
 from .tensors import meeting, places_of
 from .tree import Tree
@@ -166,6 +166,7 @@ class ExportedModule(nn.Module):
                 _fill(part, described, state)
         self.__dict__[STEP] = _Exported(spec, halves, answers, Tree(self, spec))
 
+    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One planned training step's forward; call `backward` on the loss as usual.
 
@@ -185,6 +186,7 @@ class ExportedModule(nn.Module):
         inputs: dict[int, torch.Tensor] = {}
         take(step.spec["inputs"], dict(bound), "", inputs)
         primals = [*step.tree.state(), *(inputs[i] for i in range(len(step.spec["input_tensors"])))]
+        refuse_transform(primals)
         step.check(primals)
         results = step.run(primals)
         places = step.spec["outputs_at"]

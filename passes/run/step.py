@@ -76,6 +76,9 @@ class Fallback(Protocol):
         What was `taken` off some outputs listens to theirs.
         """
 
+    def learn(self, gradients: dict[int, torch.Tensor], /) -> None:
+        """Note the outputs' gradients of a backward that cannot be replayed: the next call is planned for such."""
+
     def changed(self) -> str:
         """What Python that the backward runs reads and is not what it was in the forward, in words; "" for nothing."""
 
@@ -83,12 +86,12 @@ class Fallback(Protocol):
         """Raise OtherAnswer where the forward's results, of which nothing was used yet, are not the plain forward's."""
 
     def compared(
-        self, gradients: dict[int, torch.Tensor], planned: Callable[[], list[Any]], /
+        self, gradients: dict[int, torch.Tensor], planned: Callable[[], list[Any]] | None, /
     ) -> list[Any] | None:
         """The gradients of the primals, where this call's are compared with the plain backward's; else None.
 
         Args:
-            planned: runs the planned backward, for all of them.
+            planned: runs the planned backward, for all of them; None where they may not come all at once.
         """
 
     def not_needed(self) -> None:
@@ -365,8 +368,9 @@ class _Run:
         self.program = step.backward.forward([*(self.saved or ()), *values, *tangents])
         if self.fallback is not None:
             self.fallback.not_needed()
-            if not any(_has_hooks(self.owners[i]) for part in self.owned for i in part):  # which run in between
-                self.replayed = self.fallback.compared(dict(zip(present, given, strict=True)), self._all_gradients)
+            hooked = any(_has_hooks(self.owners[i]) for part in self.owned for i in part)  # which run in between
+            all_at_once = None if hooked else self._all_gradients
+            self.replayed = self.fallback.compared(dict(zip(present, given, strict=True)), all_at_once)
         self.saved, self.primals, self.owners, self.sources, self.given, self.overwritten = None, (), (), (), (), {}
 
     def _all_gradients(self) -> list[Any]:
@@ -423,7 +427,11 @@ class _Run:
                 f"backward must start from {starts} (that is what was planned), and from nothing else, and under "
                 f"{autocast}."
             )
-        self._check_primals(range(len(self.primals)))
+        try:
+            self._check_primals(range(len(self.primals)))
+        except ChangedInPlace:
+            self.fallback.learn(gradients)
+            raise
         old = {i: as_tensor(value, self.primals[i]) for i, value in self.overwritten.items()}
         self.saved = None
         primals = [old.get(i, p) for i, p in enumerate(self.primals)]

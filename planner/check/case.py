@@ -277,8 +277,11 @@ class _NoOtherBackward:
     def compare(self, results: Sequence[torch.Tensor]) -> None:
         """That is what the case is for."""
 
-    def compared(self, gradients: Mapping[int, torch.Tensor], planned: Callable[[], list[Any]]) -> None:
+    def compared(self, gradients: Mapping[int, torch.Tensor], planned: Callable[[], list[Any]] | None) -> None:
         """The same."""
+
+    def learn(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """It is the backward that the plan is for."""
 
     def not_needed(self) -> None:
         """As planned."""

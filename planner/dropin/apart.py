@@ -46,9 +46,16 @@ class Apart:
         if (fallback := self._fallback()) is not None:
             fallback.compare(results)
 
-    def compared(self, gradients: Mapping[int, torch.Tensor], planned: Callable[[], list[Any]]) -> list[Any] | None:
+    def compared(
+        self, gradients: Mapping[int, torch.Tensor], planned: Callable[[], list[Any]] | None
+    ) -> list[Any] | None:
         """See `passes.run.step.Fallback`."""
         return None if (fallback := self._fallback()) is None else fallback.compared(gradients, planned)
+
+    def learn(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """See `passes.run.step.Fallback`."""
+        if (fallback := self._fallback()) is not None:
+            fallback.learn(gradients)
 
     def not_needed(self) -> None:
         """See `passes.run.step.Fallback`."""

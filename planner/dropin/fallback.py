@@ -134,12 +134,16 @@ class Fallback:
                         raise
                     return self._replay(primals, known, gradients, taken, nullcontext())
         finally:
-            if learned:
-                for entry in self.state.cache:
-                    concerned = (autocast or entry.starts == paths) and entry.lacks(learned, self.layouts)
-                    entry.outdated = entry.outdated or concerned
-            self.started.paths, self.started.seen = paths, True
-            self.state.losses.expected = self.started
+            self._outdate(paths, learned, autocast)
+
+    def _outdate(self, paths: tuple[str, ...], learned: set[Any], autocast: bool) -> None:
+        """Let later calls be planned for a backward from these outputs, and for what was learned of it."""
+        if learned:
+            for entry in self.state.cache:
+                concerned = (autocast or entry.starts == paths) and entry.lacks(learned, self.layouts)
+                entry.outdated = entry.outdated or concerned
+        self.started.paths, self.started.seen = paths, True
+        self.state.losses.expected = self.started
 
     def changed(self) -> str:
         """See `passes.run.step.Fallback`."""
@@ -156,10 +160,12 @@ class Fallback:
         if self.expected is not None:
             self.expected.compare(results)
 
-    def compared(self, gradients: Mapping[int, torch.Tensor], planned: Callable[[], list[Any]]) -> list[Any] | None:
+    def compared(
+        self, gradients: Mapping[int, torch.Tensor], planned: Callable[[], list[Any]] | None
+    ) -> list[Any] | None:
         """See `passes.run.step.Fallback`."""
         expected, self.expected = self.expected, None
-        return None if expected is None else compared(self, expected, gradients, planned)
+        return None if expected is None or planned is None else compared(self, expected, gradients, planned)
 
     def not_needed(self) -> None:
         """See `passes.run.step.Fallback`."""
@@ -168,6 +174,12 @@ class Fallback:
     def ran(self) -> None:
         """Note that the forward is over, and what it left."""
         self.read_late = self.late.state_now()
+
+    def learn(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """See `passes.run.step.Fallback`."""
+        autocast = active_autocast() != self.traced.backward_autocast
+        named = {leaf.path: gradients[leaf.index] for leaf in self.traced.outputs if leaf.index in gradients}
+        self._outdate(tuple(named), self._learn(named, autocast), autocast)
 
     def failed(self, error: Exception) -> None:
         """See `passes.run.step.Fallback`."""

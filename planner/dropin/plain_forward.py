@@ -80,7 +80,10 @@ class PlainForward:
         given = state_tensors(state.model, traced.state)
         named = self._named(leaves, given)
         devices = [d for d in generators if d != "cpu"]
-        with torch.random.fork_rng(devices=devices), torch.enable_grad(), swapped_state(state.model, named):
+        with (
+            torch.inference_mode(False), torch.random.fork_rng(devices=devices), torch.enable_grad(),
+            swapped_state(state.model, named),
+        ):  # fmt: skip
             for device, generator in generators.items():
                 set_rng_state(generator.get_state(), device)
             # Autocast casts a leaf once for all its uses and adds up their gradients in that dtype; others each time.

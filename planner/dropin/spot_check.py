@@ -19,7 +19,7 @@ from passes._torch import num_dispatch_modes, profiler_runs
 from passes.exclusive import alone
 from passes.ops import is_collective
 from passes.printable import brief
-from passes.run._torch import active_saving_hooks
+from passes.run._torch import active_saving_hooks, under_transform
 from passes.run.step import OtherAnswer
 from passes.trace.capture import Traced, casts_dropped
 from passes.trace.given import filled
@@ -208,6 +208,8 @@ def _may_run(planned: Decided, call: Call, primals: Sequence[torch.Tensor]) -> b
     if prepared.options.check is False or prepared.device.type != "cpu" or planned.compiled or not planned.step.exact:
         return False
     if profiler_runs() or num_dispatch_modes() or active_saving_hooks() or not alone() or has_sharded(call.state.root):
+        return False
+    if under_transform(primals):  # which the step refuses
         return False
     if prepared.traced.left or not all(map(is_planned_for, primals)):
         return False

@@ -337,3 +337,16 @@ def test_two_calls_that_share_a_cast_in_eager_are_told_of() -> None:
         loss = loss_of(plan.module(batch())) + loss_of(plan.module(batch()))
     with pytest.warns(UserWarning, match=r"gradient of [\w.]+ is a sum, as the planned step .* autocast casts"):
         loss.backward()
+
+
+def test_tensors_that_torch_says_nothing_of_are_passed_over() -> None:
+    base = torch.randn(3, 4, requires_grad=True) * 1
+    views = base.unbind(0)
+    with torch.no_grad():
+        base.mul_(2)
+    with pytest.raises(RuntimeError, match="is a view and its base"):
+        views[0].is_leaf  # noqa: B018
+    model = layers(1)
+    with bf16():
+        auto_checkpoint(model, torch.randn(4, 32), budget_mb=8, **QUICK).module(torch.randn(4, 32)).sum().backward()
+    assert model[0][0].weight.grad is not None

@@ -684,3 +684,30 @@ def test_what_a_step_reads_anew_may_change(tmp_path: Path, monkeypatch: pytest.M
         module(tokens).sum().backward()
     assert differing(*({n: p.grad for n, p in m.named_parameters()} for m in (shipped, model))) == []
     assert sorted(told) == ["accumulated", "accumulated", "backward", "backward"]
+
+
+class _Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = torch.tanh(self.layer(x))
+        return h, h.sin()
+
+
+def test_compiled_code_goes_around_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = _Several(), torch.randn(4, 8)
+    module = load(auto_checkpoint(model, x, budget_mb=8, progress=False), tmp_path, monkeypatch, "compiled_out")
+    for each in (model, torch.compile(module, backend="eager")):
+        one, other = each(x)
+        (one.sum() + other.sum()).backward()
+    assert torch.equal(module.layer.weight.grad, model.layer.weight.grad)
+
+
+def test_transforms_around_an_export_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = _Several(), torch.randn(4, 8)
+    module = load(auto_checkpoint(model, x, budget_mb=8, progress=False), tmp_path, monkeypatch, "transformed_out")
+    for run in (lambda: torch.func.vmap(module)(torch.randn(3, 4, 8)), lambda: torch.func.jvp(module, (x,), (x,))):
+        with pytest.raises(Exception, match=r"torch\.func\.grad, vmap, jvp"):
+            run()

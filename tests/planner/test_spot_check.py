@@ -7,6 +7,7 @@ import copy
 import decimal
 import gc
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -343,3 +344,51 @@ def test_none_is_kept(way: str) -> None:
     del output
     gc.collect()
     assert not [each for each in gc.get_objects() if isinstance(each, spot_check.Expected)]
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head, self.norm = nn.Embedding(9, 8), nn.Linear(8, 9, bias=False), nn.BatchNorm1d(8)
+        self.head.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(torch.tanh(self.norm(self.first(x))))
+
+
+class _Interrupts:
+    """Ctrl-C at the line of this number, of those that put other tensors into a model and take them out again."""
+
+    files = ("passes/_torch.py", "utils/stateless.py", "_named_member_accessor.py", "dropin/plain_forward.py")
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        if event == "line" and frame.f_code.co_filename.endswith(self.files):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_interrupt_leaves_the_model_as_it_was() -> None:
+    x, number, model = torch.randint(0, 9, (4,)), 0, _Tied()
+    module = auto_checkpoint(model, x, budget_mb=8, progress=False).module
+    before = [*map(id, model.parameters()), *map(id, model.buffers()), id(model.head.weight)]
+    while True:
+        number += 7
+        module._plan_state.cache[0].calls = 1  # the next one is compared
+        previous, interrupts = sys.gettrace(), _Interrupts(number)
+        sys.settrace(interrupts)
+        try:
+            module(x)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(previous)
+        assert [*map(id, model.parameters()), *map(id, model.buffers()), id(model.head.weight)] == before
+        if interrupts.left > 0:
+            break
+    assert number > 30

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from passes._torch import allocator_events
 from passes.run import step as runtime
 from passes.run._torch import kernel_settings
+from passes.run.step import ChangedInPlace
 from planner import CaptureError, Plan, PlannerError, auto_checkpoint
 from planner.integrations import plan_on_first_batch
 from tests.planner.steps import (
@@ -1076,3 +1077,31 @@ def test_a_plan_makes_way_where_changes_of_saved_tensors_are_allowed() -> None:
                 loss = squares(module(x))
             loss.backward()
     assert_same_gradients(plain, model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_backward_that_cannot_be_replayed_is_planned_for() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    module = auto_checkpoint(model, torch.randn(6, 8), budget_mb=8, progress=False).module
+    failed = []
+    for _ in range(4):
+        output = module(torch.randn(6, 8))
+        with torch.no_grad():
+            model[2].bias.mul_(0.9)  # no gradient needs it, but a forward that runs again does
+        try:
+            output.sum().backward()  # in other strides than planned for
+            failed.append(False)
+        except ChangedInPlace:
+            failed.append(True)
+    assert failed == [True, False, False, False]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_replay_within_inference_mode() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    plain, x = copy.deepcopy(model), torch.randn(6, 8)
+    losses = auto_checkpoint(model, x, budget_mb=8, progress=False).module(x).sum(), plain(x).sum()
+    with torch.inference_mode():
+        for loss in losses:
+            loss.backward()
+    assert_same_gradients(model, plain)

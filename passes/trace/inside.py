@@ -19,7 +19,7 @@ from .settings import Setting, is_plain, tensors_in
 from .state import Snapshot
 
 MAX_DEPTH = 4
-MOST = 10_000  # containers that are looked into
+MOST = 10_000  # values that are looked at
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
@@ -31,7 +31,7 @@ def settings_inside(model: nn.Module, changes: Iterable[Change], shared: Contain
     """
     found = []
     wanted = [c for c in changes if _may_be(c) and id(c.node.owner) not in shared]
-    reached = dict(_reached(model, {id(c.node.owner) for c in wanted}))
+    reached = dict(_reached(model, {id(c.node.owner) for c in wanted})) if wanted else {}
     for change in wanted:
         path, within = reached.get(id(change.node.owner), ("", ()))
         if within:

@@ -663,8 +663,9 @@ class StepTracer:
         if self.sets_tensors:
             only_set = {left.path for left in self.left if left.is_only_set}
             seen = [change for change in found if change.path in only_set]
-            every = rerun.others(set_once_more(self.before, watch.codes, rerun.once, seen))
-            self.places = tuple(settings_inside(self.model, every, self.before.met_again))
+            renewed = {left.path for left in self.left if left.is_renewed}
+            every = rerun.others(set_once_more(self.before, watch.codes, rerun.once, seen, renewed))
+            self.places = tuple(settings_inside(self.model, every, renewed, self.before.met_again))
         if held or self.places:  # such as this run has set, too; it is not recorded
             of_tensors = [s for s in settings(rerun.copies()) if s.template is not None]
             self.before.restore()

@@ -1,6 +1,6 @@
 """What forward puts into dicts, lists and objects that modules hold, and reads nothing of: `self.losses["aux"] = ...`.
 
-Such a place is a `Setting`, as an attribute is. Items that a list has already are none: they may be anything else's.
+Such a place is a `Setting`, as an attribute is. Of a list it is what was added to its end, or all of it if that is new.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from .nodes import MISSING, Change, Node, change_of
+from .nodes import MISSING, Change, Node, change_of, tensors_of
 from .rerun import names_in, reads
 from .settings import Setting, is_plain, tensors_in
 from .state import Snapshot
@@ -23,10 +24,13 @@ MOST = 10_000  # values that are looked at
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
-def settings_inside(model: nn.Module, changes: Iterable[Change], shared: Container[int]) -> list[Setting]:
+def settings_inside(
+    model: nn.Module, changes: Iterable[Change], renewed: Container[str], shared: Container[int]
+) -> list[Setting]:
     """The places inside of what modules hold, of changes that forward only makes, with what it left there.
 
     Args:
+        renewed: the paths of lists all of which is replaced.
         shared: ids of what is reached in several ways, of which another one may be read.
     """
     found = []
@@ -35,38 +39,50 @@ def settings_inside(model: nn.Module, changes: Iterable[Change], shared: Contain
     for change in wanted:
         path, within = reached.get(id(change.node.owner), ("", ()))
         if within:
-            value, of_object = put_there(change), change.node.kind == "attributes"
-            name, count = ("", len(value)) if change.key is MISSING else (change.key, 0)
-            found.append(Setting(path, name, value, None, None, within, count, of_object, change.path))
+            value, name, count, whole = put_there(change), change.key, 0, change.path in renewed
+            if name is MISSING:
+                name, count = "", 0 if whole else len(value)
+            of_object = change.node.kind == "attributes"
+            found.append(Setting(path, name, value, None, None, within, count, whole, of_object, change.path))
     return found
 
 
 def set_once_more(
-    before: Snapshot, codes: Collection[types.CodeType], run: Callable[[], Any], changes: Iterable[Change]
-) -> list[Change]:
+    before: Snapshot, codes: Collection[types.CodeType], run: Callable[[], Any], changes: Iterable[Change],
+    renewed: Container[str],
+) -> list[Change]:  # fmt: skip
     """These changes, and what forward only sets to what it was already: what is there again after a run without it.
 
-    Those of a dict come in the order in which that run puts them there.
+    Those of a dict come in the order in which that run puts them there. A list is renewed (its path) if the run leaves
+    nothing there that is put into it before; else some of its items are set, and it is none of the changes.
     """
     named = frozenset(name for code in codes for name in names_in(code) if isinstance(name, str))
     taken = [(node, keys) for node in before.nodes if (keys := _only_set_in(node, codes, named))]
     every = {(id(change.node.owner), change.key): change for change in changes}
+    lists = {place: change for place, change in every.items() if change.path in renewed}
     again: dict[tuple[int, Any], Change] = {}
+    left, marker = dict(lists), torch.zeros(())
     before.restore()
     try:
+        for change in lists.values():
+            change.node.give([*change.node.content, marker])
         for node, keys in taken:
             node.give({key: value for key, value in node.content.items() if key not in keys})
-        if taken:
+        if taken or lists:
             run()
         for node, keys in taken:
             for key, value in node.take().items():
                 if key in keys or (id(node.owner), key) in every:
                     again[id(node.owner), key] = change_of(node, key, MISSING, value)
+        for place, change in lists.items():
+            old = set(map(id, [*change.node.content, marker]))
+            if old.isdisjoint(map(id, change.node.take())):
+                del left[place]
     except Exception:  # noqa: BLE001 - it looks for them in a way of its own
         again.clear()
     finally:
         before.restore()
-    return list((again | every).values())
+    return [change for place, change in (again | every).items() if place not in left]
 
 
 def _only_set_in(node: Node, codes: Collection[types.CodeType], named: Container[str]) -> Collection[Any]:
@@ -89,8 +105,9 @@ def set_now(places: Iterable[Setting], model: nn.Module, lengths: Iterable[int])
     """
     for place, length in zip(places, lengths, strict=True):
         own = place.of(model)
-        value = tuple(own[length:]) if place.appended else own.get(place.name, MISSING)
-        if _can_be_set(value) and (not place.appended or len(value) == place.appended):
+        in_list = isinstance(own, list)
+        value = tuple(own[0 if place.whole else length :]) if in_list else own.get(place.name, MISSING)
+        if _can_be_set(value) and (not in_list or len(value) == len(place.value)):
             yield replace(place, value=value)
 
 
@@ -100,12 +117,27 @@ def lengths_of(places: Iterable[Setting], model: nn.Module) -> list[int]:
 
 
 def put_there(change: Change) -> Any:
-    """What forward put in a place: in a list, the items that it added; MISSING where what it did shows of the whole."""
+    """What forward put in a place: in a list, the items that it added, or all if all of it is new; else MISSING."""
     if change.key is not MISSING or change.node.kind != "items":
         return change.after
+    if type(change.node.owner) is not list:
+        return MISSING
+    if _has_grown(change):
+        return tuple(change.after[len(change.before) :])
+    return tuple(change.after) if renews(change) else MISSING
+
+
+def renews(change: Change) -> bool:
+    """Whether a list has tensors, as before, and other ones."""
+    if type(change.node.owner) is not list or change.key is not MISSING or _has_grown(change):
+        return False
+    before, after = (set(map(id, tensors_of(items))) for items in (change.before, change.after))
+    return bool(before and after) and before.isdisjoint(after)
+
+
+def _has_grown(change: Change) -> bool:
     before, after = change.before, change.after
-    grown = len(after) > len(before) and all(a is b for a, b in zip(after, before, strict=False))
-    return tuple(after[len(before) :]) if grown and type(change.node.owner) is list else MISSING
+    return len(after) > len(before) and all(a is b for a, b in zip(after, before, strict=False))
 
 
 def _may_be(change: Change) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import Unsupported
 from .carried import is_carried
-from .inside import put_there
+from .inside import put_there, renews
 from .nodes import MISSING, Change, alike, tensors_of, twin
 from .rerun import Script, Stale, is_named, reads
 from .state import Snapshot
@@ -63,8 +63,11 @@ class Rerun:
 
 def compare_steps(
     before: Snapshot, changes: list[Change], watch: Watch, rerun: Rerun, refuse: Callable[..., NoReturn]
-) -> tuple[frozenset[str], frozenset[str]]:
-    """Run the forward as a first and as a second step; returns what the second one writes again, and what alike."""
+) -> tuple[frozenset[str], dict[str, bool]]:
+    """Run the forward as a first and as a second step; returns what the second one writes again.
+
+    Of what it writes alike, also whether it replaces all of a list.
+    """
     held = before.tensors
     first = rerun.script(None, held)
     left = rerun.take()
@@ -92,8 +95,8 @@ def compare_steps(
     for change, found in read:
         refuse(_outermost(change, changes), "state that forward changes and reads", place=found)
     put = {place_of(c): put_there(c) for c in changes}
-    steady = {place_of(c) for c in again if alike(put_there(c), put.get(place_of(c), MISSING))}
-    return frozenset(map(place_of, again)), frozenset(steady - moved)
+    steady = [c for c in again if alike(put_there(c), put.get(place_of(c), MISSING)) and place_of(c) not in moved]
+    return frozenset(map(place_of, again)), {place_of(c): renews(c) for c in steady}
 
 
 def _hand_on(

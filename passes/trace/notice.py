@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -42,6 +42,7 @@ class Left:
         is_kept: whether forward reads what is there, too.
         is_new: whether nothing was there, of the model's own.
         is_only_set: whether each call puts the like there, and nothing reads it.
+        is_renewed: whether each call replaces all of a list.
     """
 
     path: str
@@ -51,6 +52,7 @@ class Left:
     holder: str = ""
     is_new: bool = False
     is_only_set: bool = False
+    is_renewed: bool = False
 
 
 def notice(before: Snapshot, changes: list[Change], watch: Watch, rerun: Rerun, may_move: bool) -> tuple[Left, ...]:
@@ -123,13 +125,14 @@ def _values(change: Change, value: Any) -> list[Any]:
     return [value] if change.key is not MISSING else list(value)
 
 
-def _left(change: Change, written_again: frozenset[str], steady: frozenset[str], codes: Any) -> Left:
+def _left(change: Change, written_again: frozenset[str], steady: Mapping[str, bool], codes: Any) -> Left:
     is_first, is_read = place_of(change) not in written_again, bool(reads(codes, change.name))
     is_kept = is_first and (is_hook(change) or is_read)
     value = change.after if is_plain(change.after) else None
     alike_again = place_of(change) in steady or (is_first and value is not None)
     only_set = alike_again and not is_read and is_named(codes, change.name)
-    return Left(change.path, value, is_first, is_kept, holder(change), _is_new(change), only_set)
+    renewed = steady.get(place_of(change), False)
+    return Left(change.path, value, is_first, is_kept, holder(change), _is_new(change), only_set, renewed)
 
 
 def _is_new(change: Change) -> bool:

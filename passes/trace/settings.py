@@ -34,6 +34,7 @@ class Setting:
         template: how what has tensors is made of the step's outputs; None of plain values.
         within: how the dict, list or object that holds it is reached from the module: an attribute, and keys.
         appended: of a list, how many items are added to its end; they are one tuple, without a name.
+        whole: whether all of a list is replaced, by the items of one tuple.
         of_object: whether it is an attribute of an object.
         shown: how an error names it, where that does not follow from the rest.
     """
@@ -45,6 +46,7 @@ class Setting:
     template: Template | None = None
     within: tuple[Any, ...] = ()
     appended: int = 0
+    whole: bool = False
     of_object: bool = False
     shown: str = ""
 
@@ -68,7 +70,7 @@ class Setting:
     def now(self, model: nn.Module) -> Any:
         """What is there, or else what its class has there."""
         own = self.of(model)
-        if self.appended:
+        if isinstance(own, list):
             return tuple(own[-self.appended :])
         of_class = MISSING if self.within else getattr(type(model.get_submodule(self.path)), self.name, MISSING)
         return own.get(self.name, of_class)
@@ -108,8 +110,8 @@ def set_again(found: Sequence[Setting], model: nn.Module, tensors: Sequence[Any]
     for setting in found:
         own, name = setting.of(model), setting.name
         value = setting.value if setting.template is None else unflatten(setting.template, tensors)
-        if setting.appended:
-            own.extend(value)
+        if isinstance(own, list):
+            own[0 if setting.whole else len(own) :] = value
         else:
             own[name] = value if setting.added is None else setting.now(model) + setting.added
 
@@ -154,13 +156,13 @@ def set_slots(found: Sequence[Setting]) -> list[tuple[str, int]]:
 def set_aside(found: Sequence[Setting], model: nn.Module) -> Iterator[None]:
     """Undo at the end what the block, in which forward runs again, sets."""
     before = [(setting.of(model), setting.name) for setting in found]
-    values = [len(own) if isinstance(own, list) else own.get(name, MISSING) for own, name in before]
+    values = [list(own) if isinstance(own, list) else own.get(name, MISSING) for own, name in before]
     try:
         yield
     finally:
         for (own, name), value in zip(before, values, strict=True):
             if isinstance(own, list):
-                del own[value:]
+                own[:] = value
             elif value is MISSING:
                 own.pop(name, None)
             else:

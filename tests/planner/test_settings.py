@@ -453,6 +453,7 @@ class Collects(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
         self.losses: list[Any] = []
+        self.last: list[Any] = []
         self.stats: dict[str, Any] = {"rows": 8}  # as it will be: no change is seen
         self.nested = {"inner": {}, "others": [0, {}]}
         self.keeper = Keeper()
@@ -461,6 +462,8 @@ class Collects(nn.Module):
         h = self.first(x).tanh()
         self.losses.append(h.pow(2).mean())
         self.losses.extend([len(x), h.detach()])
+        self.last.clear()
+        self.last.append(h.detach().mean())
         self.stats["mean"] = h.detach().mean(0)
         self.stats["rows"] = len(x)
         self.stats.update(both=(h.detach().amax(), 1))
@@ -470,7 +473,7 @@ class Collects(nn.Module):
         return self.second(h)
 
     def held(self) -> list[Any]:
-        return [self.losses, self.stats, self.nested, vars(self.keeper)]
+        return [self.losses, self.last, self.stats, self.nested, vars(self.keeper)]
 
 
 class CollectsInParts(nn.Module):
@@ -561,6 +564,21 @@ def test_counts_are_no_reason_to_plan_anew_for_a_size_that_is_known() -> None:
     cache = module._plan_state.cache
     assert module.calls == 14
     assert len(cache) == 7 and any(entry.planned.prepared.traced.from_symbols for entry in cache)
+
+
+def test_an_item_of_a_list_is_not_all_of_it() -> None:
+    class Sets(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(16, 16)
+            self.last = [torch.zeros(())]
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            output = super().forward(input)
+            self.last[0] = output.detach().mean()
+            return output
+
+    with pytest.warns(UserWarning, match=r"forward sets self\.last; .* will not set that"):
+        auto_checkpoint(Sets(), torch.randn(8, 16), budget_mb=None)
 
 
 def test_what_it_reads_there_is_said() -> None:

@@ -77,7 +77,7 @@ class _Exported:
             f"an exported step is called under {owner}, which saves no memory there: the step holds its saved tensors "
             "itself, and gradients are those without these hooks. Leave the wrapper out (torch.utils.checkpoint would "
             "also run the planned forward a second time), or export a plan of the module that contains this one.",
-            stacklevel=5,
+            stacklevel=6,
         )
 
     def check(self, primals: list[torch.Tensor]) -> None:

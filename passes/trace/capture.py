@@ -77,7 +77,7 @@ from .first_call import FirstCall, Remembers
 from .given import Changed, Given, Returned, changed_slots, left_alone
 from .guards import Guard
 from .hidden import refuse_hidden
-from .inside import lengths_of, set_now, set_once_more, settings_inside
+from .inside import lengths_of, only_set, set_now, settings_inside
 from .isolate import isolated
 from .layouts import (
     BACKWARD_AUTOCAST,
@@ -661,11 +661,10 @@ class StepTracer:
         self.notes = tuple(dict.fromkeys((*self.notes, *watch.notes)))
         self.watch = watch
         if self.sets_tensors:
-            only_set = {left.path for left in self.left if left.is_only_set}
-            seen = [change for change in found if change.path in only_set]
+            seen = {left.path for left in self.left if left.is_only_set}
             renewed = {left.path for left in self.left if left.is_renewed}
-            every = rerun.others(set_once_more(self.before, watch.codes, rerun.once, seen, renewed))
-            self.places = tuple(settings_inside(self.model, every, renewed, self.before.met_again))
+            every = only_set(self.before, watch.codes, rerun.script, [c for c in found if c.path in seen], renewed)
+            self.places = tuple(settings_inside(self.model, rerun.others(every), renewed, self.before.met_again))
         if held or self.places:  # such as this run has set, too; it is not recorded
             of_tensors = [s for s in settings(rerun.copies()) if s.template is not None]
             self.before.restore()

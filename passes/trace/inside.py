@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
+from .lookups import names_in
 from .nodes import MISSING, Change, Node, change_of, tensors_of
-from .rerun import names_in, reads
+from .rerun import Script, reads
 from .settings import Setting, is_plain, tensors_in
 from .state import Snapshot
 
 MAX_DEPTH = 4
+OTHERS = 64  # items that are put beside those that are there
 MOST = 10_000  # values that are looked at
 _DICTS = (dict, OrderedDict, defaultdict)
 
@@ -42,47 +45,67 @@ def settings_inside(
             value, name, count, whole = put_there(change), change.key, 0, change.path in renewed
             if name is MISSING:
                 name, count = "", 0 if whole else len(value)
-            of_object = change.node.kind == "attributes"
-            found.append(Setting(path, name, value, None, None, within, count, whole, of_object, change.path))
+            kind = None if change.node.kind == "attributes" else type(change.node.owner)
+            found.append(Setting(path, name, value, None, None, within, count, whole, kind, change.path))
     return found
 
 
-def set_once_more(
-    before: Snapshot, codes: Collection[types.CodeType], run: Callable[[], Any], changes: Iterable[Change],
+def only_set(
+    before: Snapshot, codes: Collection[types.CodeType], script: Callable[[], Script], changes: Iterable[Change],
     renewed: Container[str],
 ) -> list[Change]:  # fmt: skip
-    """These changes, and what forward only sets to what it was already: what is there again after a run without it.
+    """Those of the changes that forward makes whatever else is there, and what it only sets to what it was already.
 
-    Those of a dict come in the order in which that run puts them there. A list is renewed (its path) if the run leaves
-    nothing there that is put into it before; else some of its items are set, and it is none of the changes.
+    A run tells, with other items in these dicts and lists, and without what is set in dicts and objects. None is left
+    if it fails or asks anything else of torch: it reads there in a way that no name shows. Of a list or dict to which
+    it does anything else than to add (than to replace all of a list, where its path is `renewed`) nothing is.
+    What is put into a dict comes in the run's order.
     """
-    named = frozenset(name for code in codes for name in names_in(code) if isinstance(name, str))
-    taken = [(node, keys) for node in before.nodes if (keys := _only_set_in(node, codes, named))]
     every = {(id(change.node.owner), change.key): change for change in changes}
-    lists = {place: change for place, change in every.items() if change.path in renewed}
-    again: dict[tuple[int, Any], Change] = {}
-    left, marker = dict(lists), torch.zeros(())
+    named = frozenset(name for code in codes for name in names_in(code))
+    taken = {id(node.owner): (node, keys) for node in before.nodes if (keys := _only_set_in(node, codes, named))}
+    for change in every.values():
+        taken.setdefault(id(change.node.owner), (change.node, ()))
+    if not every and not any(isinstance(node.owner, dict) for node, _ in taken.values()):
+        return []
+    others = [torch.zeros(()) for _ in range(OTHERS)]
     before.restore()
     try:
-        for change in lists.values():
-            change.node.give([*change.node.content, marker])
-        for node, keys in taken:
-            node.give({key: value for key, value in node.content.items() if key not in keys})
-        if taken or lists:
-            run()
-        for node, keys in taken:
-            for key, value in node.take().items():
-                if key in keys or (id(node.owner), key) in every:
-                    again[id(node.owner), key] = change_of(node, key, MISSING, value)
-        for place, change in lists.items():
-            old = set(map(id, [*change.node.content, marker]))
-            if old.isdisjoint(map(id, change.node.take())):
-                del left[place]
-    except Exception:  # noqa: BLE001 - it looks for them in a way of its own
-        again.clear()
+        lines = script().lines
+        before.restore()
+        for node, keys in taken.values():
+            node.give(_with_others(node, keys, others))
+        if script().lines != lines:
+            return []
+        now = {number: node.take() for number, (node, _) in taken.items()}
+    except Exception:  # noqa: BLE001 - it misses what is not there, or has no use for what is
+        return []
     finally:
         before.restore()
-    return [change for place, change in (again | every).items() if place not in left]
+    paths = {number: change.path for (number, _), change in every.items()}
+    kept = [n for n, (node, _) in taken.items() if _only_adds(node, now[n], others, paths.get(n) in renewed)]
+    again = {
+        (n, key): change_of(taken[n][0], key, MISSING, value) for n in kept if isinstance(now[n], dict)
+        for key, value in now[n].items() if key in taken[n][1] or (n, key) in every
+    }  # fmt: skip
+    return [change for (n, _), change in (again | every).items() if n in kept]
+
+
+def _with_others(node: Node, keys: Collection[Any], others: Sequence[torch.Tensor]) -> Any:
+    if isinstance(node.content, list):
+        return [*node.content, *others]
+    left = {key: value for key, value in node.content.items() if key not in keys}
+    return left | {object(): other for other in others} if isinstance(node.owner, dict) else left
+
+
+def _only_adds(node: Node, now: Any, others: Sequence[torch.Tensor], all_goes: bool) -> bool:
+    """Whether a run has left these others where they were; in a list, if `all_goes`, none, nor what was there."""
+    if isinstance(node.content, list):
+        then = [*node.content, *others]
+        if all_goes:
+            return set(map(id, then)).isdisjoint(map(id, now))
+        return len(now) >= len(then) and all(map(is_, now, then))
+    return not isinstance(node.owner, dict) or set(map(id, others)).issubset(map(id, now.values()))
 
 
 def _only_set_in(node: Node, codes: Collection[types.CodeType], named: Container[str]) -> Collection[Any]:

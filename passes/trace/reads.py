@@ -24,9 +24,9 @@ from passes._torch import is_compiled
 from .arguments import StateEntry
 from .carried import place_of
 from .closures import remembered_by
-from .expected import LITERALS, MISSING, Expected, Literal, holds_these, same_value, stood_for
+from .expected import LITERALS, MISSING, Expected, Literal, Same, holds_these, same_value, stood_for
 from .late import Late
-from .settings import Setting
+from .settings import Setting, kind_within, kinds_filled
 from .unregistered import Unregistered
 
 Getter = Callable[[str, Any], Any]
@@ -194,13 +194,25 @@ class Reads:
     taken: frozenset[int] = frozenset()
 
     def but(self, settings: Iterable[Setting], carried: Iterable[str] = ()) -> Reads:
-        """Without those of attributes that forward only adds to, or puts something in, or that are `carried`."""
+        """Without those of attributes that forward only adds to, or that are `carried`.
+
+        Of lists and dicts that it puts something in, and does not read, their kinds are left.
+        """
         counted = {(setting.path, setting.name) for setting in settings if setting.added is not None}
-        counted |= {(s.path, s.within[0]) for s in settings if s.within and not s.of_object}
         counted |= {place_of(path) for path in carried}
+        filled = kinds_filled(settings)
         paths = {i: known.path for i, known in enumerate(self.objects) if known.is_submodule}
-        left = {i: [r for r in own if (paths.get(i), r.name) not in counted] for i, own in self.by_object.items()}
-        return replace(self, by_object=left)
+
+        def left(place: tuple[Any, str], read: Read) -> list[Read]:
+            kinds = filled.get(place, {}).items()
+            found = [replace(read, getter=partial(kind_within, keys), expected=Same(kind)) for keys, kind in kinds]
+            return found or [read]
+
+        by_object = {
+            i: [kept for r in own if (at := (paths.get(i), r.name)) not in counted for kept in left(at, r)]
+            for i, own in self.by_object.items()
+        }
+        return replace(self, by_object=by_object)
 
     def path_of(self, tensor: torch.Tensor) -> str:
         """Where a tensor that is not registered was read, or what it is."""

@@ -233,12 +233,7 @@ def is_named(codes: Iterable[types.CodeType], name: str) -> bool:
 
 
 def _mentions(code: types.CodeType, name: str) -> bool:
-    return name in names_in(code)
-
-
-def names_in(code: types.CodeType) -> tuple[Any, ...]:
-    """What a function names, and its constants."""
-    return (*code.co_names, *code.co_freevars, *code.co_cellvars, *code.co_varnames, *code.co_consts)
+    return name in (*code.co_names, *code.co_freevars, *code.co_cellvars, *code.co_varnames, *code.co_consts)
 
 
 def _is_read(node: Any, parents: tuple[ast.AST, ...], name: str) -> bool:

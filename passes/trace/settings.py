@@ -9,7 +9,7 @@ object that a module holds (`self.losses["aux"] = ...`), and reads nothing of (`
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,7 +35,7 @@ class Setting:
         within: how the dict, list or object that holds it is reached from the module: an attribute, and keys.
         appended: of a list, how many items are added to its end; they are one tuple, without a name.
         whole: whether all of a list is replaced, by the items of one tuple.
-        of_object: whether it is an attribute of an object.
+        kind: the class of the list or dict that holds it; None of an attribute.
         shown: how an error names it, where that does not follow from the rest.
     """
 
@@ -47,7 +47,7 @@ class Setting:
     within: tuple[Any, ...] = ()
     appended: int = 0
     whole: bool = False
-    of_object: bool = False
+    kind: type | None = None
     shown: str = ""
 
     def __str__(self) -> str:
@@ -140,6 +140,29 @@ def tensors_in(value: Any, depth: int = 0) -> list[torch.Tensor] | None:
         parts = [tensors_in(v, depth + 1) for v in (value.values() if isinstance(value, dict) else value)]
         return None if None in parts else [tensor for part in parts for tensor in part or ()]
     return [] if is_plain(value) else None
+
+
+def kinds_filled(found: Iterable[Setting]) -> dict[tuple[str, Any], dict[tuple[Any, ...], type]]:
+    """The classes of the lists and dicts that forward puts something in: by the attribute, and the keys in that."""
+    kinds: dict[tuple[str, Any], dict[tuple[Any, ...], type]] = {}
+    for setting in found:
+        if setting.kind is not None:
+            kinds.setdefault((setting.path, setting.within[0]), {})[setting.within[1:]] = setting.kind
+    return kinds
+
+
+def kind_within(keys: tuple[Any, ...], holder: nn.Module) -> Callable[[str, Any], type]:
+    """A getter of the class of what a module has as an attribute, or of what is in that, by its keys."""
+    own: dict[str, Any] = object.__getattribute__(holder, "__dict__")
+
+    def get(name: str, default: Any) -> type:
+        value = own.get(name, default)
+        for key in keys:
+            there = value.get(key, default) if isinstance(value, dict) else default
+            value = value[key] if isinstance(value, list) and key < len(value) else there
+        return type(value)
+
+    return get
 
 
 def tensors_set(found: Sequence[Setting], model: nn.Module) -> list[tuple[Template, Any]]:

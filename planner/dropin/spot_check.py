@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from passes._torch import num_dispatch_modes, profiler_runs
+from passes.draws import generators_kept
 from passes.exclusive import alone
 from passes.ops import is_collective
 from passes.printable import brief
@@ -146,7 +147,7 @@ def spot_check(planned: Decided, call: Call, primals: Sequence[torch.Tensor]) ->
 
     generators = {"cpu": torch.default_generator}
     try:
-        with casts_dropped():
+        with casts_dropped(), generators_kept(planned.prepared.device):
             expected.outputs = call.plain.run(primals, leaves, generators, nullcontext(), look)
     except Exception as error:  # noqa: BLE001 - the call raises it, if the plain forward does so once more
         expected.raised = f"the plain forward raises {type(error).__name__}: {brief(error)}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import operator
 import types
 import warnings
 import weakref
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -589,6 +591,80 @@ def test_what_it_reads_there_is_said() -> None:
 
     with pytest.warns(UserWarning, match=r"forward sets self\.stats\['mean'\], self\.stats\['both'\]; .* will not set"):
         auto_checkpoint(Reads(), torch.randn(8, 16), budget_mb=None, regions="whole")
+
+
+class Keeps(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.log: Any = []
+        self.stats: Any = {}
+        self.key, self.get = "log", operator.attrgetter("log")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = super().forward(input)
+        self.log.append(output.detach().mean())
+        return output * 3 if self.is_long() else output
+
+    def is_long(self) -> bool:
+        return False
+
+
+class KeepsAndMatches(Keeps):
+    def is_long(self) -> bool:
+        match self:
+            case Keeps(log=[_, _, _, *_]):
+                return True
+        return False
+
+
+class KeepsAndComputes(Keeps):
+    def is_long(self) -> bool:
+        return len(getattr(self, self.key)) > 2
+
+
+class KeepsAndGets(Keeps):
+    def is_long(self) -> bool:
+        return len(self.get(self)) > 2
+
+
+class KeepsAndLooks(Keeps):
+    def is_long(self) -> bool:
+        return sum(len(value) for value in vars(self).values() if isinstance(value, list)) > 2
+
+
+@pytest.mark.parametrize("kind", [KeepsAndMatches, KeepsAndComputes, KeepsAndGets, KeepsAndLooks])
+def test_what_no_name_shows_to_be_read_is_said(kind: Any) -> None:
+    with pytest.warns(UserWarning, match=r"forward sets self\.log; .* will not set that"):
+        auto_checkpoint(kind(), torch.randn(8, 16), budget_mb=None, regions="whole")
+
+
+def test_a_dict_that_forward_clears_is_said() -> None:
+    class Clears(Keeps):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            output = nn.Linear.forward(self, input)
+            self.stats.clear()
+            self.stats["mean"] = output.detach().mean()
+            return output
+
+    with pytest.warns(UserWarning, match=r"forward sets self\.stats\['mean'\]; .* will not set that"):
+        auto_checkpoint(Clears(), torch.randn(8, 16), budget_mb=None)
+
+
+class Doubled(list[Any]):
+    def append(self, value: Any) -> None:
+        self.extend([value, value])
+
+
+@pytest.mark.parametrize("other", [Doubled(), deque(maxlen=2)])
+@pytest.mark.parametrize("check", [True, False])
+def test_another_kind_of_list_is_planned_for_anew(other: Any, check: bool) -> None:
+    model, x = Keeps(), torch.randn(8, 16)
+    module = auto_checkpoint(model, x, budget_mb=8, progress=False, check=check).module
+    module(x)
+    assert len(model.log) == 1
+    model.log = module.log = other
+    with pytest.warns(UserWarning, match=r"forward sets self\.log.* will not set that"):
+        module(x)
 
 
 class Counts(nn.Linear):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -392,3 +393,19 @@ def test_an_interrupt_leaves_the_model_as_it_was() -> None:
         if interrupts.left > 0:
             break
     assert number > 30
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_numpys_generator_is_left_alone() -> None:
+    class Seeds(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            numpy.random.seed(5)
+            return super().forward(input) * float(numpy.random.rand())
+
+    module = auto_checkpoint(Seeds(8, 8), torch.randn(4, 8), budget_mb=8, progress=False).module
+    drawn = set()
+    for _ in range(6):
+        numpy.random.seed(1)
+        module(torch.randn(4, 8)).pow(2).mean().backward()
+        drawn.add(numpy.random.randint(1 << 30))
+    assert len(drawn) == 1

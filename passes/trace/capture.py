@@ -77,7 +77,7 @@ from .first_call import FirstCall, Remembers
 from .given import Changed, Given, Returned, changed_slots, left_alone
 from .guards import Guard
 from .hidden import refuse_hidden
-from .inside import lengths_of, only_set, set_now, settings_inside
+from .inside import lengths_of, only_set, renews, set_now, settings_inside
 from .isolate import isolated
 from .layouts import (
     BACKWARD_AUTOCAST,
@@ -108,7 +108,7 @@ from .refuse import (
     refuse_not_dense,
     storage_kind,
 )
-from .rerun import only_adds_to
+from .rerun import is_named, only_adds_to, reads
 from .settings import Setting, set_slots, steady, taken_apart, tensors_in
 from .state import Snapshot
 from .stores import Place
@@ -651,7 +651,12 @@ class StepTracer:
         except StateChanged as error:
             if self.may_remember:
                 raise FirstCall((), overwritten, evolves=True) from error
-            if paths := may_be_carried(self.model, found, self.before.met_again):
+            unread = [c for c in found if is_named(watch.codes, c.name) and not reads(watch.codes, c.name)]
+            renewed = {change.path for change in unread if renews(change)}
+            added = only_set(self.before, watch.codes, rerun.script, unread, renewed)
+            only = {change.path for change in added} | rerun.set_first(rerun.copies())
+            self.before.restore()
+            if paths := may_be_carried(self.model, found, only, self.before.met_again):
                 raise Carries(error, (*self.carried, *paths)) from error
             raise
         kept = [left for left in self.left if left.is_kept and left.holder]

@@ -38,15 +38,24 @@ class Carries(StateChanged):
         self.paths = tuple(paths)
 
 
-def may_be_carried(model: nn.Module, changes: Iterable[Change], met_again: Container[int]) -> tuple[str, ...]:
+def may_be_carried(
+    model: nn.Module, changes: Sequence[Change], only_set: Container[str], met_again: Container[int]
+) -> tuple[str, ...]:
     """The attributes that hold tensors, of what forward changed, before or after it.
 
-    None in which it leaves what another attribute holds: there would be another tensor, which forward may tell by `is`.
-    Nor one with a list or dict that something else holds, too, and would go on holding.
+    None that it only sets, which a step does without it being an argument; all of them if there are no others. None in
+    which it leaves what another attribute holds: there would be another tensor, which forward may tell by `is`. Nor one
+    with a list or dict that something else holds, too, and would go on holding.
 
     Args:
+        only_set: paths of what seems to be only set.
         met_again: ids of what was reached in several ways.
     """
+    read = [change for change in changes if change.path not in only_set]
+    return _may_be_carried(model, read, met_again) or _may_be_carried(model, changes, met_again)
+
+
+def _may_be_carried(model: nn.Module, changes: Iterable[Change], met_again: Container[int]) -> tuple[str, ...]:
     found: dict[str, Any] = {}
     inside: dict[str, set[int]] = {}
     holders = dict(model.named_modules(remove_duplicate=False))

@@ -473,6 +473,41 @@ def test_which_tensor_it_is_counts_and_not_its_values_alone(kind: type[Deep]) ->
         assert_same_state(model, plain)
 
 
+class LeavesLosses(Deep):
+    """Losses in an attribute, a list and a dict, none of which it reads, beside the state that it carries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.auxiliary = torch.zeros(WIDTH), None
+        self.log: list[torch.Tensor] = []
+        self.losses: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.before(x) + self.hidden
+        self.hidden = y.detach().mean((0, 1))
+        self.auxiliary = y.abs().mean()
+        self.log.append(y.square().mean())
+        self.losses["mean"] = y.mean()
+        return self.after(y).pow(2).mean()
+
+
+def test_losses_beside_the_state_need_no_other_plan() -> None:
+    model, plain = twins(LeavesLosses())
+    plan = auto_checkpoint(model, batch(), progress=False)
+    assert any("carries self.hidden from" in note for note in plan.notes)
+    for step in range(5):
+        x = batch()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if step == 0 else "error")  # another backward than planned for, once
+            for run, own in ((plan.module, model), (plain, plain)):
+                torch.manual_seed(step)
+                own.zero_grad()
+                (run(x) + own.auxiliary + own.log[-1] + own.losses["mean"]).backward()
+        assert_same_gradients(model, plain)
+        assert len(model.log) == len(plain.log) == step + 1
+        assert all(map(torch.equal, (model.hidden, *model.log), (plain.hidden, *plain.log)))
+
+
 @pytest.mark.filterwarnings("ignore:planning anew")
 def test_what_begins_to_grow_is_planned_by_regions_from_then_on() -> None:
     class Growing(Deep):

@@ -22,7 +22,7 @@ from passes.trace.capture import Traced, capture
 from passes.trace.carried import Carries
 from passes.trace.first_call import FirstCall, Remembers, remembered
 from passes.trace.isolate import in_training
-from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts
+from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_orders
 from passes.trace.nodes import PLAIN
 from passes.trace.notation import Pinned
 from passes.trace.refuse import storage_kind
@@ -100,18 +100,18 @@ class Sizes:
         differentiated: tuple[str, ...] | None, keep_outputs: bool, keep_inputs: bool, layouts: Layouts,
     ) -> Traced:  # fmt: skip
         tensors, template = flatten(dict(bound))
-        kind, call, key = _Kind(), None, None
+        kind, call, key, orders = _Kind(), None, None, gradient_orders(layouts)
         if not any(map(storage_kind, tensors)):  # else capture refuses such a call by name
             key = call_key(tensors, template)
             looks = tuple((t.dim(), t.dtype, t.device, t.requires_grad) for t in tensors)
             outside = key.inputs[0], key.autocast, key.defaults, layouts.get(BACKWARD_AUTOCAST)
             call = looks, outside
-            kind = self.kinds.setdefault((call, differentiated, keep_outputs, keep_inputs), kind)
+            kind = self.kinds.setdefault((call, differentiated, keep_outputs, keep_inputs, orders), kind)
             self._check(call, model)
         if key is None or key != self.first_of:
             self.first_call, self.first_of = None, key
         # What kernels were seen to lay out in ways of their own is known for single sizes.
-        if kind.seen and layouts.keys() <= {BACKWARD_AUTOCAST}:
+        if kind.seen and orders is not None:
             with remembered(self.first_call):
                 made = kind.made(model, bound, loss_fn, tensors, differentiated, (keep_outputs, keep_inputs), layouts)
             if made is not None:

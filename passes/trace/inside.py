@@ -20,6 +20,8 @@ from .nodes import MISSING, Change, Node, change_of, tensors_of
 from .rerun import Script, reads
 from .settings import Setting, is_plain, tensors_in
 from .state import Snapshot
+from .structure import unflatten
+from .templates import Template, slots
 
 MAX_DEPTH = 4
 OTHERS = 64  # items that are put beside those that are there
@@ -132,6 +134,16 @@ def set_now(places: Iterable[Setting], model: nn.Module, lengths: Iterable[int])
         value = tuple(own[0 if place.whole else length :]) if in_list else own.get(place.name, MISSING)
         if _can_be_set(value) and (not in_list or len(value) == len(place.value)):
             yield replace(place, value=value)
+
+
+def places_among(found: Iterable[Setting]) -> list[Setting]:
+    """Those inside of what modules hold, of what a step of other sizes sets, for `set_now`."""
+    inside = [setting for setting in found if setting.within]
+    return [s if s.template is None else replace(s, template=None, value=_structure(s.template)) for s in inside]
+
+
+def _structure(template: Template) -> Any:
+    return unflatten(template, [None] * (1 + max(i for _, i in slots(template))))
 
 
 def lengths_of(places: Iterable[Setting], model: nn.Module) -> list[int]:

@@ -20,6 +20,7 @@ from torch import nn
 from passes._torch import FakeTensor, FunctionalTensor
 
 from .nodes import MISSING, PLAIN, same
+from .notation import StandIn
 from .structure import MAX_DEPTH, Taker, unflatten
 from .templates import Template, slots
 
@@ -133,7 +134,7 @@ def taken_apart(
 
 def tensors_in(value: Any, depth: int = 0) -> list[torch.Tensor] | None:
     """The tensors of a tensor, or of a list, tuple or dict of tensors and plain values; None of anything else."""
-    if type(value) in (torch.Tensor, FakeTensor, FunctionalTensor):
+    if type(value) in (torch.Tensor, FakeTensor, FunctionalTensor, StandIn):
         usual = value.layout is torch.strided and not (value.is_conj() or value.is_neg())
         return [value] if usual else None
     if type(value) in (list, tuple, dict) and depth < MAX_DEPTH:

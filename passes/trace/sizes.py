@@ -30,6 +30,7 @@ from .capture import StepTracer, Traced, copied, not_held
 from .carried import carried
 from .contexts import private_contexts
 from .given import Returned, changed_slots
+from .inside import places_among
 from .isolate import isolated
 from .layouts import Layouts
 from .matching import match, match_arguments
@@ -102,7 +103,7 @@ class Pattern:
         """What the model returns at these sizes, where it is as it was and asks what the script says."""
         matched = match(self.traced.reads, tracer.model, tracer.loss_fn)
         match_arguments(self.traced.reads, matched, tracer.model, objects)
-        played = Played(self.script, at)
+        played, tracer.places = Played(self.script, at), tuple(places_among(self.traced.settings))
         tracer.below, flat = (played,), played.given()
         _check_given(flat, tracer.given)
         result = tracer._run(flat, tracer.recorder.recording(flat[: len(tracer.entries)]))
@@ -153,9 +154,9 @@ def pattern(
     Raises:
         Departed: there is none; `Pinned`, where there is none for other calls either.
     """
-    tracer = SizedTracer(*_of_step(model, loss_fn, bound, differentiated, layouts))
-    joint, first = tracer.trace([inputs for inputs, _ in seen]), len(tracer.entries)
     traced = seen[0][1]
+    tracer = SizedTracer(traced.settings, *_of_step(model, loss_fn, bound, differentiated, layouts))
+    joint, first = tracer.trace([inputs for inputs, _ in seen]), len(tracer.entries)
     told = tell(joint.graph_module, traced)
     found = Pattern(traced, tracer.symbols, told, tracer.script, tracer.returned, keep_outputs, keep_inputs)
     for inputs, other in seen:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 from typing import Any
 
 import torch
+from torch import nn
 
 from passes._torch import (
     FakeTensorMode,
@@ -27,10 +29,13 @@ from passes.run.tensors import nodes_behind
 
 from .capture import StepTracer, drop_tangents_of_state, export_step
 from .contexts import private_contexts
+from .given import Returned
+from .inside import places_among
 from .isolate import isolated
 from .layouts import EagerFakes
 from .notation import Departed, Pinned
 from .script import Script
+from .settings import Setting
 from .strides import NORMS, VIEWS, of_layer_norm
 from .templates import shared
 from .value_guards import KnownValues
@@ -41,13 +46,17 @@ aten = torch.ops.aten
 class SizedTracer(StepTracer):
     """Traces a step with symbols, and writes its script.
 
+    Args:
+        sets: what the step was seen to set at other sizes.
+
     Attributes:
         returned: the numbers of the forward's results in the script.
     """
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, sets: Sequence[Setting], *args: Any) -> None:
         super().__init__(*args)
-        self.symbols, self.recorder = Symbols(), _Unrecorded()  # type: ignore[assignment]
+        self.symbols, self.recorder = Symbols(), _Unrecorded(self.model, sets)  # type: ignore[assignment]
+        self.places = tuple(places_among(sets))
         self.script: Script
         self.returned: tuple[int, ...] = ()
 
@@ -74,13 +83,14 @@ class SizedTracer(StepTracer):
     def _run(self, flat: Sequence[torch.Tensor], *modes: Any) -> Any:
         self.script = Script(flat, self.symbols.sample)
         self.below = (self.script,)
-        try:
-            result = super()._run(flat, *modes)
-            self.returned = self.script.of(result.tensors)
-            _refuse_own_backwards(result.tensors)
-        finally:
-            self.script.close()
+        result = super()._run(flat, *modes)
+        _refuse_own_backwards(result.tensors)
         return result
+
+    def take_replaced(self, result: Returned) -> None:
+        super().take_replaced(result)
+        self.returned = self.script.of(result.tensors)
+        self.script.close()
 
     def _first_run(self, flat: Sequence[torch.Tensor]) -> Any:
         return self._run(flat)
@@ -96,6 +106,9 @@ class _Unrecorded:
     looked_at: frozenset[Any] = frozenset()
     identity = ""
 
+    def __init__(self, model: nn.Module, sets: Sequence[Setting]) -> None:
+        self.model, self.sets = model, [s for s in sets if not s.within and not s.is_buffer(model)]
+
     def stop(self) -> None: ...
 
     def follow_backward(self) -> None: ...
@@ -107,8 +120,8 @@ class _Unrecorded:
 
     def take_numbers(self, tensors: Any) -> None: ...
 
-    def settings(self) -> tuple[Any, ...]:
-        return ()
+    def settings(self) -> tuple[Setting, ...]:
+        return tuple(s if s.template is None else replace(s, value=s.now(self.model), template=None) for s in self.sets)
 
 
 def _refuse_own_backwards(outputs: Sequence[torch.Tensor]) -> None:

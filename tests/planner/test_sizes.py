@@ -32,6 +32,8 @@ class Own(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.read = read
+        self.second.log = []
+        self.second.register_buffer("scale", torch.ones(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x).tanh()
@@ -156,7 +158,14 @@ def normalized(model: Any, h: torch.Tensor) -> torch.Tensor:
     return (torch.eye(WIDTH) @ F.layer_norm(h, (WIDTH,)).mT).mT + scaled  # the gradient comes transposed
 
 
-MADE = (normalized, positions, mask, attention, halves, last, windows, in_place, dropped, noise, asked)
+def leaves_losses(self: Any, h: torch.Tensor) -> torch.Tensor:
+    self.auxiliary, self.losses, self.rows = h.square().mean(), {"mean": h.mean(), "length": h.detach()[0, :, 0]}, 3
+    self.second.log.append((h.mean(), h.abs().mean()))
+    self.second.scale = self.second.scale * 0.5
+    return h
+
+
+MADE = (normalized, positions, mask, attention, halves, last, windows, in_place, dropped, noise, asked, leaves_losses)
 READS = (
     *MADE, convolution, whole_root, root, power, branch, branch_on_type, branch_on_values, name, constant, loop,
     divisible, custom,
@@ -173,7 +182,8 @@ def differs(a: Traced, b: Traced) -> str:
     names = [[n.name for n in t.pristine.nodes] for t in (a, b)]
     if names[0] != names[1]:
         return "names"
-    for field in ("state", "outputs", "mutated", "num_outputs", "input_names", "notes", "repeated", "guard"):
+    same = "state", "outputs", "mutated", "num_outputs", "input_names", "notes", "repeated", "guard", "settings"
+    for field in same:
         if getattr(a, field) != getattr(b, field):
             return field
     if repr(a.output_template) != repr(b.output_template):
@@ -200,15 +210,18 @@ def look(value: Any) -> Any:
     return type(value), value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, whole
 
 
-def made_and_traced(model: nn.Module, samples: list[Any], monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[str]]:
+def made_and_traced(
+    model: nn.Module, samples: list[Any], monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[int, list[str]]:
     """How many calls were traced, and what differs between each call's trace by `Sizes` and its own."""
     traced = []
     monkeypatch.setattr("planner.sizes.capture", lambda *a, **k: traced.append(a) or capture(*a, **k))
     sizes, found = Sizes(), []
+    options = {"differentiated": None, "keep_outputs": False, "layouts": {}, **options}
     for sample in samples:
         bound = bind_sample(model, sample)
-        made = sizes.capture(model, bound, None, differentiated=None, keep_outputs=False, layouts={})
-        found.append(differs(made, capture(model, bound, keep_outputs=False)))
+        made = sizes.capture(model, bound, None, **options)
+        found.append(differs(made, capture(model, bound, **options)))
     return len(traced), found
 
 
@@ -222,6 +235,24 @@ def test_a_trace_at_another_length_is_the_one_that_tracing_makes(
     assert not any(found), found
     # Two to begin with, and one position, which torch takes to be another case. Torch 2.11 knows no products of them.
     assert traced == 3 or (read in (mask, last, normalized) and TORCH_VERSION < "2.12"), "the others are made"
+
+
+class Outputs(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return y.tanh(), y.mT.exp(), y.square().mean((1, 2))
+
+
+def test_so_it_is_where_gradients_come_in_strides_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, width = [torch.randn(3, length, WIDTH) for length in (4, 6, 5, 9, 12)], WIDTH
+    known = ("[0]", (3, 4, width), (4 * width, 1, 4)), ("[1]", (3, width, 4), (0, 0, 0)), ("[2]", (3,), (1,))
+    layouts = {("gradient of", path, shape): strides for path, shape, strides in known}
+    options = {"differentiated": ("[0]", "[1]", "[2]"), "layouts": layouts}
+    traced, found = made_and_traced(Outputs(WIDTH, WIDTH), samples, monkeypatch, **options)
+    assert (traced, any(found)) == (2, False), found
+    layouts["gradient of", "[0]", (3, 6, width)] = 6 * width, width, 1  # now one way, now another
+    traced, found = made_and_traced(Outputs(WIDTH, WIDTH), samples, monkeypatch, **options)
+    assert (traced, any(found)) == (5, False), found
 
 
 def gpt2(length: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import is_
 from typing import Any
@@ -30,25 +30,31 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 def settings_inside(
-    model: nn.Module, changes: Iterable[Change], renewed: Container[str], shared: Container[int]
-) -> list[Setting]:
+    model: nn.Module, changes: Iterable[Change], renewed: Container[str],
+    again: Mapping[int, Collection[tuple[str, str]]],
+) -> list[Setting]:  # fmt: skip
     """The places inside of what modules hold, of changes that forward only makes, with what it left there.
+
+    What is reached in several ways has to be an attribute of modules in each of them.
 
     Args:
         renewed: the paths of lists all of which is replaced.
-        shared: ids of what is reached in several ways, of which another one may be read.
+        again: the further paths and names of what is reached in several ways, by ids.
     """
     found = []
-    wanted = [c for c in changes if _may_be(c) and id(c.node.owner) not in shared]
-    reached = dict(_reached(model, {id(c.node.owner) for c in wanted})) if wanted else {}
+    wanted = list(filter(_may_be, changes))
+    reached = _reached(model, {id(c.node.owner) for c in wanted}) if wanted else {}
     for change in wanted:
-        path, within = reached.get(id(change.node.owner), ("", ()))
-        if within:
+        ways, others = reached.get(id(change.node.owner), []), again.get(id(change.node.owner), ())
+        attributes = {".".join(filter(None, ("self", path, *within))) for path, within in ways if len(within) == 1}
+        if ways and all(path in attributes for path, _ in others):
+            (path, within), *rest = ways
+            aliases = tuple((p, w[0]) for p, w in rest) if others else ()
             value, name, count, whole = put_there(change), change.key, 0, change.path in renewed
             if name is MISSING:
                 name, count = "", 0 if whole else len(value)
             kind = None if change.node.kind == "attributes" else type(change.node.owner)
-            found.append(Setting(path, name, value, None, None, within, count, whole, kind, change.path))
+            found.append(Setting(path, name, value, None, None, within, count, whole, kind, change.path, aliases))
     return found
 
 
@@ -196,9 +202,9 @@ def _can_be_set(value: Any) -> bool:
     return is_plain(value) or bool(tensors_in(value))
 
 
-def _reached(model: nn.Module, wanted: set[int]) -> Iterator[tuple[int, tuple[str, tuple[Any, ...]]]]:
+def _reached(model: nn.Module, wanted: Container[int]) -> dict[int, list[tuple[str, tuple[Any, ...]]]]:
     """How these are reached: the path of a module, an attribute of it, and keys of dicts and lists in that."""
-    looked = 0
+    looked, found = 0, defaultdict(list)
     for prefix, module in model.named_modules():
         own: dict[str, Any] = object.__getattribute__(module, "__dict__")
         waiting: list[tuple[tuple[Any, ...], Any]] = [((k,), v) for k, v in own.items() if not k.startswith("_")]
@@ -206,8 +212,8 @@ def _reached(model: nn.Module, wanted: set[int]) -> Iterator[tuple[int, tuple[st
             within, value = waiting.pop()
             looked += 1
             if id(value) in wanted:
-                wanted = wanted - {id(value)}
-                yield id(value), (prefix, within)
+                found[id(value)].append((prefix, within))
             if len(within) < MAX_DEPTH and type(value) in (list, *_DICTS):
                 inner = enumerate(value) if isinstance(value, list) else value.items()
                 waiting += [((*within, key), item) for key, item in inner]
+    return found

@@ -211,7 +211,7 @@ class Walk(Protocol):
     """What collects the nodes."""
 
     seen: dict[int, Any]
-    met_again: set[int]  # ids of what was to be visited once more
+    met_again: dict[int, list[tuple[str, str]]]  # by ids, the paths and names by which it was to be visited once more
     registered: frozenset[int]  # ids of the model's own modules and parameters
 
     def add(self, node: Node) -> Node:

@@ -95,7 +95,7 @@ def notice(before: Snapshot, changes: list[Change], watch: Watch, rerun: Rerun, 
     if seeded := [change.path for change in changes if change.node.kind == "generator"]:
         say(f"forward brings {few(seeded)} into a state of its own; the planned step leaves it alone")
     others = [change for change in changes if change.node.kind not in ("generator", "cache")]
-    left = tuple(map(partial(_left, written_again=written_again, steady=steady, codes=watch.codes), others))
+    left = tuple(_left(change, written_again, steady, watch.codes, before.met_again) for change in others)
     if any(there.is_kept for there in left):
         now, set_first = rerun.take(), rerun.set_first(rerun.copies())
         now.restore()
@@ -125,12 +125,16 @@ def _values(change: Change, value: Any) -> list[Any]:
     return [value] if change.key is not MISSING else list(value)
 
 
-def _left(change: Change, written_again: frozenset[str], steady: Mapping[str, bool], codes: Any) -> Left:
+def _left(
+    change: Change, written_again: frozenset[str], steady: Mapping[str, bool], codes: Any,
+    again: Mapping[int, Sequence[tuple[str, str]]],
+) -> Left:  # fmt: skip
     is_first, is_read = place_of(change) not in written_again, bool(reads(codes, change.name))
     is_kept = is_first and (is_hook(change) or is_read)
     value = change.after if is_plain(change.after) else None
     alike_again = place_of(change) in steady or (is_first and value is not None)
-    only_set = alike_again and not is_read and is_named(codes, change.name)
+    names = {change.name, *(name for _, name in again.get(id(change.node.owner), ()))}
+    only_set = alike_again and not any(reads(codes, n) for n in names) and any(is_named(codes, n) for n in names)
     renewed = steady.get(place_of(change), False)
     return Left(change.path, value, is_first, is_kept, holder(change), _is_new(change), only_set, renewed)
 

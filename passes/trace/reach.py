@@ -44,7 +44,7 @@ def visit(walk: Walk, value: Any, path: str, name: str) -> None:
     if isinstance(value, _ATOMS) and not isinstance(value, type):
         return
     if id(value) in walk.seen:
-        walk.met_again.add(id(value))
+        walk.met_again.setdefault(id(value), []).append((path, name))
         return
     walk.seen[id(value)] = value
     for kinds, of_kind in _VISITORS:

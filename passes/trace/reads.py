@@ -24,9 +24,9 @@ from passes._torch import is_compiled
 from .arguments import StateEntry
 from .carried import place_of
 from .closures import remembered_by
-from .expected import LITERALS, MISSING, Expected, Literal, Same, holds_these, same_value, stood_for
+from .expected import LITERALS, MISSING, Expected, Literal, Object, Same, holds_these, same_value, stood_for
 from .late import Late
-from .settings import Setting, kind_within, kinds_filled
+from .settings import Setting, held_together, kind_within, kinds_filled
 from .unregistered import Unregistered
 
 Getter = Callable[[str, Any], Any]
@@ -196,8 +196,10 @@ class Reads:
     def but(self, settings: Iterable[Setting], carried: Iterable[str] = ()) -> Reads:
         """Without those of attributes that forward only adds to, or that are `carried`.
 
-        Of lists and dicts that it puts something in, and does not read, their kinds are left.
+        Of lists and dicts that it puts something in, and does not read, their kinds are left, and whether modules that
+        hold one of them together still do.
         """
+        settings = list(settings)
         counted = {(setting.path, setting.name) for setting in settings if setting.added is not None}
         counted |= {place_of(path) for path in carried}
         filled = kinds_filled(settings)
@@ -212,6 +214,11 @@ class Reads:
             i: [kept for r in own if (at := (paths.get(i), r.name)) not in counted for kept in left(at, r)]
             for i, own in self.by_object.items()
         }
+        together = {((s.path, s.within[0]), *s.aliases) for s in settings if s.aliases}
+        by_object[0] = by_object.get(0, []) + [
+            Read(Object(0), partial(held_together, places), _one_object(places), Literal(True), "the model")
+            for places in sorted(together)
+        ]
         return replace(self, by_object=by_object)
 
     def path_of(self, tensor: torch.Tensor) -> str:
@@ -226,6 +233,10 @@ class Reads:
         asked = ((self.objects[n], read) for n, reads in self.by_object.items() for read in reads)
         found = ((known, read.expected) for known, read in asked if known.is_submodule and read.name == "training")
         return {known.path: expected.value for known, expected in found if isinstance(expected, Literal)}
+
+
+def _one_object(places: Iterable[tuple[str, str]]) -> str:
+    return " is ".join(".".join(filter(None, ("self", *place))) for place in places)
 
 
 class Looked:

@@ -38,6 +38,7 @@ class Setting:
         whole: whether all of a list is replaced, by the items of one tuple.
         kind: the class of the list or dict that holds it; None of an attribute.
         shown: how an error names it, where that does not follow from the rest.
+        aliases: further modules, by paths, that hold the same list or dict, and their attributes.
     """
 
     path: str
@@ -50,6 +51,7 @@ class Setting:
     whole: bool = False
     kind: type | None = None
     shown: str = ""
+    aliases: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         return self.shown or ".".join(part for part in ("self", self.path, self.name) if part)
@@ -149,7 +151,19 @@ def kinds_filled(found: Iterable[Setting]) -> dict[tuple[str, Any], dict[tuple[A
     for setting in found:
         if setting.kind is not None:
             kinds.setdefault((setting.path, setting.within[0]), {})[setting.within[1:]] = setting.kind
+            kinds.update({place: {(): setting.kind} for place in setting.aliases})
     return kinds
+
+
+def held_together(places: Iterable[tuple[str, str]], model: nn.Module) -> Callable[[str, Any], bool]:
+    """A getter of whether modules at these paths have one object as these attributes."""
+    found = [(where_held(model, path, name), name) for path, name in places]
+
+    def get(*_: Any) -> bool:
+        first, *others = [own.get(name) for own, name in found]
+        return all(other is first for other in others)
+
+    return get
 
 
 def kind_within(keys: tuple[Any, ...], holder: nn.Module) -> Callable[[str, Any], type]:

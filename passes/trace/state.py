@@ -61,7 +61,7 @@ class Snapshot:
         draws: whether the generators that all code shares are part of it.
 
     Attributes:
-        met_again: ids of what is reached in several ways.
+        met_again: the further paths and names of what is reached in several ways, by its id.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Snapshot:
         self.registered = frozenset(map(id, (*model.modules(), *model.parameters())))
         shared = [(generator, path, name) for generator, path, name in _shared_generators() if generator is not None]
         self.seen: dict[int, Any] = {} if draws else {id(generator): generator for generator, *_ in shared}
-        self.met_again: set[int] = set()
+        self.met_again: dict[int, list[tuple[str, str]]] = {}
         self._queue: deque[tuple[Any, str, str]] = deque()
         self._hooks: deque[tuple[Any, str, str]] = deque()
         self._last: deque[tuple[Any, str, str]] = deque()

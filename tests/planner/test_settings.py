@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import operator
@@ -535,6 +536,69 @@ def test_what_forward_puts_into_what_modules_hold(kind: Any, check: bool, rows: 
 
 
 @pytest.mark.filterwarnings("ignore")
+class Adds(nn.Linear):
+    """Adds to a list and a dict that it is given."""
+
+    def __init__(self, log: list[Any], losses: dict[str, Any], name: str) -> None:
+        super().__init__(16, 16)
+        self.log, self.losses, self.own_name = log, losses, name
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = super().forward(input).tanh()
+        self.log.append(output.square().mean())
+        self.losses[self.own_name] = output.abs().mean()
+        return output
+
+
+class AddsTogether(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.every: list[Any] = []
+        losses: dict[str, Any] = {}
+        self.parts = nn.ModuleList(Adds(self.every, losses, name) for name in "abc")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.every.clear()
+        for part in self.parts:
+            x = part(x)
+        return x
+
+    def held(self) -> Any:
+        return self.every, [(part.log, part.losses) for part in self.parts]
+
+
+@pytest.mark.filterwarnings("ignore:backward started from")
+@pytest.mark.parametrize("check", [True, False])
+def test_a_list_or_dict_that_modules_share_is_filled_once(check: bool) -> None:
+    model = AddsTogether()
+    plain = copy.deepcopy(model)
+    auto_checkpoint(model, torch.randn(8, 16), budget_mb=8, check=check, progress=False).apply(model)
+    for step in range(8):
+        x = torch.randn(8, 16)
+        expected = r"with self\.every is self\.parts\.0\.log" if step == 5 else None
+        with pytest.warns(UserWarning, match=expected) if expected else contextlib.nullcontext():
+            for each in (model, plain):
+                each.zero_grad()
+                (each(x).square().mean() + sum(each.parts[0].losses.values()) + sum(each.every)).backward()
+        assert _alike(model.held(), plain.held())
+        assert _alike([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+        if step == 4:  # each of them has its own from now on
+            for each in (model, plain):
+                each.parts[1].log, each.parts[2].losses = [], {}
+                each.parts[0].losses.clear()
+
+
+def test_what_modules_share_and_one_reads_is_said() -> None:
+    class Reads(Adds):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + len(self.log)
+
+    model = AddsTogether()
+    model.parts.append(Reads(model.every, {}, "d"))
+    with pytest.warns(UserWarning, match=r"forward sets self\.every.* will not set that"):
+        auto_checkpoint(model, torch.randn(8, 16), budget_mb=None)
+
+
 def test_an_object_that_holds_it_is_looked_at() -> None:
     class Scaled(Collects):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

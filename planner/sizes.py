@@ -21,8 +21,9 @@ from passes.trace.asking import sample_answers
 from passes.trace.capture import Traced, capture
 from passes.trace.carried import Carries
 from passes.trace.first_call import FirstCall, Remembers, remembered
+from passes.trace.gradient_layouts import gradient_orders
 from passes.trace.isolate import in_training
-from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_orders
+from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts
 from passes.trace.nodes import PLAIN
 from passes.trace.notation import Pinned
 from passes.trace.refuse import storage_kind

@@ -75,20 +75,12 @@ from .expected import MISSING
 from .failure import Failures, capture_error, value_needed
 from .first_call import FirstCall, Remembers
 from .given import Changed, Given, Returned, changed_slots, left_alone
+from .gradient_layouts import gradient_strides
 from .guards import Guard
 from .hidden import refuse_hidden
 from .inside import lengths_of, only_set, renews, set_now, settings_inside
 from .isolate import isolated
-from .layouts import (
-    BACKWARD_AUTOCAST,
-    LAID_OUT,
-    EagerFakes,
-    EagerLayouts,
-    GivenGradient,
-    Layouts,
-    gradient_strides,
-    settle_gradients,
-)
+from .layouts import BACKWARD_AUTOCAST, LAID_OUT, EagerFakes, EagerLayouts, GivenGradient, Layouts, settle_gradients
 from .leaks import Remembered
 from .modules import fill_forward_paths, module_path, module_paths
 from .next_step import Rerun

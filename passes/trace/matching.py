@@ -34,16 +34,11 @@ from .expected import (
     same_value,
     stood_for,
 )
-from .reads import (
+from .getters import (
     NAMES,
     REGISTERED,
     Getter,
-    Looked,
-    Matched,
-    Read,
-    Reads,
     by_attribute,
-    holds_these,
     names_of,
     of_buffers,
     of_compiled,
@@ -51,6 +46,7 @@ from .reads import (
     of_parameters,
     of_stood_for,
 )
+from .reads import Looked, Matched, Read, Reads, holds_these
 from .refuse import refuse_untracked
 from .unregistered import Constant, equal, look_of, numbers_of
 

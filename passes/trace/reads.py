@@ -12,131 +12,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import repeat
-from operator import call, is_, itemgetter
+from operator import call, is_
 from typing import Any
 
-import numpy
 import torch
-from torch import nn
-
-from passes._torch import is_compiled
 
 from .arguments import StateEntry
 from .carried import place_of
-from .closures import remembered_by
-from .expected import LITERALS, MISSING, Expected, Literal, Object, Same, holds_these, same_value, stood_for
+from .expected import MISSING, Expected, Literal, Object, Same, holds_these, same_value
+from .getters import HOOKS_IN, Getter, held_together, kind_within
 from .late import Late
-from .settings import Setting, held_together, kind_within, kinds_filled
+from .settings import Setting, kinds_filled
 from .unregistered import Unregistered
-
-Getter = Callable[[str, Any], Any]
-
-
-def by_attribute(holder: Any) -> Getter:
-    return partial(getattr, holder)
-
-
-def by_path(holder: Any) -> Getter:
-    """A getter of attributes of attributes, by their dotted names."""
-
-    def get(name: str, default: Any) -> Any:
-        value = holder
-        for part in name.split("."):
-            value = getattr(value, part, default)
-        return value
-
-    return get
-
-
-def by_plain_attribute(holder: Any) -> Getter:
-    """A getter of the numbers and strings that an object whose attributes cannot be recorded answers with."""
-
-    def get(name: str, default: Any) -> Any:
-        try:
-            value = getattr(holder, name, default)
-        except Exception:  # noqa: BLE001 - a property of whatever object that is
-            return default
-        return value if type(value) in LITERALS or isinstance(value, numpy.generic) else default
-
-    return get
-
-
-def of_instance(holder: Any) -> Getter:
-    own: dict[str, Any] = object.__getattribute__(holder, "__dict__")
-    return own.get
-
-
-NAMES = ""  # stands for the name of a read of the names that there are
-
-
-def names_of(holder: Any) -> Getter:
-    """A getter of the names that there are (`forward`, which `plan.apply` sets, is read by itself)."""
-    own: dict[str, Any] = object.__getattribute__(holder, "__dict__")
-    return lambda *_: tuple(sorted(own.keys() - {"forward"}))
-
-
-def names_among(names: frozenset[str]) -> Callable[[Any], Getter]:
-    """A getter of which of these names a `threading.local` has in this thread."""
-    return lambda holder: lambda *_: tuple(sorted(names & vars(holder).keys()))
-
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GET_HOOKS = itemgetter(*HOOKS)
-
-
-def of_hooks(holder: nn.Module) -> Getter:
-    own: dict[str, Any] = object.__getattribute__(holder, "__dict__")
-    return lambda *_: _GET_HOOKS(own)
-
-
-def of_compiled(holder: nn.Module) -> Getter:
-    """A getter of whether a module's `compile()` was called."""
-    return lambda *_: is_compiled(holder)
-
-
-def of_call(holder: Callable[[], Any]) -> Getter:
-    """A getter of what a function without arguments answers."""
-    return lambda *_: holder()
-
-
-def of_remembered(holder: Any) -> Getter:
-    """A getter of what a function under `functools.cache` answers again and forward may change."""
-    return lambda *_: remembered_by(holder)
-
-
-def of_class(holder: type) -> Getter:
-    return vars(holder).get
-
-
-def of_globals(holder: dict[str, Any]) -> Getter:
-    return holder.get
-
-
-def _table(holder: nn.Module, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = object.__getattribute__(holder, name)
-    return found
-
-
-def of_parameters(holder: nn.Module) -> Getter:
-    return _table(holder, "_parameters").get
-
-
-def of_buffers(holder: nn.Module) -> Getter:
-    return _table(holder, "_buffers").get
-
-
-def of_children(holder: nn.Module) -> Getter:
-    return _table(holder, "_modules").get
-
-
-def of_stood_for(getter: Getter) -> Getter:
-    """The same getter, of a place where something stands that runs a plan: of what that stands for."""
-    return lambda name, default: stood_for(getter(name, default))
-
-
-REGISTERED: dict[str, Callable[[nn.Module], Getter]] = {
-    "_parameters": of_parameters, "_buffers": of_buffers, "_modules": of_children,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -287,7 +174,7 @@ class Matched:
         return (
             self.own.hold()
             and (not fixed or self.fixed.hold())
-            and list(map(_GET_HOOKS, self.modules)) == self.hooks
+            and list(map(HOOKS_IN, self.modules)) == self.hooks
             and all(map(is_, map(type, self.objects), self.kinds))
             and not any(self.empty)
             and all(holds_these(container, items) for container, items in self.contents)

@@ -52,17 +52,11 @@ from .expected import (
     parts_of,
     stood_for,
 )
-from .lookups import computes_names, names_in
-from .nodes import kept_by_torch, same
-from .places import OUR_FOLDERS, is_users, is_users_file, place
-from .reads import (
+from .getters import (
     HOOKS,
     NAMES,
     REGISTERED,
     Getter,
-    Known,
-    Read,
-    Reads,
     by_attribute,
     by_path,
     by_plain_attribute,
@@ -76,6 +70,10 @@ from .reads import (
     of_instance,
     of_remembered,
 )
+from .lookups import computes_names, names_in
+from .nodes import kept_by_torch, same
+from .places import OUR_FOLDERS, is_users, is_users_file, place
+from .reads import Known, Read, Reads
 from .rerun import reads
 from .settings import Setting, is_plain, tensors_in
 from .structure import copies_in, flatten, held_objects

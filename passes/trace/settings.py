@@ -155,31 +155,6 @@ def kinds_filled(found: Iterable[Setting]) -> dict[tuple[str, Any], dict[tuple[A
     return kinds
 
 
-def held_together(places: Iterable[tuple[str, str]], model: nn.Module) -> Callable[[str, Any], bool]:
-    """A getter of whether modules at these paths have one object as these attributes."""
-    found = [(where_held(model, path, name), name) for path, name in places]
-
-    def get(*_: Any) -> bool:
-        first, *others = [own.get(name) for own, name in found]
-        return all(other is first for other in others)
-
-    return get
-
-
-def kind_within(keys: tuple[Any, ...], holder: nn.Module) -> Callable[[str, Any], type]:
-    """A getter of the class of what a module has as an attribute, or of what is in that, by its keys."""
-    own: dict[str, Any] = object.__getattribute__(holder, "__dict__")
-
-    def get(name: str, default: Any) -> type:
-        value = own.get(name, default)
-        for key in keys:
-            there = value.get(key, default) if isinstance(value, dict) else default
-            value = value[key] if isinstance(value, list) and key < len(value) else there
-        return type(value)
-
-    return get
-
-
 def tensors_set(found: Sequence[Setting], model: nn.Module) -> list[tuple[Template, Any]]:
     """What has tensors of what forward has just set, with its template."""
     return [(s.template, s.now(model)) for s in found if s.template is not None]

@@ -14,7 +14,8 @@ from torch import nn
 from passes._torch import is_distributed, look_alike
 from passes.trace.arguments import parameters_of
 from passes.trace.capture import Traced
-from passes.trace.layouts import Layouts, gradient_key
+from passes.trace.gradient_layouts import gradient_key
+from passes.trace.layouts import Layouts
 from passes.trace.matching import Differs, match, match_arguments
 from passes.trace.overlaps import Overlaps, lie_apart, overlaps, spans
 from passes.trace.reads import Matched, Reads

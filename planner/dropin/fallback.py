@@ -17,8 +17,9 @@ from passes.lower import kept_primals, stateful_primals
 from passes.run._torch import DEFAULTS, active_autocast, backward_number, torch_defaults
 from passes.run.listeners import REMEDY, Taken
 from passes.run.step import ChangedInPlace
+from passes.trace.gradient_layouts import gradient_key
 from passes.trace.late import Late
-from passes.trace.layouts import BACKWARD_AUTOCAST, gradient_key
+from passes.trace.layouts import BACKWARD_AUTOCAST
 from passes.trace.matching import Differs, match_arguments
 from passes.trace.structure import held_objects
 from solvers.errors import PlannerError

@@ -14,7 +14,7 @@ from passes._torch import is_distributed, local_part, look_alike
 from passes.run._torch import DEFAULTS, Autocast, active_autocast, torch_defaults
 from passes.trace.arguments import argument_names
 from passes.trace.constructs import is_generator
-from passes.trace.reads import HOOKS
+from passes.trace.getters import HOOKS
 from passes.trace.recorder import is_looked_into
 from passes.trace.structure import is_shared
 from passes.trace.templates import Again, Constant, Opaque, Slot, Template, Tree, outline

@@ -16,7 +16,8 @@ from passes.profile import Measured, profile
 from passes.run.tensors import is_laid_out
 from passes.trace.arguments import state_tensors
 from passes.trace.capture import EVERY_OUTPUT, Traced
-from passes.trace.layouts import Layouts, gradient_key, learned
+from passes.trace.gradient_layouts import gradient_key
+from passes.trace.layouts import Layouts, learned
 from passes.trace.matching import Differs
 from passes.trace.refuse import CACHED, refuse_sharded
 from passes.trace.settings import set_slots

@@ -20,8 +20,9 @@ from passes.trace.arguments import StateEntry, call_signature, lend_attributes, 
 from passes.trace.binding import call_bound, names_given
 from passes.trace.capture import OutputLeaf, casts_kept, choose_differentiated
 from passes.trace.given import left_alone
+from passes.trace.gradient_layouts import gradient_strides
 from passes.trace.hidden import trained_tensors
-from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts, gradient_strides
+from passes.trace.layouts import BACKWARD_AUTOCAST, Layouts
 from passes.trace.refuse import has_sharded, is_sharded, refuse_sparse
 from passes.trace.state import Snapshot as Reached
 from passes.trace.structure import Bound, flatten, held_objects, unflatten

@@ -95,7 +95,7 @@ class PlanState:
         self.unplanned = False
         self.applied: Any = None  # the `PlannedForward` that is being called
         self.notices = Notices(model)
-        self.replans, self.numbers = Counter[str](), set[str]()
+        self.replans, self.numbers, self.of_state = Counter[str](), set[str](), set[str]()
         self.counts_on = False  # whether calls with other lengths are planned as a whole, each for its own
         self.first_call: Remembers | None = None  # that is yet to come
         self.is_copy = False  # of what was planned
@@ -497,6 +497,8 @@ class PlanState:
         self.replans[mismatch.argument] += 1
         if _is_number(mismatch.got.rpartition("=")[2]):
             self.numbers.add(mismatch.argument)
+        elif any(mismatch.argument == entry.name for entry in self.first.reads.entries):
+            self.of_state.add(mismatch.argument)
         wanted = self._plans_anew
         hindrance = self._hindrance
         planned = wanted and not self._in_hooks and not hindrance
@@ -527,7 +529,7 @@ class PlanState:
             again = any(e is not None and e.paths == first.paths for e in earlier)
             remember(first.left)
             planned.prepared.sizes.first_call = None
-        self.notices.replanned(self.replans, self.numbers, seconds, len(self.cache), buckets)
+        self.notices.replanned(self.replans, self.numbers, self.of_state, seconds, len(self.cache), buckets)
         entry = self._add(key, planned, starts)
         entry.again = again
         return entry, state_tensors(self.model, planned.prepared.traced.state)

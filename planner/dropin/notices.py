@@ -43,13 +43,15 @@ class Notices:
         self.replan_seconds, self.next_slow = 0.0, SLOW_REPLANS
 
     def replanned(
-        self, replans: Counter[str], numbers: Collection[str], seconds: float, kept: int, buckets: bool
-    ) -> None:
+        self, replans: Counter[str], numbers: Collection[str], of_state: Collection[str], seconds: float, kept: int,
+        buckets: bool,
+    ) -> None:  # fmt: skip
         """Say after several replans, and rarely after that, what is slowing training, and what helps.
 
         Args:
             replans: how often what a call differs in was planned for anew.
             numbers: those that were a number.
+            of_state: those that are parameters and buffers.
             buckets: whether new shapes go into buckets already.
         """
         self.replan_seconds += seconds
@@ -58,7 +60,7 @@ class Notices:
             return
         self.next_slow = 2 * count
         (most, _), *_ = replans.most_common(1)
-        of_shapes = not most.startswith(("(", REGION)) and most not in numbers
+        of_shapes = not most.startswith(("(", REGION)) and most not in numbers and most not in of_state
         instead = "eager" if buckets or not of_shapes else f'{BUCKET}" or "eager'
         advice = "pad or bucket the inputs to fewer shapes" if of_shapes else "let it stay, or change it rarely"
         if most in numbers:

@@ -361,6 +361,19 @@ def test_a_number_that_changes_is_better_a_tensor(of_the_model: bool) -> None:
     assert len(slow) == 1 and "pass a number that changes as a tensor, or keep it in a buffer" in slow[0]
 
 
+def test_no_buckets_are_advised_where_parameters_are_frozen_in_turn() -> None:
+    model, x = perceptron(16)[0], torch.randn(4, 16)
+    plan = auto_checkpoint(model, x, loss_fn=loss_of, progress=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(6):
+            for k, parameter in enumerate(model.parameters()):
+                parameter.requires_grad_(k > 2 or bool(step >> k & 1))
+            plan.module(x).backward()
+    (slow,) = (str(w.message) for w in caught if "calls were planned anew so far" in str(w.message))
+    assert "let it stay, or change it rarely" in slow and "bucket" not in slow
+
+
 def test_a_harmless_change_does_not_replan() -> None:
     model, x = perceptron(16)
     plan = auto_checkpoint(model, x, loss_fn=loss_of, progress=False)
